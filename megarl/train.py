@@ -16,10 +16,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.errors import ConfigError
 from megarl.config.schema.root import Config, register
 from megarl.config.search_path import CONF_DIR, take_config_dirs
+from megarl.files import CheckpointError
 from megarl.run.command import (
     Results,
     check_command_line,
@@ -29,8 +29,7 @@ from megarl.run.command import (
     run_composed,
 )
 from megarl.run.resume import take_resume
-from megarl.sweep.command import run_sweep
-from megarl.sweep.run import run_one
+from megarl.sweep import run_one, run_sweep
 
 if TYPE_CHECKING:
     from megarl.trainer import Summary

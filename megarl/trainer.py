@@ -16,9 +16,8 @@ from megarl.config.old_logprobs import reuses_logprobs
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.environment import MultiTurnEnvironmentConfig
 from megarl.config.schema.root import Config
-from megarl.experience import add_old_logprobs, compute_experience
+from megarl.experience import add_old_logprobs, average_steps, compute_experience, split_minibatches
 from megarl.interfaces import Pending, RolloutEngine, RolloutServers, TrainBackend, WeightSync, wait_all
-from megarl.minibatches import average_steps, split_minibatches
 from megarl.report.report import Report
 from megarl.report.scores import (
     TooManyFailuresError,

@@ -15,7 +15,7 @@ from megarl.algo.policy_losses import POLICY_LOSSES
 from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.schema.algo import AlgoConfig, needs_reference, uses_topr
 from megarl.config.user_code import load_named
-from megarl.json_text import check_state
+from megarl.files import check_state
 
 Declaration = TypeVar("Declaration")
 

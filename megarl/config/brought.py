@@ -17,7 +17,7 @@ from megarl.config.schema.data import DataConfig, FileDataConfig, FunctionDataCo
 from megarl.config.schema.environment import EnvironmentConfig
 from megarl.config.schema.model import ModelSource
 from megarl.config.values import to_plain, write_value
-from megarl.json_text import load_json_object
+from megarl.files import load_json_object
 
 RUN_FILE = "run.json"
 """In a run's directory, that of its model's"""

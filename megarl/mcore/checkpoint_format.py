@@ -14,8 +14,8 @@ from typing import IO, Any
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.schema.roles import Dtype, ParallelConfig
+from megarl.files import CheckpointError
 from megarl.mcore.entries import Entry, compute_megatron_shape
 from megarl.mcore.spec import Role
 from megarl.models.architecture import Architecture

@@ -16,12 +16,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megarl.checkpoint.folder import find_free
-from megarl.checkpoint.manifest import NAME as MANIFEST
-from megarl.checkpoint.manifest import CheckpointError, load_manifest, verify_files, write_manifest
 from megarl.config.brought import MODEL_FILE, RUN_FILE
 from megarl.config.errors import ConfigError
 from megarl.config.schema.roles import Dtype, LoraConfig, LoraLayers, ParallelConfig
+from megarl.files import MANIFEST, CheckpointError, find_free, load_manifest, verify_files, write_manifest
 from megarl.mcore import bridge
 from megarl.mcore.batch import build_batch
 from megarl.mcore.checkpoint_format import (

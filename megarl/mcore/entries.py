@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.config.schema.roles import LoraConfig, LoraLayers
-from megarl.json_text import load_json_object
+from megarl.files import load_json_object
 from megarl.models.architecture import Architecture
 from megarl.models.families import list_weights
 from megarl.models.family import Shape, Split, Weight

@@ -20,8 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megarl.checkpoint.manifest import name_some
-from megarl.json_text import load_json_object, naming_file
+from megarl.files import load_json_object, name_some, naming_file
 from megarl.mcore.entries import VALUE_HEAD, PeftAdapter, list_entries
 from megarl.mcore.spec import CRITIC_PROMPT, VALUE_RANGE, Role
 from megarl.models.architecture import Architecture

@@ -30,7 +30,7 @@ from megarl.config.schema.roles import (
     RecomputeMethod,
     Trainable,
 )
-from megarl.json_text import load_json_object
+from megarl.files import load_json_object
 from megarl.mcore.device import find_machine
 from megarl.models.architecture import Architecture, Experts
 from megarl.models.families import parse_architecture

@@ -18,8 +18,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.schema.roles import ParallelConfig
+from megarl.files import CheckpointError
 from megarl.mcore.checkpoint_format import CONTENT, holds_optimizer, load_metadata
 from megarl.mcore.device import find_machine
 from megarl.mcore.entries import has_adapters

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megarl.json_text import naming_file, parse_strict_json
+from megarl.files import naming_file, parse_strict_json
 from megarl.report.text import TIME
 from megarl.types import Metrics
 

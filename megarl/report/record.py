@@ -36,7 +36,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from megarl.json_text import load_json_object, parse_json
+from megarl.files import load_json_object, parse_json
 from megarl.report.metrics import FILE_NAME, History, add_mfu, drop_unfinished_line, load_history
 
 RUN_NAME, STATUS_NAME, OUTCOME_NAME, STARTS_NAME = "run.json", "status.json", "outcome.json", "starts.jsonl"

@@ -19,7 +19,7 @@ from typing import Any, Protocol, cast
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.logger import LoggerConfig
-from megarl.json_text import load_json_object
+from megarl.files import load_json_object
 from megarl.report.metric_names import METRICS
 from megarl.types import Metrics
 

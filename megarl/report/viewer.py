@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megarl.json_text import parse_json
+from megarl.files import parse_json
 from megarl.report.text import shorten
 from megarl.report.token_file import FILE_NAME, LONGEST_TEXT, TRAIN
 

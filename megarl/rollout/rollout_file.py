@@ -38,9 +38,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.algo.rewards import check_score
-from megarl.checkpoint.manifest import write_atomically
 from megarl.config.errors import ConfigError
-from megarl.json_text import parse_strict_json
+from megarl.files import parse_strict_json, write_atomically
 from megarl.report.metrics import LineFile
 from megarl.report.scores import count_failed
 from megarl.task.render import CriticPrompt

@@ -26,8 +26,8 @@ import httpx
 from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig
+from megarl.files import load_json_object
 from megarl.interfaces import UNPUBLISHED, DeadlineError
-from megarl.json_text import load_json_object
 from megarl.models.families import FAMILIES
 from megarl.ports import pick_free_port
 from megarl.rollout.client import ConnectionLostError, RequestError, SGLangClient

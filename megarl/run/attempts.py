@@ -10,9 +10,6 @@ from pathlib import Path
 
 from megarl.algo.objective import format_critic, format_objective
 from megarl.algo.registry import needs_critic
-from megarl.checkpoint import folder as checkpoints
-from megarl.checkpoint.folder import RUN_FILE, Folder, check_space, name_checkpoint
-from megarl.checkpoint.manifest import CheckpointError
 from megarl.cluster.calls import WorkerError
 from megarl.config.brought import MODEL_FILE
 from megarl.config.checks.config import describe_sizes
@@ -23,6 +20,7 @@ from megarl.config.schema.environment import MultiTurnEnvironmentConfig
 from megarl.config.schema.root import Config
 from megarl.config.values import list_values
 from megarl.cpu.threads import describe_threads, settle_threads
+from megarl.files import CHECKPOINTS, RECORD, RUN_FILE, CheckpointError, Folder, check_space, name_checkpoint
 from megarl.interfaces import DeadlineError, TrainBackend, wait_all
 from megarl.mcore.spec import Role, read_architecture
 from megarl.plan.job import PlannedModels
@@ -118,8 +116,8 @@ def _saying_nothing_is_saved(folder: Folder, run_dir: Path, report: Report) -> I
 
 def open_folder(run_dir: Path, keep: CheckpointConfig) -> Folder:
     """The folder of a run's checkpoints."""
-    record = run_dir / checkpoints.RECORD
-    return Folder(run_dir / checkpoints.NAME, keep_last=keep.keep_last, keep_best=keep.keep_best, record=record)
+    record = run_dir / RECORD
+    return Folder(run_dir / CHECKPOINTS, keep_last=keep.keep_last, keep_best=keep.keep_best, record=record)
 
 
 def _open_report(config: Config, run_dir: Path, inputs: Inputs) -> Report:

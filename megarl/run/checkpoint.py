@@ -13,12 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from megarl.algo.statistics import RunningMoments
-from megarl.checkpoint.folder import RUN_FILE, Folder, check_space, name_checkpoint
-from megarl.checkpoint.manifest import CheckpointError, write_atomically, write_manifest
 from megarl.config.schema.checkpoint import CheckpointConfig
 from megarl.config.schema.roles import Dtype
+from megarl.files import (
+    RUN_FILE,
+    CheckpointError,
+    Folder,
+    check_space,
+    name_checkpoint,
+    parse_json,
+    write_atomically,
+    write_manifest,
+)
 from megarl.interfaces import DeadlineError, TrainBackend, wait_all
-from megarl.json_text import parse_json
 from megarl.mcore.checkpoint_format import describe_role
 from megarl.mcore.hf import count_parameters
 from megarl.mcore.spec import Role, WorkerSpec

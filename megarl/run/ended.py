@@ -6,9 +6,7 @@ A run that another process holds, that has not begun or whose outcome is known i
 import sys
 from pathlib import Path
 
-from megarl.checkpoint.folder import RUN_FILE
-from megarl.checkpoint.lock import locking
-from megarl.checkpoint.manifest import CheckpointError
+from megarl.files import RUN_FILE, CheckpointError, locking
 from megarl.report.record import OUTCOME_NAME, Outcome, State, clear_outcome, write_outcome
 
 

@@ -13,7 +13,7 @@ from megarl.config.schema.algo import needs_reference
 from megarl.config.schema.roles import ReferenceConfig, TrainedRoleConfig
 from megarl.config.schema.root import Config
 from megarl.config.values import name_data, name_reward
-from megarl.json_text import load_json_object
+from megarl.files import load_json_object
 from megarl.mcore.hf import check_checkpoint, check_critic_checkpoint, check_critic_prompt, check_value_range
 from megarl.mcore.spec import (
     ROLE_KEYS,

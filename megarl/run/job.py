@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megarl.checkpoint.folder import RUN_FILE
-from megarl.checkpoint.lock import locking
 from megarl.cluster.opened import Cluster, open_ray
 from megarl.cluster.servers import Servers, running_servers
 from megarl.cluster.watch import Measured, Profiler, measure_peaks
@@ -26,6 +24,7 @@ from megarl.config.placement import (
 )
 from megarl.config.schema.rollout import Transport
 from megarl.config.schema.root import Config
+from megarl.files import RUN_FILE, locking
 from megarl.interfaces import UNPUBLISHED, Done, Pending, RolloutServers, TrainBackend, wait_all
 from megarl.mcore.spec import Role
 from megarl.report import token_file

@@ -5,14 +5,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.checkpoint.folder import RUN_FILE
-from megarl.checkpoint.manifest import write_atomically
 from megarl.config.errors import ConfigError
 from megarl.config.schema.cluster import AUTO
 from megarl.config.schema.root import Config
 from megarl.config.search_path import is_search_path
 from megarl.config.values import list_values
-from megarl.json_text import parse_json
+from megarl.files import RUN_FILE, parse_json, write_atomically
 
 PREFIX = "resume="
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config.schema.reward import CodeRewardConfig
-from megarl.json_text import parse_json
+from megarl.files import parse_json
 from megarl.task.reward import AsyncReward, RewardFailedError, choose_num_workers
 from megarl.task.sandbox import Finished, Limits, SandboxError, run_python, warn_of_gaps
 from megarl.types import Prompt, Response, Score

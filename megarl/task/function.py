@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from megarl.config.errors import ConfigError
 from megarl.config.schema.reward import FunctionRewardConfig
 from megarl.config.user_code import DescribedError, describe_error
-from megarl.json_text import check_state
+from megarl.files import check_state
 from megarl.task.process import CallError, CallRaisedError, StartError, call, load_callable
 from megarl.task.reward import AnswerFailedError, ProcessReward, RewardFailedError, find_not_finite
 from megarl.types import FinishReason, Message, Prompt, Response, RoutedExperts, Score, Turn, WeightVersions

@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.data import AnswerPart, FileDataConfig
-from megarl.json_text import parse_json
+from megarl.files import parse_json
 from megarl.types import Message
 
 

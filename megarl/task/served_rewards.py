@@ -20,7 +20,7 @@ from megarl.config.schema.reward import (
     ServerRewardConfig,
     Verdict,
 )
-from megarl.json_text import parse_json
+from megarl.files import parse_json
 from megarl.task.reward import AsyncReward, RewardFailedError
 from megarl.types import Message, Prompt, Response, Score
 

@@ -17,7 +17,7 @@ from megarl.config.schema.data import (
     ReasoningGymDataConfig,
 )
 from megarl.config.user_code import describe_error, load_named
-from megarl.json_text import parse_json
+from megarl.files import parse_json
 from megarl.task.problems import Located, Problem, ProblemSplits, ask, note_parts, read_problems
 
 Reader = Callable[[Path], Iterator[Located]]

@@ -14,7 +14,7 @@ from megarl.config.schema.environment import (
 )
 from megarl.config.user_code import load_named
 from megarl.environment import Action, Environment, Step
-from megarl.json_text import parse_json
+from megarl.files import parse_json
 from megarl.task.process import (
     CallError,
     CallMemoryError,

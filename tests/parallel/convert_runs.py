@@ -7,7 +7,7 @@ import torch
 from layout_runs import within_vocabulary
 from tiny_checkpoints import build_samples
 
-from megarl.checkpoint.manifest import CheckpointError, write_manifest
+from megarl.files import CheckpointError, write_manifest
 from megarl.mcore.checkpoint_format import describe_role
 from megarl.mcore.spec import WorkerSpec
 

@@ -14,12 +14,12 @@ PACKAGE = ROOT / "megarl"
 LAYERS = (
     {"config.errors", "cpu.dtype", "config.run_name"},
     {"config.schema", "config.user_code"},
-    {"guard", "json_text", "ports", "timeline"},
+    {"guard", "files", "ports", "timeline"},
     {"types"},
     {"algo", "models"},
     {"config"},
-    {"interfaces", "minibatches", "environment", "run.process", "run.limits"},
-    {"task", "report", "checkpoint", "run.machine"},
+    {"interfaces", "environment", "run.process", "run.limits"},
+    {"task", "report", "run.machine"},
     {"cpu"},
     {"mcore", "rollout"},
     {"sync"},
@@ -37,10 +37,10 @@ rooms of lower layers, never one of its own layer."""
 LAYER_OF = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 SCHEMA = {"config.schema", "config.errors", "cpu.dtype", "config.run_name", "config.user_code"}
 ONLY_ROOMS = {
-    "report": {"report", "config", "types", "json_text", "timeline", *SCHEMA},
-    "algo": {"algo", "types", "json_text", *SCHEMA},
+    "report": {"report", "config", "types", "files", "timeline", *SCHEMA},
+    "algo": {"algo", "types", "files", *SCHEMA},
     # A check of the configuration reads what the algorithms' modules declare, without torch.
-    "config": {"config", "algo", "json_text", *SCHEMA},
+    "config": {"config", "algo", "files", *SCHEMA},
     "models": {"models", *SCHEMA},
     "types": {"types"},
 }

@@ -7,8 +7,7 @@ import torch
 from fakes.backend import Done
 
 from megarl.config.load import load_config
-from megarl.experience import compute_experience
-from megarl.minibatches import average_steps, split_minibatches
+from megarl.experience import average_steps, compute_experience, split_minibatches
 from megarl.types import Experience, FinishReason, Prompt, Response, Rollout, Sample, Score, Sequences
 
 

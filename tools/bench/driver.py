@@ -39,8 +39,8 @@ from megarl.cluster.workers import Sharer, count_minibatches, merge_rows
 from megarl.config.load import load_config
 from megarl.config.schema.roles import ParallelConfig
 from megarl.config.schema.root import Config
+from megarl.experience import split_minibatches
 from megarl.mcore.spec import Role, RowsResult, WorkerSpec
-from megarl.minibatches import split_minibatches
 from megarl.plan.job import PUBLISHED, build_plan, count_quickly, find_models
 from megarl.rollout.answers import parse_answer
 from megarl.rollout.rollout_file import write_rollouts

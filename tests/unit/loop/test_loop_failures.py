@@ -20,9 +20,8 @@ from fakes.rollout import FakeEngine
 from fakes.run import World, reward_length
 
 from megarl.algo.tokens import LossOutput
-from megarl.checkpoint import folder as checkpoint_folder
-from megarl.checkpoint.folder import Folder
 from megarl.cluster.calls import WorkerError
+from megarl.files import Folder
 from megarl.interfaces import DeadlineError, SyncError
 from megarl.report.metrics import load_metrics
 from megarl.report.scores import TooManyFailuresError
@@ -204,7 +203,7 @@ def test_what_failed_to_be_written_is_not_written_again(tmp_path: Path, monkeypa
 def refuse_from(first: int, publish: Callable[..., Path]) -> Callable[..., Path]:
     """`publish`, with a full disk from iteration `first` on."""
 
-    def refuse(folder: checkpoint_folder.Folder, iteration: int) -> Path:
+    def refuse(folder: Folder, iteration: int) -> Path:
         if iteration >= first:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return publish(folder, iteration)

@@ -14,7 +14,7 @@ from megarl.algo.blocks import NonFiniteError
 from megarl.algo.registry import needs_critic
 from megarl.config.load import list_options
 from megarl.config.schema.algo import needs_reference
-from megarl.minibatches import split_minibatches
+from megarl.experience import split_minibatches
 from megarl.report.metrics import load_metrics
 from megarl.rollout.rollout_file import load_rollouts
 from megarl.rollout.source import NoSignalError

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fakes.run import World, pretrain
 
-from megarl.checkpoint.manifest import CheckpointError
+from megarl.files import CheckpointError
 from megarl.report.metrics import load_metrics
 from megarl.rollout.rollout_file import load_rollouts
 from megarl.run.process import Stopped, stopping_on_signals

@@ -20,9 +20,9 @@ import torch
 from fakes.disturbed import RUN, Disturbance, Killed, run_disturbed, summarize
 from fakes.run import World, reward_length
 
-from megarl.checkpoint.manifest import CheckpointError
 from megarl.cluster.calls import WorkerError
 from megarl.config.errors import ConfigError
+from megarl.files import CheckpointError
 from megarl.interfaces import DeadlineError
 from megarl.report.metrics import load_metrics
 from megarl.rollout.rollout_file import Journal

@@ -9,7 +9,7 @@ import torch
 from fakes.run import World, load
 from safetensors.torch import load_file
 
-from megarl.checkpoint.manifest import CheckpointError
+from megarl.files import CheckpointError
 from megarl.report.metrics import load_metrics
 from megarl.rollout.rollout_file import NO_GROUPS, load_rollouts
 from megarl.rollout.source import PretrainingSource, SavedSource

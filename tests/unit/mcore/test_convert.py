@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import find_constants, write_checkpoint
 
-from megarl.checkpoint.manifest import CheckpointError, load_manifest
 from megarl.config.brought import MODEL_FILE, RUN_FILE
 from megarl.config.schema.roles import Dtype
+from megarl.files import CheckpointError, load_manifest
 from megarl.mcore import convert as conversion
 from megarl.mcore.convert import compare_tensors, open_source
 from megarl.mcore.hf import copy_description, write_safetensors

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from megarl.checkpoint.manifest import CheckpointError
+from megarl.files import CheckpointError
 from megarl.mcore.state import _put_weights, shard_weights
 
 

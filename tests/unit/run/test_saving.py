@@ -7,8 +7,7 @@ from fakes.backend import FakeBackend
 from fakes.run import load
 
 from megarl.algo.statistics import RunningMoments
-from megarl.checkpoint.folder import Folder
-from megarl.checkpoint.manifest import CheckpointError
+from megarl.files import CheckpointError, Folder
 from megarl.mcore.spec import Role
 from megarl.rollout.source import SourceState
 from megarl.run.checkpoint import (

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import megarl.sweep.run
+import megarl.sweep
 from megarl.report.record import Outcome, State, write_outcome
 from megarl.train import main
 
@@ -32,5 +32,5 @@ def run_process(command: Sequence[str], log: Path, stop_deadline_s: float) -> in
 
 
 if __name__ == "__main__":
-    megarl.sweep.run.run_process = run_process
+    megarl.sweep.run_process = run_process
     main()

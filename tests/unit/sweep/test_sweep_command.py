@@ -10,7 +10,7 @@ from megarl.config.load import CONF_DIR, check_overrides, expand_sweep
 from megarl.config.overrides import open_overrides
 from megarl.config.run_name import name_run
 from megarl.config.schema.root import register
-from megarl.sweep.command import complete_arguments
+from megarl.sweep import complete_arguments
 
 
 def name(*overrides: str) -> str:

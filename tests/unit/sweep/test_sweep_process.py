@@ -9,7 +9,7 @@ import time
 import pytest
 
 from megarl.run.process import Stopped
-from megarl.sweep.process import explain_exit, run_process
+from megarl.sweep import explain_exit, run_process
 
 SAVING = """
 import signal, sys, time

@@ -8,9 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from megarl.checkpoint.folder import LATEST, Folder, check_space, name_checkpoint
-from megarl.checkpoint.lock import locking
-from megarl.checkpoint.manifest import NAME, CheckpointError, FormatError, write_manifest
+from megarl.files import (
+    LATEST,
+    MANIFEST,
+    CheckpointError,
+    Folder,
+    FormatError,
+    check_space,
+    locking,
+    name_checkpoint,
+    write_manifest,
+)
 
 
 def publish(folder: Folder, iteration: int, score: float | None = None) -> None:
@@ -96,7 +104,7 @@ def test_a_checkpoint_of_another_release_is_not_taken_for_a_damaged_one(tmp_path
     folder = Folder(tmp_path, keep_last=2)
     publish(folder, 20)
     publish(folder, 40)
-    manifest = tmp_path / "iteration-000040" / NAME
+    manifest = tmp_path / "iteration-000040" / MANIFEST
     manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
     with pytest.raises(FormatError, match="format 2; this release reads format 1"):
         folder.find_newest(refuse)
@@ -105,7 +113,7 @@ def test_a_checkpoint_of_another_release_is_not_taken_for_a_damaged_one(tmp_path
 
 def test_only_one_process_at_a_time_may_write_to_a_directory(tmp_path: Path):
     with locking(tmp_path):
-        lines = ["import pathlib, sys", "from megarl.checkpoint.lock import locking"]
+        lines = ["import pathlib, sys", "from megarl.files import locking"]
         code = "\n".join([*lines, "locking(pathlib.Path(sys.argv[1])).__enter__()"])
         command = [sys.executable, "-c", code, str(tmp_path)]
         other = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -116,7 +124,7 @@ def test_only_one_process_at_a_time_may_write_to_a_directory(tmp_path: Path):
 
 
 def test_a_lock_that_becomes_free_in_time_is_taken_and_the_wait_is_told_once(tmp_path: Path):
-    held = ["import pathlib, sys, time", "from megarl.checkpoint.lock import locking"]
+    held = ["import pathlib, sys, time", "from megarl.files import locking"]
     held += ["with locking(pathlib.Path(sys.argv[1])):", "    print('held', flush=True)", "    time.sleep(1.5)"]
     told: list[str] = []
     with subprocess.Popen([sys.executable, "-c", "\n".join(held), str(tmp_path)], stdout=subprocess.PIPE) as other:

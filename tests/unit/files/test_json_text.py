@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.errors import ConfigError
-from megarl.json_text import load_json_object, naming_file, parse_json, parse_strict_json
+from megarl.files import load_json_object, naming_file, parse_json, parse_strict_json
 from megarl.mcore.spec import read_architecture
 from megarl.report.metrics import MetricsWriter, load_metrics
 from megarl.report.record import load_outcome, load_status, load_sweep

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.checkpoint.manifest import (
-    NAME,
+from megarl.files import (
+    MANIFEST,
     CheckpointError,
     load_manifest,
     verify_files,
@@ -33,7 +33,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_a_manifest_lists_size_and_sha256_of_every_file_and_of_manifests_below(checkpoint: Path):
     manifest = load_manifest(checkpoint)
     assert dict(manifest.about) == {"kind": "training"}
-    assert sorted(manifest.files) == ["more/replay.jsonl", f"policy/{NAME}", "state.json"]
+    assert sorted(manifest.files) == ["more/replay.jsonl", f"policy/{MANIFEST}", "state.json"]
     record = manifest.files["state.json"]
     assert (record.bytes, record.sha256) == (16, hashlib.sha256(b'{"iteration": 3}').hexdigest())
     assert sorted(load_manifest(checkpoint / "policy").files) == ["__0_0.distcp", "hf/config.json"]
@@ -52,8 +52,8 @@ def flip(path: Path) -> None:
         ("policy/__0_0.distcp", flip, "policy: damaged: __0_0.distcp"),
         ("policy/__0_0.distcp", lambda p: p.write_bytes(bytes(999)), "policy: damaged: __0_0.distcp"),
         ("policy/hf/config.json", Path.unlink, "policy: missing: hf/config.json"),
-        (f"policy/{NAME}", flip, f"damaged: policy/{NAME}"),
-        (f"policy/{NAME}", Path.unlink, f"missing: policy/{NAME}"),
+        (f"policy/{MANIFEST}", flip, f"damaged: policy/{MANIFEST}"),
+        (f"policy/{MANIFEST}", Path.unlink, f"missing: policy/{MANIFEST}"),
         ("state.json", Path.unlink, "missing: state.json"),
     ],
 )
@@ -85,8 +85,8 @@ def test_a_file_that_nfs_leaves_for_an_open_one_is_neither_listed_nor_named(chec
     "content", ["", "[]", "[" * 100_000, "{}", '{"format": 1, "about": {}, "files": {"a": 3}}', '{"format": 1']
 )
 def test_what_is_no_manifest_is_an_error_that_names_it(tmp_path: Path, content: str):
-    (tmp_path / NAME).write_text(content)
-    with pytest.raises(CheckpointError, match=f"{NAME}: is not a manifest"):
+    (tmp_path / MANIFEST).write_text(content)
+    with pytest.raises(CheckpointError, match=f"{MANIFEST}: is not a manifest"):
         load_manifest(tmp_path)
 
 
@@ -96,6 +96,6 @@ def test_a_directory_without_a_manifest_was_not_written_to_its_end(tmp_path: Pat
 
 
 def test_a_manifest_of_another_format_is_refused_by_its_number(tmp_path: Path):
-    (tmp_path / NAME).write_text(json.dumps({"format": 2, "about": {}, "files": {}}))
+    (tmp_path / MANIFEST).write_text(json.dumps({"format": 2, "about": {}, "files": {}}))
     with pytest.raises(CheckpointError, match="format 2; this release reads format 1"):
         load_manifest(tmp_path)

@@ -1,0 +1,426 @@
+"""Runs of a sweep (-m), each a process of its own, here or in a Slurm array. The same command runs what is missing."""
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.config.schema.root import Config, register
+from megarl.config.search_path import CONF_DIR
+from megarl.files import RUN_FILE
+from megarl.report.record import Outcome, State, format_outcomes, load_outcome, load_sweep
+from megarl.run.command import Results, end_with_config_error, format_results, list_overrides
+from megarl.run.ended import write_if_ours
+from megarl.run.process import Stopped, stopping_on_signals
+from megarl.run.resume import quote
+
+OUTPUT = "output.log"
+LONGEST_TAIL = 20_000
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+def run_process(command: Sequence[str], log: Path, stop_deadline_s: float) -> int:
+    """Run the command to its end and append its output to `log`. Returns its exit code, -N where signal N killed it.
+
+    A signal that asks this process to end is passed on; Stopped is raised once the command has ended, for which it is
+    killed after `stop_deadline_s`. If this process dies, the command gets SIGTERM.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output, stopping_on_signals():
+        child = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            preexec_fn=_end_with_parent,
+        )
+        try:
+            return child.wait()
+        except BaseException as error:
+            number = error.number if isinstance(error, Stopped) else signal.SIGTERM
+            # A terminal's Ctrl-C has reached it already; it handles the first signal only.
+            with contextlib.suppress(ProcessLookupError):
+                child.send_signal(number)
+            _end(child, stop_deadline_s)
+            raise
+
+
+def _end(child: "subprocess.Popen[bytes]", deadline_s: float) -> int:
+    try:
+        return child.wait(deadline_s)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        return child.wait()
+
+
+def _end_with_parent() -> None:
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def explain_exit(code: int, log: Path) -> str:
+    """Why a command failed, in one line: its exit code or signal, and its last lines of output."""
+    ended = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - LONGEST_TAIL))
+            lines = [line.strip() for line in file.read().decode("utf-8", "replace").splitlines()]
+    except OSError as error:
+        return f"{ended}; {error}"
+    said = [line for line in lines if line and not line.startswith("Set the environment variable HYDRA_FULL_ERROR")]
+    errors = list(takewhile(lambda line: line.startswith("error: "), reversed(said)))
+    words = [line.removeprefix("error: ") for line in reversed(errors)] or said[-1:] or ["it printed nothing"]
+    return f"{ended}: {'; '.join(words)}"
+
+
+# One run of a sweep, in a process of its own: skipped where it is done, resumed where it has begun.
+#
+# Hydra's launchers call it: one run after the other here, or as jobs. It does not raise for a run that fails: the sweep
+# continues, and the run's folder has the reason (outcome.json).
+
+SLURM_SCRIPT = (Path(__file__).resolve().parent / "slurm").resolve() / "train.sh"
+END_MARGIN_S = 60.0
+"""Time for the processes of a run to end, beyond its own deadlines"""
+HOME_VARIABLE = "MEGARL_HOME"
+"""Environment variable: the repository's folder, for slurm/train.sh"""
+
+
+def run_one() -> Results | None:
+    """The composed run's results; None where it failed. Raises Stopped for a signal, once the run has ended."""
+    hydra = HydraConfig.get()
+    run_dir = Path(hydra.runtime.output_dir)
+    known = read_outcome(run_dir)
+    if known is not None and known.state is State.done:
+        _say(f"{run_dir.name}: already done: {format_results(known.results)}")
+        return known.results
+    overrides = list_overrides()
+    try:
+        config = load_config(overrides)
+    except ConfigError as error:
+        write_if_ours(run_dir, Outcome(State.failed, "; ".join(error.problems)))
+        _say(f"{run_dir.name}: failed: {error}")
+        return None
+    runner = Runner(config, on_slurm=hydra.runtime.choices.get("hydra/launcher", "") == "slurm")
+    arguments = resume_arguments(run_dir, config, overrides)
+    if arguments is None:
+        arguments = [*overrides, f"hydra.run.dir={quote(run_dir)}"]
+    write_if_ours(run_dir, None)
+    _say(f"{run_dir.name}: {'resumes' if arguments[0].startswith('resume=') else 'starts'}; {run_dir / OUTPUT}")
+    code = runner.run(arguments, run_dir)
+    outcome = read_outcome(run_dir)
+    if outcome is None or (code != 0 and outcome.state is State.done):
+        outcome = Outcome(State.failed, explain_exit(code, run_dir / OUTPUT))
+        if not write_if_ours(run_dir, outcome):
+            _say(f"{run_dir.name}: another process runs it; its outcome is that one's to write")
+    text = format_results(outcome.results) if outcome.state is State.done else outcome.why
+    _say(f"{run_dir.name}: {outcome.state.value}: {text}")
+    return outcome.results if outcome.state is State.done else None
+
+
+class Runner:
+    """Starts the commands of a sweep's runs: here, or within a Slurm allocation."""
+
+    def __init__(self, config: Config, on_slurm: bool):
+        self.on_slurm = on_slurm
+        cluster = config.cluster
+        # Time to finish the current update, write a checkpoint and end the processes.
+        self.stop_deadline_s = (
+            cluster.call_deadline_s + config.checkpoint.stop_deadline_s + cluster.shutdown_deadline_s + END_MARGIN_S
+        )
+
+    def run(self, arguments: Sequence[str], folder: Path) -> int:
+        """Run `python -m megarl.train` with these arguments; returns the exit code.
+
+        Signals are passed on: train.sh queues the job again after SIGUSR1, which Slurm sends before the time limit.
+        """
+        command = [sys.executable, "-m", "megarl.train", *arguments]
+        if self.on_slurm:
+            home = f"{HOME_VARIABLE}={SLURM_SCRIPT.parents[1]}"
+            command = ["env", home, "bash", str(SLURM_SCRIPT), "--command=train", *arguments]
+        return run_process(command, folder / OUTPUT, self.stop_deadline_s)
+
+
+def resume_arguments(run_dir: Path, config: Config, overrides: Sequence[str]) -> list[str] | None:
+    """The arguments that resume a run; None for one that has not begun.
+
+    A run without checkpoints cannot be resumed: its folder is renamed to NAME.aside-1.
+    """
+    if not (run_dir / RUN_FILE).is_file():
+        return None
+    if config.checkpoint.save_every is not None:
+        return [f"resume={run_dir}", *overrides]
+    number = next(n for n in range(1, 10_000) if not run_dir.with_name(f"{run_dir.name}.aside-{n}").exists())
+    run_dir.rename(run_dir.with_name(f"{run_dir.name}.aside-{number}"))
+    return None
+
+
+def read_outcome(run_dir: Path) -> Outcome | None:
+    """The run's outcome; None where there is none or it is damaged: the run then resumes from its checkpoint."""
+    try:
+        return load_outcome(run_dir)
+    except ValueError as error:
+        _say(str(error))
+        return None
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+# A sweep's jobs on Slurm.
+#
+# They are submitted by hydra-submitit-launcher, and SWEEP_DIR/.jobs.jsonl has their ids: the same command again waits
+# for those that are still in the queue.
+
+JOBS = ".jobs.jsonl"
+ASK_S, POLL_S, NUM_TRIES = 30.0, 5.0, 20
+"""How long squeue may take, how long to wait before it is asked again, and how often where it fails"""
+OF_THE_PLUGIN = ("_target_", "submitit_folder")
+
+
+class RefusedError(BaseException):
+    """sbatch has refused a job. Not an Exception: Hydra would end the process with a traceback of it."""
+
+    def __init__(self, said: str, submitted: Sequence[str]):
+        """said: the output of sbatch. submitted: ids of the jobs that it accepted before."""
+        lines = [line.removeprefix("sbatch: ").removeprefix("error: ").strip() for line in said.splitlines()]
+        super().__init__(f"hydra.launcher: sbatch: {'; '.join(filter(None, lines)) or 'failed without a message'}")
+        if submitted:
+            self.args = (f"{self}; submitted before: `scancel {' '.join(submitted)}` cancels them",)
+
+
+@contextlib.contextmanager
+def submitting(sweep_dir: Path) -> Iterator[None]:
+    """Within the block each submitted job is written to JOBS, and one that sbatch refuses raises RefusedError.
+
+    Jobs handle their signals themselves. Raises ConfigError where there is no sbatch.
+    """
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+    from submitit.slurm.slurm import SlurmExecutor
+
+    missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
+    if missing:
+        raise ConfigError(
+            [f"hydra/launcher: slurm needs {' and '.join(missing)}, not found here; login nodes have them"]
+        )
+    submit, write = SlurmExecutor._submit_command, SlurmExecutor._make_submission_file_text
+    submitted: list[str] = []
+
+    def submit_or_tell(executor: Any, command: str) -> Any:
+        try:
+            job = submit(executor, command)
+        except (FailedJobError, FailedSubmissionError) as error:
+            raise RefusedError(str(error), submitted) from error
+        submitted.append(job.job_id)
+        with (sweep_dir / JOBS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"job": job.job_id}) + "\n")
+        return job
+
+    def write_with_exec(executor: Any, command: str, uid: str) -> str:
+        # SIGUSR1 would end the shell of the batch script, and with it the run; Python has no handler while it starts.
+        return write(executor, command, uid).replace(f"\n{command}\n", f"\ntrap '' USR1\nexec {command}\n")
+
+    sweep_dir.mkdir(parents=True, exist_ok=True)
+    SlurmExecutor._submit_command = submit_or_tell  # type: ignore[method-assign, assignment]
+    SlurmExecutor._make_submission_file_text = write_with_exec  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        SlurmExecutor._submit_command = submit  # type: ignore[method-assign]
+        SlurmExecutor._make_submission_file_text = write  # type: ignore[method-assign]
+
+
+def list_live_jobs(sweep_dir: Path) -> list[str]:
+    """The sweep's jobs that wait, run or are about to end, as squeue names them (1207_3, 1207_[4-7]).
+
+    Raises RefusedError where Slurm does not answer.
+    """
+    path = sweep_dir / JOBS
+    if not path.is_file():
+        return []
+    # A job array by its first part, as sbatch has named it.
+    known = {json.loads(line)["job"] for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")}
+    command = ["squeue", "--noheader", "--format=%F %i", f"--user={os.getuid()}"]
+    for _ in range(NUM_TRIES):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True)
+        except (OSError, subprocess.SubprocessError):
+            time.sleep(POLL_S)
+            continue
+        pairs = [line.split() for line in done.stdout.splitlines()]
+        return sorted(name for first, name in pairs if first in known)
+    raise RefusedError(f"squeue does not say, after {NUM_TRIES} tries, which jobs of {path} are live", [])
+
+
+def wait_for_live_jobs(sweep_dir: Path) -> None:
+    """Until none of the sweep's jobs is in the queue, however long; a second one would run beside it."""
+    before: list[str] = []
+    while live := list_live_jobs(sweep_dir):
+        if live != before:
+            print(
+                f"waiting for jobs of this sweep that are live: {' '.join(live)}; then come those missing", flush=True
+            )
+        before = live
+        time.sleep(POLL_S)
+
+
+def check_notice(overrides: Sequence[str]) -> None:
+    """Raises ConfigError where Slurm's signal would come in the first half of a job's time."""
+    launcher = compose_launcher(overrides)
+    found = re.search(r"@(\d+)$", str(launcher.get("additional_parameters", {}).get("signal", "")))
+    limit_s = 60 * int(launcher.get("timeout_min") or 0)
+    if found and limit_s and int(found[1]) > limit_s / 2:
+        raise ConfigError(
+            [
+                f"hydra.launcher.timeout_min: found {limit_s // 60}; SIGUSR1 comes {found[1]} s before the limit, which"
+                f" leaves less than half of it to train: at least {-(-int(found[1]) // 30)}, or"
+                " ++hydra.launcher.additional_parameters.signal=B:USR1@SECONDS"
+            ]
+        )
+
+
+def compose_launcher(overrides: Sequence[str]) -> dict[str, Any]:
+    """The parameters that Hydra's launcher will use, without its own folder."""
+    register()
+    given = [
+        text
+        for text in overrides
+        if text.lstrip("+~").startswith(("hydra/launcher=", "hydra.launcher.", "hydra.searchpath="))
+    ]
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        launcher = compose("config", overrides=given, return_hydra_config=True).hydra.launcher
+    OmegaConf.set_readonly(launcher, False)
+    launcher.submitit_folder = ""
+    container = OmegaConf.to_container(launcher, resolve=True)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items() if key not in OF_THE_PLUGIN}
+
+
+# A sweep from its command line to its exit code.
+
+SWEEP_DIR = "hydra.sweep.dir="
+EXIT_FAILED = 1
+OPTUNA = {
+    "hydra.sweeper.direction": "maximize",
+    "hydra.sweeper.n_jobs": "1",
+    "hydra.sweeper.max_failure_rate": "1.0",
+    "hydra.sweeper.sampler.seed": "1",
+}
+"""Defaults with hydra/sweeper=optuna. The objective is the held-out reward. A sampler with a seed proposes the same
+runs when the sweep is started again, which skips those that are done."""
+LOCAL_LAUNCHER = {"hydra.launcher.timeout_min": "14400"}
+"""Defaults with hydra/launcher=submitit_local, which would end every run after an hour"""
+ON_SLURM = "hydra/launcher=slurm"
+NODES, NODES_OF_JOB = "hydra.launcher.nodes=", "hydra.launcher.additional_parameters.nodes="
+"""submitit waits for a result from every node it knows of; with hydra/launcher=slurm only the first node gives one"""
+NO_SEED = "hydra/sweeper/sampler=grid"
+
+
+def run_sweep(start: Callable[[], object]) -> int:
+    """Have Hydra start every run of sys.argv, then print how each ended. Returns the exit code.
+
+    start: Hydra's entry point. The code is 0 where every run in SWEEP_DIR is done, else 1; 128 + number for a signal.
+    """
+    try:
+        sys.argv[1:], sweep_dir = complete_arguments(sys.argv[1:])
+    except ConfigError as error:
+        end_with_config_error(error)
+    code = 0
+    try:
+        with stopping_on_signals():
+            start_runs(start, sweep_dir)
+    except ConfigError as error:
+        end_with_config_error(error)
+    except RefusedError as refused:
+        end_with_config_error(ConfigError([str(refused)]))
+    except Stopped as stopped:
+        print(f"{stopped}; {describe_left(sweep_dir)}", file=sys.stderr)
+        code = stopped.exit_code
+    except SystemExit as end:
+        # Hydra has printed the reason.
+        code = end.code if isinstance(end.code, int) else EXIT_FAILED
+    runs = load_sweep(sweep_dir)
+    if not runs:
+        return code
+    missing = [run for run in runs if run.state != State.done.value]
+    print(format_outcomes(runs))
+    print(f"{len(runs) - len(missing)} of {len(runs)} runs done; sweep_dir={sweep_dir}")
+    if missing or code:
+        print(f"the same command with {SWEEP_DIR}{quote(sweep_dir)} runs those that are missing")
+    return code or (EXIT_FAILED if missing else 0)
+
+
+def start_runs(start: Callable[[], object], sweep_dir: Path) -> None:
+    if ON_SLURM not in sys.argv[1:]:
+        start()
+        return
+    check_notice([text for text in sys.argv[1:] if not text.startswith("-")])
+    with submitting(sweep_dir):
+        wait_for_live_jobs(sweep_dir)
+        start()
+
+
+def describe_left(sweep_dir: Path) -> str:
+    """What the sweep's runs do after a signal: jobs on Slurm stay."""
+    if ON_SLURM not in sys.argv[1:]:
+        return "every process was ended"
+    try:
+        live = list_live_jobs(sweep_dir)
+    except RefusedError as refused:
+        return f"its jobs were left as they are, and which live is not known: {refused}"
+    if not live:
+        return "no job of the sweep is live"
+    ids = " ".join(sorted({name.split("_")[0] for name in live}))
+    return (
+        f"its jobs were left as they are: {' '.join(live)}; `scancel {ids}` ends them, the same command waits for them"
+    )
+
+
+def complete_arguments(arguments: Sequence[str]) -> tuple[list[str], Path]:
+    """The command line with the sweep's folder, the names of the runs' folders (by the swept keys), and OPTUNA."""
+    if "hydra/launcher=submitit_slurm" in arguments:
+        problem = f"would start the run once on every node; {ON_SLURM} is the same plugin, set up for slurm/train.sh"
+        raise ConfigError([f"hydra/launcher: found submitit_slurm, which {problem}"])
+    parser = OverridesParser.create()
+    parsed = [parser.parse_override(text) for text in arguments if "=" in text and not text.startswith("-")]
+    values = {override.get_key_element().lstrip("+"): override for override in parsed}
+    given = values.get("hydra.sweep.dir")
+    name = f"runs/sweep_{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    if given is not None:
+        name = str(getattr(given.value(), "text", given.value()))
+    sweep_dir = Path(name).expanduser().resolve()
+    fixed = [
+        key for key, override in values.items() if not key.startswith("hydra") and not override.is_sweep_override()
+    ]
+    completed = [text for text in arguments if not text.lstrip("+").startswith(SWEEP_DIR)]
+    completed.append(f"{SWEEP_DIR}{quote(sweep_dir)}")
+    if ON_SLURM in arguments:
+        completed = [text.replace(NODES, NODES_OF_JOB) if text.startswith(NODES) else text for text in completed]
+    if fixed:
+        completed.append(f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]")
+    defaults = OPTUNA if "hydra/sweeper=optuna" in arguments else {}
+    defaults = defaults | (LOCAL_LAUNCHER if "hydra/launcher=submitit_local" in arguments else {})
+    completed += [
+        f"{key}={value}"
+        for key, value in defaults.items()
+        if key not in values and not (key.endswith(".seed") and NO_SEED in arguments)
+    ]
+    return completed, sweep_dir

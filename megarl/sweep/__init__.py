@@ -1,1 +1,0 @@
-"""`python -m megarl.train -m`: each run in its own process, a table at the end."""
