@@ -1,5 +1,5 @@
-"""Files that a run needs again: JSON that others may have written or damaged, atomic writes, the manifest with checksums
-of a directory, the lock of a run directory, and the folder of its checkpoints.
+"""Files that a run needs again: JSON that others may have written or damaged, atomic writes, a directory's manifest of
+checksums, the lock of a run directory, and the folder of its checkpoints.
 """
 
 import contextlib

@@ -199,12 +199,10 @@ OF_THE_PLUGIN = ("_target_", "submitit_folder")
 class RefusedError(BaseException):
     """sbatch has refused a job. Not an Exception: Hydra would end the process with a traceback of it."""
 
-    def __init__(self, said: str, submitted: Sequence[str]):
-        """said: the output of sbatch. submitted: ids of the jobs that it accepted before."""
+    def __init__(self, said: str):
+        """said: the output of sbatch."""
         lines = [line.removeprefix("sbatch: ").removeprefix("error: ").strip() for line in said.splitlines()]
         super().__init__(f"hydra.launcher: sbatch: {'; '.join(filter(None, lines)) or 'failed without a message'}")
-        if submitted:
-            self.args = (f"{self}; submitted before: `scancel {' '.join(submitted)}` cancels them",)
 
 
 @contextlib.contextmanager
@@ -222,14 +220,12 @@ def submitting(sweep_dir: Path) -> Iterator[None]:
             [f"hydra/launcher: slurm needs {' and '.join(missing)}, not found here; login nodes have them"]
         )
     submit, write = SlurmExecutor._submit_command, SlurmExecutor._make_submission_file_text
-    submitted: list[str] = []
 
     def submit_or_tell(executor: Any, command: str) -> Any:
         try:
             job = submit(executor, command)
         except (FailedJobError, FailedSubmissionError) as error:
-            raise RefusedError(str(error), submitted) from error
-        submitted.append(job.job_id)
+            raise RefusedError(str(error)) from error
         with (sweep_dir / JOBS).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"job": job.job_id}) + "\n")
         return job
@@ -267,7 +263,7 @@ def list_live_jobs(sweep_dir: Path) -> list[str]:
             continue
         pairs = [line.split() for line in done.stdout.splitlines()]
         return sorted(name for first, name in pairs if first in known)
-    raise RefusedError(f"squeue does not say, after {NUM_TRIES} tries, which jobs of {path} are live", [])
+    raise RefusedError(f"squeue does not say, after {NUM_TRIES} tries, which jobs of {path} are live")
 
 
 def wait_for_live_jobs(sweep_dir: Path) -> None:

@@ -5,6 +5,8 @@ resumed run continues there. Iterations that it repeats TensorBoard shows once, 
 Weights & Biases twice at the same place of its axis.
 """
 
+from __future__ import annotations
+
 import contextlib
 import importlib.util
 import json
@@ -15,13 +17,16 @@ import uuid
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.logger import LoggerConfig
 from megarl.files import load_json_object
 from megarl.report.metric_names import METRICS
-from megarl.types import Metrics
+
+# Commands that start nothing ask which sinks are there, and megarl.types imports torch.
+if TYPE_CHECKING:
+    from megarl.types import Metrics
 
 IDS = "sinks.json"
 STEP = "iteration"

@@ -9,8 +9,6 @@ ONE_RUN_EACH = ("hydra/launcher=slurm", "algo.clip_high=0.2,0.28")
 REFUSE = """echo 'sbatch: error: invalid partition specified: none' >&2
 echo 'sbatch: error: Batch job submission failed: Invalid partition name specified' >&2
 exit 1"""
-TAKE_ONE = f"""if [ ! -e "$0.taken" ]; then touch "$0.taken"; echo 'Submitted batch job 17'; exit 0; fi
-{REFUSE}"""
 SAID = "hydra.launcher: sbatch: invalid partition specified: none; Batch job submission failed: Invalid partition name"
 
 
@@ -35,14 +33,6 @@ def test_a_refused_sweep_ends_with_what_sbatch_says(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == f"error: {SAID} specified"
     assert "Traceback" not in done.stderr
-
-
-def test_the_jobs_that_sbatch_took_before_are_named(tmp_path: Path) -> None:
-    done = sweep(tmp_path, TAKE_ONE, "algo=vapo")
-    assert done.returncode == 2
-    last = done.stderr.splitlines()[-1]
-    assert last == f"error: {SAID} specified; submitted before: `scancel 17` cancels them"
-    assert "value pretraining, job 17" in done.stdout
 
 
 def test_a_machine_without_slurm_is_named(tmp_path: Path) -> None:
