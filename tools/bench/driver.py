@@ -2,8 +2,8 @@
 
 What lies between, for VAPO on qwen32b as planned for 64 GPUs (8,192 samples of 8,192 tokens on average): parse and
 decode the answers, write the journal, build the tensors, merge the log-probs and values that the ranks report, metrics
-and targets, minibatches and their counts, and what each rank of policy and critic is sent (megarl/cluster/workers.py). A
-few answers are recorded and parsed over and over; the models' results are made in between and cost no time here, but
+and targets, minibatches and their counts, and what each rank is sent (megarl/cluster/workers.py). A few answers are
+recorded and parsed over and over; the models' results are made in between and cost no time here, but
 count as memory. Not included: verifiers, which run in processes of their own, and Ray's copying. Seconds are CPU time
 on one thread. In a run most of the answers are parsed, decoded and journaled while others are still generated; here all
 of it counts. Responses of one length and, with as many tokens, lengths that vary 20 times, each in a process of its
