@@ -13,7 +13,7 @@ from megarl.config.evaluation_sets import expand_sets, load_configs
 from megarl.config.load import complete_overrides
 from megarl.config.overrides import check_words, open_overrides
 from megarl.config.roll import rewrite_overrides
-from megarl.config.schema.model import ModelSource
+from megarl.config.schema.roles import ModelSource
 from megarl.config.schema.root import Config, register
 from megarl.config.search_path import CONF_DIR, take_config_dirs
 from megarl.run.command import (

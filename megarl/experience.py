@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from megarl.algo.targets import measure_old_logprobs
-from megarl.config.schema.algo import AlgoConfig, needs_reference
-from megarl.config.schema.algo_choices import KLEstimator
+from megarl.config.schema.algo import AlgoConfig, KLEstimator, needs_reference
 from megarl.config.schema.root import Config
 from megarl.interfaces import Pending, TrainBackend, wait_all
 from megarl.rollout.tensors import build_tensors, find_too_stale

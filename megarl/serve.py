@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.roles import Dtype
-from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.run import RolloutConfig
 from megarl.interfaces import DeadlineError
 from megarl.models.checkpoint import find_checkpoint
 from megarl.rollout.server import WEIGHT_LOADER, ServerError, SGLangServer, has_cuda, write_private

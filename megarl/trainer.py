@@ -14,8 +14,8 @@ from megarl.algo.registry import reads_old_logprobs
 from megarl.algo.value_pretraining import build_pretraining_algo, describe_end
 from megarl.config.old_logprobs import reuses_logprobs
 from megarl.config.schema.algo import AlgoConfig
-from megarl.config.schema.environment import MultiTurnEnvironmentConfig
 from megarl.config.schema.root import Config
+from megarl.config.schema.task import MultiTurnEnvironmentConfig
 from megarl.experience import add_old_logprobs, average_steps, compute_experience, split_minibatches
 from megarl.interfaces import Pending, RolloutEngine, RolloutServers, TrainBackend, WeightSync, wait_all
 from megarl.report.report import Report

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from megarl.config.schema.data import FunctionDataConfig, JsonlDataConfig
+from megarl.config.schema.task import FunctionDataConfig, JsonlDataConfig
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 =+-*/()<>[],.:?"
 CHAT_TEMPLATE = (

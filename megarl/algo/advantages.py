@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from megarl.algo.declarations import AdvantageEstimator, AdvantageInputs, Advantages, Reads, is_on
-from megarl.config.schema.algo import ADAPTIVE, AlgoConfig, TetherConfig
-from megarl.config.schema.algo_choices import AdvantageStd, NormScope, StdOf
+from megarl.config.schema.algo import ADAPTIVE, AdvantageStd, AlgoConfig, NormScope, StdOf, TetherConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,8 +14,7 @@ from torch import Tensor
 from megarl.algo.blocks import Block, check_finite, count_generated, split_blocks
 from megarl.algo.statistics import Mean, Summary, compute_group_index, compute_moments
 from megarl.algo.tokens import compute_log_ratio, compute_outside
-from megarl.config.schema.algo import MismatchConfig
-from megarl.config.schema.algo_choices import NormScope, RatioLevel
+from megarl.config.schema.algo import MismatchConfig, NormScope, RatioLevel
 from megarl.types import Experience, Metrics, TrainingSamples
 
 QUARTERS = ("0_25", "25_50", "50_75", "75_100")

@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING
 
 from megarl.algo.declarations import LossTerm, Reads
 from megarl.algo.registry import find_advantage, name_advantages
-from megarl.config.schema.algo import AlgoConfig, ToprConfig, needs_entropy, uses_topr
-from megarl.config.schema.algo_choices import KLEstimator, PositiveLMMean, RatioLevel
+from megarl.config.schema.algo import (
+    AlgoConfig,
+    KLEstimator,
+    PositiveLMMean,
+    RatioLevel,
+    ToprConfig,
+    needs_entropy,
+    uses_topr,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,8 +20,7 @@ from megarl.algo.tokens import (
     compute_mismatch_weight,
     count_minibatch,
 )
-from megarl.config.schema.algo import AlgoConfig
-from megarl.config.schema.algo_choices import LossAggMode, MismatchCorrection
+from megarl.config.schema.algo import AlgoConfig, LossAggMode, MismatchCorrection
 
 __all__ = [
     "LossCounts",

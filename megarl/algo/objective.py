@@ -2,8 +2,7 @@
 
 from megarl.algo.loss_terms import LOSS_TERMS, format_kl
 from megarl.algo.registry import find_advantage, find_policy_loss, needs_critic
-from megarl.config.schema.algo import AlgoConfig
-from megarl.config.schema.algo_choices import LossAggMode, MismatchCorrection, NormScope
+from megarl.config.schema.algo import AlgoConfig, LossAggMode, MismatchCorrection, NormScope
 from megarl.config.schema.roles import CriticConfig, PolicyConfig, Trainable
 
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megarl.algo.declarations import PolicyLoss, Reads, is_on
-from megarl.config.schema.algo import AlgoConfig
-from megarl.config.schema.algo_choices import RatioLevel
+from megarl.config.schema.algo import AlgoConfig, RatioLevel
 
 if TYPE_CHECKING:
     from torch import Tensor

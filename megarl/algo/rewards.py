@@ -13,8 +13,16 @@ from torch import Tensor
 from megarl.algo.blocks import Block, check_finite, count_generated, split_blocks
 from megarl.algo.losses import aggregate
 from megarl.algo.statistics import STD_EPS, RunningMoments, compute_moments, merge_moments
-from megarl.config.schema.algo import LARGEST_KL_ERROR, AlgoConfig, KLConfig, OverlongConfig, RewardNormConfig
-from megarl.config.schema.algo_choices import KLEstimator, LossAggMode, NormScope
+from megarl.config.schema.algo import (
+    LARGEST_KL_ERROR,
+    AlgoConfig,
+    KLConfig,
+    KLEstimator,
+    LossAggMode,
+    NormScope,
+    OverlongConfig,
+    RewardNormConfig,
+)
 from megarl.types import Experience, Metrics
 
 

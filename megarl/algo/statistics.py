@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megarl.algo.blocks import Block, check_finite, split_blocks
-from megarl.config.schema.algo_choices import NormScope
+from megarl.config.schema.algo import NormScope
 
 STD_EPS = 1e-6
 """Added to every standard deviation that divides."""

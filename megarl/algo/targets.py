@@ -16,8 +16,7 @@ from megarl.algo.diagnostics import QUARTERS, compute_mismatch_metrics, compute_
 from megarl.algo.registry import find_advantage, name_advantages, needs_critic, reads_old_logprobs
 from megarl.algo.rewards import compute_shaped_rewards, compute_token_kl, compute_turn_rewards, drop_failed
 from megarl.algo.statistics import RunningMoments, Summary, Whitening
-from megarl.config.schema.algo import AlgoConfig, needs_reference, uses_topr
-from megarl.config.schema.algo_choices import KLEstimator
+from megarl.config.schema.algo import AlgoConfig, KLEstimator, needs_reference, uses_topr
 from megarl.types import Experience, Metrics, TrainingSamples
 
 

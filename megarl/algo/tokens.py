@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.algo.blocks import check_finite
-from megarl.config.schema.algo import MismatchConfig
-from megarl.config.schema.algo_choices import MismatchCorrection, RatioLevel
+from megarl.config.schema.algo import MismatchConfig, MismatchCorrection, RatioLevel
 from megarl.types import TrainingSamples
 
 

@@ -30,7 +30,7 @@ from megarl.cluster.calls import RayLostError, ask, wait_for
 from megarl.cluster.head import ADDRESS_FILE
 from megarl.cluster.process import Gpu, build_variables, choose_gpus, find_gpus, resolve_host
 from megarl.config.placement import DeviceSlot, find_ray_address, format_numbers
-from megarl.config.schema.cluster import ClusterConfig
+from megarl.config.schema.run import ClusterConfig
 from megarl.interfaces import DeadlineError
 from megarl.rollout.server import GUARD, read_tail, write_private
 from megarl.run.process import STOPPING_SIGNALS

@@ -18,7 +18,7 @@ import ray
 
 from megarl.config.errors import ConfigError
 from megarl.config.placement import format_numbers
-from megarl.config.schema.cluster import AUTO
+from megarl.config.schema.run import AUTO
 
 
 def redirect_output(log_path: Path) -> None:

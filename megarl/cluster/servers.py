@@ -27,7 +27,7 @@ from megarl.cluster.process import (
 )
 from megarl.cluster.watch import find_peak_of_tree, identify
 from megarl.config.placement import DeviceSlot
-from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.run import RolloutConfig
 from megarl.interfaces import DeadlineError
 from megarl.rollout.server import CALL_DEADLINE_S, NUM_CALLS, SGLangServer, find_loss
 

@@ -12,10 +12,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import data, environment, reward
-from megarl.config.schema.data import DataConfig, FileDataConfig, FunctionDataConfig
-from megarl.config.schema.environment import EnvironmentConfig
-from megarl.config.schema.model import ModelSource
+from megarl.config.schema.roles import ModelSource
+from megarl.config.schema.task import SCHEMAS, DataConfig, EnvironmentConfig, FileDataConfig, FunctionDataConfig
 from megarl.config.values import to_plain, write_value
 from megarl.files import load_json_object
 
@@ -23,11 +21,6 @@ RUN_FILE = "run.json"
 """In a run's directory, that of its model's"""
 MODEL_FILE = "megarl.json"
 """The copy in the directory of a model, which may be moved"""
-SCHEMAS: Mapping[str, Mapping[str, type]] = {
-    "data": data.SCHEMAS,
-    "environment": environment.SCHEMAS,
-    "reward": reward.SCHEMAS,
-}
 FORMAT = tuple(
     f"data.{name}"
     for name in (
@@ -161,7 +154,7 @@ def choose_kinds(settings: RunSettings, composed: DictConfig, typed: Mapping[str
     """
     kinds: dict[str, str] = {}
     if settings.knows_data:
-        from_files = {schema.__name__ for schema in data.SCHEMAS.values() if issubclass(schema, FileDataConfig)}
+        from_files = {schema.__name__ for schema in SCHEMAS["data"].values() if issubclass(schema, FileDataConfig)}
         wanted = {
             "data": "data" not in typed,
             "environment": "environment" not in typed,

@@ -24,8 +24,9 @@ from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.names import find_old_name, find_peer_name
 from megarl.config.overrides import check_words, find_choices_with, list_set_keys, open_overrides
 from megarl.config.roll import Rewritten, rewrite_overrides
-from megarl.config.schema.rollout import NO_QUANTIZED_WEIGHTS
 from megarl.config.schema.root import Config, register
+from megarl.config.schema.run import NO_QUANTIZED_WEIGHTS
+from megarl.config.schema.task import SCHEMAS
 from megarl.config.search_path import CONF_DIR, find_hidden_files, is_search_path, list_config_dirs, list_options
 from megarl.config.values import list_values
 
@@ -83,7 +84,7 @@ def _settle(overrides: Sequence[str], command: str) -> tuple[DictConfig, list[st
         settings = brought.find_run_settings(composed.model.source, composed.model.path)
     except ConfigError:
         # A key may be one of the kind of data or reward that the model brings.
-        composed = _compose([text for text in overrides if text.split(".")[0] not in brought.SCHEMAS])
+        composed = _compose([text for text in overrides if text.split(".")[0] not in SCHEMAS])
         settings = brought.find_run_settings(composed.model.source, composed.model.path)
         if settings is None:
             raise

@@ -3,7 +3,7 @@ fields that hold another package's options by name, such as `rollout.sglang`, in
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, get_origin, get_type_hints
@@ -11,8 +11,8 @@ from typing import Any, get_origin, get_type_hints
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import data, environment, reward
 from megarl.config.schema.root import Config
+from megarl.config.schema.task import SCHEMAS
 from megarl.config.search_path import CONF_DIR, list_config_dirs, list_options
 
 NULLS = ("", "null")
@@ -86,9 +86,7 @@ def list_open_keys() -> tuple[str, ...]:
     """The dotted keys of the schema whose value is a dictionary, of every kind of data and reward."""
     found = {
         *_find_dicts(Config, ""),
-        *(key for schema in data.SCHEMAS.values() for key in _find_dicts(schema, "data.")),
-        *(key for schema in environment.SCHEMAS.values() for key in _find_dicts(schema, "environment.")),
-        *(key for schema in reward.SCHEMAS.values() for key in _find_dicts(schema, "reward.")),
+        *(key for group in SCHEMAS for schema in SCHEMAS[group].values() for key in _find_dicts(schema, f"{group}.")),
     }
     return tuple(sorted(found))
 
@@ -105,12 +103,7 @@ def open_overrides(overrides: Sequence[str]) -> list[str]:
 def find_choices_with(key: str) -> list[str]:
     """The choices of a group, such as reward=function, that have this key (reward.path)."""
     group, _, name = key.partition(".")
-    groups: dict[str, Mapping[str, Any]] = {
-        "data": data.SCHEMAS,
-        "environment": environment.SCHEMAS,
-        "reward": reward.SCHEMAS,
-    }
-    kinds = groups.get(group, {}).items()
+    kinds = SCHEMAS.get(group, {}).items()
     return [f"{group}={kind}" for kind, schema in kinds if name in {each.name for each in fields(schema)}]
 
 

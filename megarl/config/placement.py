@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from megarl.algo.registry import needs_critic
 from megarl.config.errors import ConfigError
 from megarl.config.schema.algo import needs_reference
-from megarl.config.schema.cluster import AUTO, ClusterConfig, Placement
-from megarl.config.schema.rollout import ServerOffload, Transport
 from megarl.config.schema.root import Config
+from megarl.config.schema.run import AUTO, ClusterConfig, Placement, ServerOffload, Transport
 
 SERVERS = "servers"
 CONTRADICTIONS = ("rollout.transport", "cluster.listen_host", "cluster.gpus_per_node", "cluster.num_nodes")

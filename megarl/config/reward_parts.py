@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.checks.ranges import check_options
 from megarl.config.errors import ConfigError, find_nearest_key
-from megarl.config.schema.reward import SCHEMAS, RewardConfig, WeightedRewardConfig
+from megarl.config.schema.task import SCHEMAS, RewardConfig, WeightedRewardConfig
 
 OF_ALL = frozenset(field.name for field in fields(RewardConfig))
 """Keys that say something of the sum, not of a part"""
@@ -68,12 +68,12 @@ def _read_part(name: str, given: object) -> RewardPart:
         raise ConfigError([f"{key}: found {given!r}; a part has keys of its own: {key}.kind=math {key}.weight=0.5"])
     options = {str(option): value for option, value in given.items()}
     kind, weight = options.pop("kind", None), options.pop("weight", 1.0)
-    choices = sorted(set(SCHEMAS) - {"weighted"})
+    choices = sorted(set(SCHEMAS["reward"]) - {"weighted"})
     if kind not in choices:
         raise ConfigError([f"{key}.kind: found {kind!r}; it must be one of {', '.join(choices)}"])
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight):
         raise ConfigError([f"{key}.weight: found {weight!r}; it must be a finite number"])
-    return RewardPart(name, float(weight), _build_config(key, SCHEMAS[str(kind)], options))
+    return RewardPart(name, float(weight), _build_config(key, SCHEMAS["reward"][str(kind)], options))
 
 
 def _build_config(key: str, schema: type[RewardConfig], options: dict[str, Any]) -> RewardConfig:

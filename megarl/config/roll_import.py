@@ -24,8 +24,8 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import compose_config, load_config
 from megarl.config.names import ALIASES, read_names
 from megarl.config.roll import Value, resolve_aliases
-from megarl.config.schema.reward import RewardConfig
 from megarl.config.schema.root import Config
+from megarl.config.schema.task import RewardConfig
 from megarl.config.search_path import CONF_DIR
 
 MAX_BYTES = 1_000_000

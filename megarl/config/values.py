@@ -6,9 +6,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from megarl.config.schema import data, reward
-from megarl.config.schema.data import DataConfig
-from megarl.config.schema.reward import RewardConfig
+from megarl.config.schema.task import SCHEMAS, TOYS, DataConfig, RewardConfig
 
 
 def list_values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -52,15 +50,15 @@ def write_value(value: Any) -> str:
 
 def name_data(config: DataConfig) -> str:
     """`data=jsonl data.path=train.jsonl`, `data=addition`."""
-    if (path := getattr(config, "path", None)) and path.startswith(data.TOYS):
-        return f"data={path.removeprefix(data.TOYS)}"
-    kind = next((name for name, schema in data.SCHEMAS.items() if schema is type(config)), "...")
+    if (path := getattr(config, "path", None)) and path.startswith(TOYS):
+        return f"data={path.removeprefix(TOYS)}"
+    kind = next((name for name, schema in SCHEMAS["data"].items() if schema is type(config)), "...")
     return f"data={kind}{_name_path('data', config)}"
 
 
 def name_reward(config: RewardConfig) -> str:
     """`reward=function reward.path=my_reward.py:score`."""
-    kind = next((name for name, schema in reward.SCHEMAS.items() if schema is type(config)), "...")
+    kind = next((name for name, schema in SCHEMAS["reward"].items() if schema is type(config)), "...")
     return f"reward={kind}{_name_path('reward', config)}"
 
 

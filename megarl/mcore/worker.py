@@ -14,8 +14,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megarl.algo.losses import LossCounts, LossOutput, count_minibatch, critic_loss, policy_loss
-from megarl.config.schema.algo import needs_full_kl
-from megarl.config.schema.algo_choices import KLEstimator
+from megarl.config.schema.algo import KLEstimator, needs_full_kl
 from megarl.mcore import bridge, process_groups
 from megarl.mcore.batch import PackedBatch, build_batch
 from megarl.mcore.checkpoint_format import DESCRIPTION

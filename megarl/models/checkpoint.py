@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.model import ModelConfig, ModelSource, RandomModelConfig
+from megarl.config.schema.roles import ModelConfig, ModelSource, RandomModelConfig
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES, build_random_fields, parse_architecture
 

@@ -4,7 +4,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megarl.config.schema.model import RandomModelConfig
+from megarl.config.schema.roles import RandomModelConfig
 from megarl.models.architecture import Architecture, ConfigJson, Experts
 from megarl.models.family import Family, Weight, attention, gated_mlp, norm, with_head_size
 

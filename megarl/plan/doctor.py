@@ -34,9 +34,9 @@ from megarl.algo.registry import needs_critic
 from megarl.config.errors import ConfigError
 from megarl.config.load import load
 from megarl.config.placement import list_groups, place
-from megarl.config.schema.hardware import LEAST_OF_KIND
-from megarl.config.schema.model import ModelSource
+from megarl.config.schema.roles import ModelSource
 from megarl.config.schema.root import Config
+from megarl.config.schema.run import LEAST_OF_KIND
 from megarl.config.search_path import take_config_dirs
 from megarl.run.command import end_with_closed_pipe, end_with_config_error
 from megarl.task.sandbox import PROTECTIONS, find_protections

@@ -15,12 +15,13 @@ from megarl.algo.registry import needs_critic
 from megarl.config.errors import ConfigError
 from megarl.config.placement import SERVERS
 from megarl.config.schema.algo import needs_full_kl, needs_reference
-from megarl.config.schema.model import ModelSource, RandomModelConfig
 from megarl.config.schema.roles import (
     CriticConfig,
     Dtype,
+    ModelSource,
     ParallelConfig,
     PolicyConfig,
+    RandomModelConfig,
     ReferenceConfig,
     Trainable,
     TrainedRoleConfig,

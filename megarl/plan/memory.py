@@ -26,8 +26,8 @@ from megarl.config.schema.roles import (
     RecomputeMethod,
     Trainable,
 )
-from megarl.config.schema.rollout import RolloutConfig, ServerOffload
 from megarl.config.schema.root import Config
+from megarl.config.schema.run import RolloutConfig, ServerOffload
 from megarl.mcore.checkpoint_format import GATHERED_ELEMENTS
 from megarl.mcore.entries import count_layer, padded_vocab_size
 from megarl.mcore.spec import StageParameters

@@ -35,8 +35,8 @@ from megarl.config.placement import (
     read_allocation,
 )
 from megarl.config.roll import rewrite_overrides
-from megarl.config.schema.hardware import LEAST_OF_KIND, HardwareConfig
 from megarl.config.schema.root import Config
+from megarl.config.schema.run import LEAST_OF_KIND, HardwareConfig
 from megarl.config.search_path import take_config_dirs
 from megarl.plan.doctor import ask_lines, find_checkpoints
 from megarl.run.command import end_with_config_error

@@ -21,10 +21,9 @@ from megarl.config.checks.roles import find_nearest_divisor
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.placement import SERVERS, count_nodes, list_contradictions, list_groups, place
-from megarl.config.schema.cluster import AUTO, Placement
 from megarl.config.schema.roles import Offload, ParallelConfig, Recompute, RecomputeMethod, TrainedRoleConfig
-from megarl.config.schema.rollout import ServerOffload, Transport
 from megarl.config.schema.root import Config
+from megarl.config.schema.run import AUTO, Placement, ServerOffload, Transport
 from megarl.config.values import write_value
 from megarl.mcore.spec import check_layout
 from megarl.models.architecture import Architecture

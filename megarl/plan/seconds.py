@@ -16,11 +16,9 @@ import torch
 
 from megarl.config.old_logprobs import scores_first
 from megarl.config.placement import list_groups, place
-from megarl.config.schema.cluster import ClusterConfig, Placement
-from megarl.config.schema.hardware import HardwareConfig
 from megarl.config.schema.roles import Offload, ParallelConfig, Recompute, RecomputeMethod
-from megarl.config.schema.rollout import RolloutConfig, Transport
 from megarl.config.schema.root import Config
+from megarl.config.schema.run import ClusterConfig, HardwareConfig, Placement, RolloutConfig, Transport
 from megarl.mcore.microbatches import count_layer_work
 from megarl.models.architecture import Architecture
 from megarl.plan import assumptions as a

@@ -8,8 +8,8 @@ from rich.table import Table
 
 from megarl.config.checks.config import describe_sizes
 from megarl.config.placement import SERVERS, format_numbers
-from megarl.config.schema.rollout import Transport
 from megarl.config.schema.root import Config
+from megarl.config.schema.run import Transport
 from megarl.plan import assumptions
 from megarl.plan.assumptions import GIB
 from megarl.plan.job import JobPlan, find_longest

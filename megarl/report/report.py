@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 import psutil
 
-from megarl.config.schema.logger import LoggerConfig
+from megarl.config.schema.run import LoggerConfig
 from megarl.report.metrics import FILE_NAME, MetricsWriter, check_metrics
 from megarl.report.record import write_status
 from megarl.report.signs import Watch

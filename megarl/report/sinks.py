@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.logger import LoggerConfig
+from megarl.config.schema.run import LoggerConfig
 from megarl.files import load_json_object
 from megarl.report.metric_names import METRICS
 

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.environment import (
+from megarl.config.schema.root import Config
+from megarl.config.schema.task import (
     MultiTurnEnvironmentConfig,
     ToolsEnvironmentConfig,
     VerifiersEnvironmentConfig,
 )
-from megarl.config.schema.root import Config
 from megarl.environment import Observation
 from megarl.task.environments import EnvironmentFactory, build_environment, build_tool_prompt
 from megarl.task.process import CallError, FunctionProcess, StartError

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.run import RolloutConfig
 from megarl.interfaces import DeadlineError, TurnRequest
 from megarl.models.checkpoint import load_tokenizer
 from megarl.rollout.answers import load_expert_architecture, parse_answer

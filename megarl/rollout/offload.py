@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from megarl.config.schema.rollout import ServerOffload
+from megarl.config.schema.run import ServerOffload
 from megarl.interfaces import UNPUBLISHED
 from megarl.rollout.client import ConnectionLostError, SGLangClient, run_in_parallel
 

@@ -25,7 +25,7 @@ import httpx
 
 from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.schema.roles import Dtype
-from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.run import RolloutConfig
 from megarl.files import load_json_object
 from megarl.interfaces import UNPUBLISHED, DeadlineError
 from megarl.models.families import FAMILIES

@@ -15,8 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megarl.config.schema.algo import ReplayConfig, uses_topr
-from megarl.config.schema.algo_choices import SamplingBy
+from megarl.config.schema.algo import ReplayConfig, SamplingBy, uses_topr
 from megarl.config.schema.root import Config
 from megarl.interfaces import RolloutEngine
 from megarl.report.scores import describe_failures

@@ -15,9 +15,9 @@ from megarl.config.brought import MODEL_FILE
 from megarl.config.checks.config import describe_sizes
 from megarl.config.errors import ConfigError
 from megarl.config.placement import find_server_offload
-from megarl.config.schema.checkpoint import CheckpointConfig
-from megarl.config.schema.environment import MultiTurnEnvironmentConfig
 from megarl.config.schema.root import Config
+from megarl.config.schema.run import CheckpointConfig
+from megarl.config.schema.task import MultiTurnEnvironmentConfig
 from megarl.config.values import list_values
 from megarl.cpu.threads import describe_threads, settle_threads
 from megarl.files import CHECKPOINTS, RECORD, RUN_FILE, CheckpointError, Folder, check_space, name_checkpoint

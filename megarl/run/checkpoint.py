@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.algo.statistics import RunningMoments
-from megarl.config.schema.checkpoint import CheckpointConfig
 from megarl.config.schema.roles import Dtype
+from megarl.config.schema.run import CheckpointConfig
 from megarl.files import (
     RUN_FILE,
     CheckpointError,

@@ -15,9 +15,8 @@ from megarl.cluster.servers import running_servers
 from megarl.config.brought import find_run_settings
 from megarl.config.errors import ConfigError
 from megarl.config.placement import SERVERS, list_groups, place
-from megarl.config.schema.evaluate import EvaluateConfig, get_temperature, list_ks
-from megarl.config.schema.rollout import RolloutConfig
 from megarl.config.schema.root import Config
+from megarl.config.schema.run import EvaluateConfig, RolloutConfig, get_temperature, list_ks
 from megarl.config.values import name_data, name_reward
 from megarl.cpu.threads import settle_threads
 from megarl.interfaces import DeadlineError, RolloutEngine

@@ -22,8 +22,8 @@ from megarl.config.placement import (
     place,
     take_turns,
 )
-from megarl.config.schema.rollout import Transport
 from megarl.config.schema.root import Config
+from megarl.config.schema.run import Transport
 from megarl.files import RUN_FILE, locking
 from megarl.interfaces import UNPUBLISHED, Done, Pending, RolloutServers, TrainBackend, wait_all
 from megarl.mcore.spec import Role

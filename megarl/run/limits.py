@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.config.schema.train import TrainConfig
+from megarl.config.schema.run import TrainConfig
 
 
 @dataclass(frozen=True)

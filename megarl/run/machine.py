@@ -15,9 +15,9 @@ import psutil
 from megarl.config.checks.config import describe_iteration_size
 from megarl.config.errors import ConfigError
 from megarl.config.placement import SERVERS, find_ray_address, list_groups
-from megarl.config.schema.cluster import AUTO, ClusterConfig
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.root import Config
+from megarl.config.schema.run import AUTO, ClusterConfig
 from megarl.cpu.dtype import computes_bfloat16
 
 CONNECT_S = 5.0

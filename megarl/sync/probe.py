@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from megarl.config.schema.roles import Dtype
-from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.run import RolloutConfig
 from megarl.interfaces import SyncError, TrainBackend
 from megarl.rollout.client import SGLangClient
 from megarl.sync.ranks import sync_step

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.schema.roles import Dtype
-from megarl.config.schema.rollout import RolloutConfig, Transport
+from megarl.config.schema.run import RolloutConfig, Transport
 from megarl.interfaces import TrainBackend
 from megarl.ports import is_loopback
 from megarl.rollout.client import SGLangClient, run_in_parallel

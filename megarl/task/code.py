@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.schema.reward import CodeRewardConfig
+from megarl.config.schema.task import CodeRewardConfig
 from megarl.files import parse_json
 from megarl.task.reward import AsyncReward, RewardFailedError, choose_num_workers
 from megarl.task.sandbox import Finished, Limits, SandboxError, run_python, warn_of_gaps

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.data import (
+from megarl.config.schema.task import (
     DataConfig,
     FileDataConfig,
     FunctionDataConfig,

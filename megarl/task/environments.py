@@ -6,9 +6,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.data import DataConfig
-from megarl.config.schema.environment import (
+from megarl.config.schema.task import (
     ClassEnvironmentConfig,
+    DataConfig,
     EnvironmentConfig,
     MultiTurnEnvironmentConfig,
     SingleTurnEnvironmentConfig,

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.reward import FunctionRewardConfig
+from megarl.config.schema.task import FunctionRewardConfig
 from megarl.config.user_code import DescribedError, describe_error
 from megarl.files import check_state
 from megarl.task.process import CallError, CallRaisedError, StartError, call, load_callable

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.data import AnswerPart, FileDataConfig
+from megarl.config.schema.task import AnswerPart, FileDataConfig
 from megarl.files import parse_json
 from megarl.types import Message
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.data import DataConfig
+from megarl.config.schema.task import DataConfig
 from megarl.task.problems import Problem
 from megarl.task.tools import ToolPrompt
 from megarl.types import Message, Prompt

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.reward import ProcessRewardConfig
+from megarl.config.schema.task import ProcessRewardConfig
 from megarl.task.process import (
     CallDiedError,
     CallError,

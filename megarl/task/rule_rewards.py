@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.reward import (
+from megarl.config.schema.task import (
     EnvironmentRewardConfig,
     FormatRewardConfig,
     LetterCountRewardConfig,

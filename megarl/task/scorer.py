@@ -9,7 +9,7 @@ from typing import Any
 from megarl.algo.rewards import check_score
 from megarl.config.errors import ConfigError
 from megarl.config.reward_parts import RewardPart, read_parts
-from megarl.config.schema.reward import (
+from megarl.config.schema.task import (
     AdditionRewardConfig,
     CodeRewardConfig,
     EnvironmentRewardConfig,

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.reward import (
+from megarl.config.schema.task import (
     HttpRewardConfig,
     JudgeRewardConfig,
     ScalarModelRewardConfig,

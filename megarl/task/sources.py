@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import ConfigError, find_nearest_key
-from megarl.config.schema.data import (
+from megarl.config.schema.task import (
     FileDataConfig,
     FunctionDataConfig,
     HuggingFaceDataConfig,

@@ -9,7 +9,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.environment import (
+from megarl.config.schema.task import (
     ToolsEnvironmentConfig,
 )
 from megarl.config.user_code import load_named

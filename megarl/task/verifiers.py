@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import httpx
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.data import VerifiersDataConfig
+from megarl.config.schema.task import VerifiersDataConfig
 from megarl.config.user_code import load_named
 from megarl.environment import Action, Environment, EpisodeSetting, Observation, Step
 from megarl.task.problems import Problem, ProblemSplits

@@ -32,7 +32,7 @@ from megarl.cli import COMMANDS
 from megarl.config.checks.config import TOYS
 from megarl.config.load import check_overrides, load_config
 from megarl.config.placement import list_contradictions
-from megarl.config.schema.cluster import ClusterConfig
+from megarl.config.schema.run import ClusterConfig
 from megarl.config.search_path import take_config_dirs
 from megarl.plan.doctor import assume_allocation
 from megarl.run.command import EXIT_BAD_CONFIG, check_command_line
@@ -344,7 +344,7 @@ def find_toys(text: str) -> list[str]:
 def test_no_text_gives_a_path_to_a_toys_settings() -> None:
     """Bash blocks are composed besides, and a path with a toy's preset is refused there."""
     # Fields and rules of the configuration name the key itself, and a bench trains a toy of its own by intention.
-    names_key = {"megarl/config/schema/model.py", "tools/bench/experiments.py", "docs/configuration.md"}
+    names_key = {"megarl/config/schema/roles.py", "tools/bench/experiments.py", "docs/configuration.md"}
     wrong = {
         str(path.relative_to(ROOT)): found
         for path in list_all_texts()

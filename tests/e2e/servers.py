@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.run import RolloutConfig
 from megarl.models.checkpoint import build_character_tokenizer
 from megarl.rollout.server import SGLangServer
 from megarl.serve import KEY

@@ -16,7 +16,7 @@ from megarl.cluster import watch
 from megarl.cluster.calls import PendingCall, WorkerError
 from megarl.cluster.opened import local_ray, open_ray, wait_for_nodes
 from megarl.config.errors import ConfigError
-from megarl.config.schema.cluster import ClusterConfig
+from megarl.config.schema.run import ClusterConfig
 from megarl.interfaces import DeadlineError, wait_all
 from megarl.ports import pick_free_port
 

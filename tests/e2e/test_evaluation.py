@@ -8,7 +8,7 @@ from io import StringIO
 import pytest
 from servers import API_KEY
 
-from megarl.config.schema.evaluate import EvaluateConfig
+from megarl.config.schema.run import EvaluateConfig
 from megarl.interfaces import DeadlineError
 from megarl.report.evaluation import RESPONSES_FILE_NAME
 from megarl.report.terminal import Progress

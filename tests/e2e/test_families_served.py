@@ -11,10 +11,8 @@ from servers import ALPHABET, API_KEY, running_server
 from megarl.cluster.opened import open_ray
 from megarl.cluster.workers import WorkerGroup
 from megarl.config.placement import DeviceSlot
-from megarl.config.schema.cluster import ClusterConfig
-from megarl.config.schema.model import RandomModelConfig
-from megarl.config.schema.roles import Dtype
-from megarl.config.schema.rollout import RolloutConfig, Transport
+from megarl.config.schema.roles import Dtype, RandomModelConfig
+from megarl.config.schema.run import ClusterConfig, RolloutConfig, Transport
 from megarl.mcore.spec import read_architecture
 from megarl.models.checkpoint import build_random_checkpoint
 from megarl.models.families import FAMILIES

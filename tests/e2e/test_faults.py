@@ -94,7 +94,7 @@ def test_a_run_does_not_go_on_under_a_key_that_decides_what_is_learned(out: Path
 REWARD = """
 import os
 from pathlib import Path
-from megarl.config.schema.reward import LetterCountRewardConfig
+from megarl.config.schema.task import LetterCountRewardConfig
 from megarl.task.rule_rewards import LetterCountReward
 
 letter_count = LetterCountReward(LetterCountRewardConfig())

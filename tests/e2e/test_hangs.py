@@ -20,8 +20,8 @@ from megarl.cluster.watch import CallState, CallTracker, RankStacks, dump_on_sig
 from megarl.cluster.workers import WorkerGroup
 from megarl.config.placement import DeviceSlot
 from megarl.config.schema.algo import AlgoConfig
-from megarl.config.schema.cluster import ClusterConfig
 from megarl.config.schema.roles import Dtype, ParallelConfig
+from megarl.config.schema.run import ClusterConfig
 from megarl.interfaces import DeadlineError
 from megarl.mcore.spec import Role, WorkerSpec
 from megarl.types import Sequences

@@ -8,7 +8,7 @@ import pytest
 import torch
 from servers import serving, write_chat_checkpoint
 
-from megarl.config.schema.reward import JudgeRewardConfig, Verdict
+from megarl.config.schema.task import JudgeRewardConfig, Verdict
 from megarl.serve import KEY
 from megarl.task.scorer import build_scorer
 from megarl.task.served_rewards import ASK_FOR_WORD, fill_rubric

@@ -21,9 +21,8 @@ from torch import Tensor
 from megarl.cluster.opened import open_ray
 from megarl.cluster.workers import WorkerGroup
 from megarl.config.placement import DeviceSlot
-from megarl.config.schema.cluster import ClusterConfig
 from megarl.config.schema.roles import Dtype
-from megarl.config.schema.rollout import RolloutConfig, Transport
+from megarl.config.schema.run import ClusterConfig, RolloutConfig, Transport
 from megarl.interfaces import UNPUBLISHED, SyncError
 from megarl.mcore.spec import read_architecture
 from megarl.rollout.client import SGLangClient

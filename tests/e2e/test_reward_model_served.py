@@ -7,7 +7,7 @@ import pytest
 import torch
 from servers import serving, write_chat_checkpoint
 
-from megarl.config.schema.reward import ScalarModelRewardConfig
+from megarl.config.schema.task import ScalarModelRewardConfig
 from megarl.serve import KEY
 from megarl.task.scorer import build_scorer
 from megarl.types import FinishReason, Message, Prompt, Response

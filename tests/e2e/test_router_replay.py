@@ -9,8 +9,8 @@ from loop_parts import hosts_of, open_trainer
 from safetensors.torch import load_file, save_file
 from servers import ALPHABET, running_server
 
-from megarl.config.schema.model import RandomModelConfig
-from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.roles import RandomModelConfig
+from megarl.config.schema.run import RolloutConfig
 from megarl.models.checkpoint import build_random_checkpoint
 from megarl.types import Rollout
 

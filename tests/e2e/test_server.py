@@ -19,7 +19,7 @@ from servers import API_KEY
 from transformers import AutoModelForCausalLM
 
 from megarl.config.schema.roles import Dtype
-from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.run import RolloutConfig
 from megarl.guard import find_shared_memory
 from megarl.interfaces import UNPUBLISHED, DeadlineError, SyncError
 from megarl.ports import pick_free_port

@@ -17,7 +17,7 @@ import pytest
 from page_run import write_page_run
 from tool_loading import load_tool
 
-from megarl.config.schema.model import RandomModelConfig
+from megarl.config.schema.roles import RandomModelConfig
 from megarl.models.checkpoint import build_random_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]

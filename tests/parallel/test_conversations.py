@@ -13,8 +13,7 @@ import torch
 from layout_runs import build_conversations, build_spec, find_gradients, launch
 from tiny_checkpoints import compute_padded_kl, write_checkpoint
 
-from megarl.config.schema.algo import AlgoConfig, KLConfig, MismatchConfig
-from megarl.config.schema.algo_choices import KLEstimator, LossAggMode, MismatchCorrection
+from megarl.config.schema.algo import AlgoConfig, KLConfig, KLEstimator, LossAggMode, MismatchConfig, MismatchCorrection
 from megarl.config.schema.roles import OptimizerConfig
 from megarl.mcore.spec import Role
 from megarl.types import TrainingSamples

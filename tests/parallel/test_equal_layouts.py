@@ -12,8 +12,15 @@ from compare_layouts import LayoutRun, compare_runs, describe_layout, run_layout
 from layout_runs import build_conversations, build_spec
 from tiny_checkpoints import write_checkpoint
 
-from megarl.config.schema.algo import AlgoConfig, KLConfig, MismatchConfig, ToprConfig
-from megarl.config.schema.algo_choices import LossAggMode, MismatchCorrection, RatioLevel
+from megarl.config.schema.algo import (
+    AlgoConfig,
+    KLConfig,
+    LossAggMode,
+    MismatchConfig,
+    MismatchCorrection,
+    RatioLevel,
+    ToprConfig,
+)
 from megarl.config.schema.roles import OptimizerConfig, ParallelConfig
 from megarl.mcore.microbatches import compute_row_costs, pack
 from megarl.mcore.spec import Role, WorkerSpec, read_architecture

@@ -12,8 +12,7 @@ from layout_runs import build_spec, launch, launch_in, load_and_train, train_all
 from safetensors.torch import load_file
 from tiny_checkpoints import build_sequences, compute_padded_kl, padded_reference_logprobs, write_checkpoint
 
-from megarl.config.schema.algo import AlgoConfig, KLConfig
-from megarl.config.schema.algo_choices import KLEstimator
+from megarl.config.schema.algo import AlgoConfig, KLConfig, KLEstimator
 from megarl.config.schema.roles import Dtype, Offload, Recompute, Trainable
 from megarl.mcore.spec import Role
 

@@ -12,7 +12,7 @@ from layout_runs import build_spec, launch
 from privileged_runs import train_on
 from tiny_checkpoints import build_samples, write_checkpoint
 
-from megarl.config.schema.data import DataConfig
+from megarl.config.schema.task import DataConfig
 from megarl.mcore.spec import Role
 from megarl.rollout.tensors import build_tensors
 from megarl.task.render import CriticPrompt

@@ -14,7 +14,7 @@ from tiny_checkpoints import write_checkpoint
 from torch import Tensor
 
 from megarl.config.schema.roles import Dtype, ParallelConfig
-from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.run import RolloutConfig
 from megarl.interfaces import SyncError
 from megarl.mcore.spec import Role
 from megarl.sync.probe import NUM_ESTIMATES, Probe

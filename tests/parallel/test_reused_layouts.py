@@ -8,8 +8,7 @@ import torch
 from layout_runs import build_spec, launch, train_all_reusing
 from tiny_checkpoints import write_checkpoint
 
-from megarl.config.schema.algo import AlgoConfig, MismatchConfig
-from megarl.config.schema.algo_choices import MismatchCorrection
+from megarl.config.schema.algo import AlgoConfig, MismatchConfig, MismatchCorrection
 from megarl.mcore.spec import Role
 
 ORDER = [7, 3, 11, 0, 5, 1, 9, 2, 10, 6, 4, 8]

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.algo.declarations import PolicyLoss
-from megarl.config.schema.algo import AlgoConfig
-from megarl.config.schema.algo_choices import RatioLevel
+from megarl.config.schema.algo import AlgoConfig, RatioLevel
 from megarl.environment import Action, Environment, EpisodeSetting, Step
 from megarl.types import Prompt, Response, RewardFunction, Score
 

@@ -12,7 +12,7 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
 from itertools import pairwise
@@ -24,8 +24,8 @@ from omegaconf import MISSING as REQUIRED
 
 from megarl.algo.objective import format_objective
 from megarl.config.load import load_config
-from megarl.config.schema import data, environment, reward
 from megarl.config.schema.root import Config
+from megarl.config.schema.task import SCHEMAS
 from megarl.config.search_path import list_options
 from megarl.report.metric_names import METRICS, PEERS, PLACEHOLDER_TEXTS, UNITS
 from megarl.report.text import fill_block
@@ -99,7 +99,7 @@ def render_configuration() -> str:
         parts.append(f"\n## {field.name}\n")
         parts += _render_intro(field.name, schema)
         parts += list(_render_class(field.name, schema))
-        for kind, special in _find_kinds(field.name).items():
+        for kind, special in SCHEMAS.get(field.name, {}).items():
             own = list(_render_class(field.name, special, left_out=schema))
             parts.append(f"\n### {field.name}={kind}\n")
             parts.append(_wrap(_describe(special)) + "\n")
@@ -113,15 +113,6 @@ def _render_intro(group: str, schema: type) -> Iterator[str]:
     options = [name for name in list_options(group) if name != "default"]
     if options:
         yield _wrap(f"Choices of `{group}=`: " + ", ".join(f"`{name}`" for name in options) + ".") + "\n"
-
-
-def _find_kinds(group: str) -> Mapping[str, type]:
-    kinds: dict[str, Mapping[str, type]] = {
-        "data": data.SCHEMAS,
-        "environment": environment.SCHEMAS,
-        "reward": reward.SCHEMAS,
-    }
-    return kinds.get(group, {})
 
 
 def _render_class(prefix: str, schema: type, left_out: type | None = None) -> Iterator[str]:

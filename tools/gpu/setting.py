@@ -13,8 +13,14 @@ from torch import Tensor
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.schema.model import ModelSource, RandomModelConfig
-from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig, TrainedRoleConfig
+from megarl.config.schema.roles import (
+    Dtype,
+    ModelSource,
+    OptimizerConfig,
+    ParallelConfig,
+    RandomModelConfig,
+    TrainedRoleConfig,
+)
 from megarl.config.schema.root import Config
 from megarl.mcore.spec import ROLE_KEYS, Role, WorkerSpec
 from megarl.models.architecture import Architecture

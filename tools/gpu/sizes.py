@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 
 from megarl.config.load import load_config
-from megarl.config.schema.cluster import ClusterConfig
-from megarl.config.schema.hardware import HardwareConfig
 from megarl.config.schema.roles import Dtype, ParallelConfig, Recompute
+from megarl.config.schema.run import ClusterConfig, HardwareConfig
 from megarl.mcore.microbatches import compute_row_costs
 from megarl.mcore.spec import Role, WorkerSpec
 from megarl.models.architecture import Architecture

@@ -24,8 +24,7 @@ from megarl.algo.registry import (
     reads_old_logprobs,
 )
 from megarl.config.errors import ConfigError
-from megarl.config.schema.algo import AlgoConfig, needs_reference, uses_topr
-from megarl.config.schema.algo_choices import LossAggMode, MismatchCorrection, NormScope
+from megarl.config.schema.algo import AlgoConfig, LossAggMode, MismatchCorrection, NormScope, needs_reference, uses_topr
 
 
 @dataclass(frozen=True)

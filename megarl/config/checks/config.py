@@ -13,14 +13,10 @@ from megarl.config.checks.roles import check_compute, check_critic, check_overla
 from megarl.config.placement import find_server_offload
 from megarl.config.reward_parts import check_parts
 from megarl.config.schema.algo import LARGEST_KL_ERROR, KLConfig, OverlongConfig, needs_full_kl, needs_reference
-from megarl.config.schema.environment import SingleTurnEnvironmentConfig, ToolsEnvironmentConfig
-from megarl.config.schema.evaluate import check_truncation
-from megarl.config.schema.hardware import check_hardware
-from megarl.config.schema.model import ModelSource
-from megarl.config.schema.reward import EnvironmentRewardConfig
-from megarl.config.schema.rollout import NO_QUANTIZED_WEIGHTS
+from megarl.config.schema.roles import ModelSource
 from megarl.config.schema.root import Config
-from megarl.config.schema.train import TrainConfig
+from megarl.config.schema.run import NO_QUANTIZED_WEIGHTS, TrainConfig, check_hardware, check_truncation
+from megarl.config.schema.task import EnvironmentRewardConfig, SingleTurnEnvironmentConfig, ToolsEnvironmentConfig
 
 _SIZES = (
     *("num_iterations", "samples_per_iteration", "prompts_per_iteration", "responses_per_prompt"),

@@ -8,10 +8,24 @@ from math import inf, isfinite
 from typing import Any
 
 from megarl.algo.registry import needs_critic
-from megarl.config.schema import data, environment, reward
-from megarl.config.schema.model import ModelSource
-from megarl.config.schema.roles import OptimizerConfig
+from megarl.config.schema.roles import ModelSource, OptimizerConfig
 from megarl.config.schema.root import Config
+from megarl.config.schema.task import (
+    EnvironmentRewardConfig,
+    JudgeRewardConfig,
+    LengthRewardConfig,
+    LetterCountRewardConfig,
+    MultiTurnEnvironmentConfig,
+    NumericRewardConfig,
+    ProcessRewardConfig,
+    ReasoningGymDataConfig,
+    ReasoningGymRewardConfig,
+    RewardConfig,
+    ScalarModelRewardConfig,
+    ServerRewardConfig,
+    ToolsEnvironmentConfig,
+    WeightedRewardConfig,
+)
 
 
 @dataclass(frozen=True)
@@ -106,17 +120,17 @@ RANDOM_MODEL_RANGES: dict[str, Range] = {
 
 _SCORING = Range(0.01, high=3600, why="seconds; starting to compare two expressions takes a hundredth")
 OPTION_RANGES: dict[type, dict[str, Range]] = {
-    data.ReasoningGymDataConfig: {
+    ReasoningGymDataConfig: {
         "size": Range(1, high=10**6, why="all are made at the start"),
         "num_heldout": Range(1, high=10**6, why="all are made at the start"),
     },
-    environment.MultiTurnEnvironmentConfig: {
+    MultiTurnEnvironmentConfig: {
         "max_turns": Range(1, high=100_000),
         "turn_length": Range(1, high=2**24),
         "step_deadline_s": Range(0.01, high=86_400),
     },
-    reward.RewardConfig: {"max_failed_frac": Range(0, high=1)},
-    environment.ToolsEnvironmentConfig: {
+    RewardConfig: {"max_failed_frac": Range(0, high=1)},
+    ToolsEnvironmentConfig: {
         "num_processes": Range(1, high=1024, why="each is a process of the driver's machine"),
         "call_timeout_s": Range(0.01, high=86_400),
         "memory_gb": Range(0.01, high=2**20),
@@ -124,32 +138,32 @@ OPTION_RANGES: dict[type, dict[str, Range]] = {
         "result_length": Range(1, high=2**24),
         "call_reward": Range(-inf),
     },
-    reward.LetterCountRewardConfig: {"tolerance": Range(1), "falloff": Range(1, above=True)},
-    reward.ServerRewardConfig: {
+    LetterCountRewardConfig: {"tolerance": Range(1), "falloff": Range(1, above=True)},
+    ServerRewardConfig: {
         "timeout_s": Range(0.01, high=86_400, why="seconds"),
         "max_retries": Range(0, high=100),
         "max_concurrency": Range(1, high=100_000, why="each is a connection"),
     },
-    reward.JudgeRewardConfig: {
+    JudgeRewardConfig: {
         "max_score": Range(1, high=10**6),
         "max_tokens": Range(1, high=2**24),
         "correct_at": Range(-inf),
     },
-    reward.ScalarModelRewardConfig: {"scale": Range(-inf), "offset": Range(-inf), "correct_at": Range(-inf)},
-    reward.WeightedRewardConfig: {"correct_at": Range(-inf)},
-    reward.ProcessRewardConfig: {
+    ScalarModelRewardConfig: {"scale": Range(-inf), "offset": Range(-inf), "correct_at": Range(-inf)},
+    WeightedRewardConfig: {"correct_at": Range(-inf)},
+    ProcessRewardConfig: {
         "num_workers": Range(1, high=1024, why="each is a process"),
         "timeout_s": _SCORING,
         "memory_gb": Range(0.01, high=2**20, why="GiB"),
     },
-    reward.NumericRewardConfig: {"tolerance": _NOT_NEGATIVE, "relative_tolerance": _NOT_NEGATIVE},
-    reward.LengthRewardConfig: {
+    NumericRewardConfig: {"tolerance": _NOT_NEGATIVE, "relative_tolerance": _NOT_NEGATIVE},
+    LengthRewardConfig: {
         "min_length": _NOT_NEGATIVE,
         "max_length": _NOT_NEGATIVE,
         "falloff": _NOT_NEGATIVE,
     },
-    reward.ReasoningGymRewardConfig: {"correct_at": Range(-inf)},
-    reward.EnvironmentRewardConfig: {"correct_at": Range(-inf)},
+    ReasoningGymRewardConfig: {"correct_at": Range(-inf)},
+    EnvironmentRewardConfig: {"correct_at": Range(-inf)},
 }
 """The ranges of the options of `data` and `reward`, by their schema."""
 

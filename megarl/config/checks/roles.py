@@ -8,12 +8,18 @@ from math import isfinite, isqrt
 from megarl.algo.registry import needs_critic
 from megarl.config.errors import ConfigError
 from megarl.config.reward_parts import read_parts
-from megarl.config.schema import reward
-from megarl.config.schema.algo import needs_reference
-from megarl.config.schema.algo_choices import NormScope
-from megarl.config.schema.environment import SingleTurnEnvironmentConfig
+from megarl.config.schema.algo import NormScope, needs_reference
 from megarl.config.schema.roles import Dtype, Offload, OptimizerConfig, ParallelConfig, TrainedRoleConfig
 from megarl.config.schema.root import Config
+from megarl.config.schema.task import (
+    EnvironmentRewardConfig,
+    FunctionRewardConfig,
+    HttpRewardConfig,
+    RewardConfig,
+    ScalarModelRewardConfig,
+    SingleTurnEnvironmentConfig,
+    WeightedRewardConfig,
+)
 
 MAX_PROCESSES = 100_000
 
@@ -101,10 +107,10 @@ def _check_role(role: str, node: TrainedRoleConfig) -> Iterator[str]:
 
 
 _UNKNOWN = (
-    reward.FunctionRewardConfig,
-    reward.HttpRewardConfig,
-    reward.ScalarModelRewardConfig,
-    reward.EnvironmentRewardConfig,
+    FunctionRewardConfig,
+    HttpRewardConfig,
+    ScalarModelRewardConfig,
+    EnvironmentRewardConfig,
 )
 """Kinds of reward whose scores may be any number; those of the others are from 0 to 1."""
 
@@ -168,10 +174,10 @@ def find_return_range(config: Config) -> tuple[float, float] | None:
     return (min(low, 0.0), max(high, 0.0)) if config.algo.gamma < 1 else (low, high)
 
 
-def _find_score_range(config: reward.RewardConfig) -> tuple[float, float] | None:
+def _find_score_range(config: RewardConfig) -> tuple[float, float] | None:
     if config.wrong != 0:
         return 0.0, 1.0  # every other score is refused
-    if isinstance(config, reward.WeightedRewardConfig):
+    if isinstance(config, WeightedRewardConfig):
         try:
             parts = read_parts(config)
         except ConfigError:

@@ -8,11 +8,10 @@ from megarl.algo.registry import needs_critic
 from megarl.config.checks.algo import Dead, find_dead_keys
 from megarl.config.old_logprobs import reuses_logprobs
 from megarl.config.placement import find_server_offload
-from megarl.config.schema.data import FileDataConfig
-from megarl.config.schema.model import ModelSource
-from megarl.config.schema.roles import LrDecay, OptimizerConfig, Recompute, TrainedRoleConfig
-from megarl.config.schema.rollout import Transport
+from megarl.config.schema.roles import LrDecay, ModelSource, OptimizerConfig, Recompute, TrainedRoleConfig
 from megarl.config.schema.root import Config
+from megarl.config.schema.run import Transport
+from megarl.config.schema.task import FileDataConfig
 
 
 @dataclass(frozen=True)

@@ -7,21 +7,18 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from megarl.config import run_name
-from megarl.config.schema import data as data_config
-from megarl.config.schema import environment as environment_config
-from megarl.config.schema import reward as reward_config
+from megarl.config.schema import task
 from megarl.config.schema.algo import AlgoConfig
-from megarl.config.schema.checkpoint import CheckpointConfig
-from megarl.config.schema.cluster import ClusterConfig
-from megarl.config.schema.data import DataConfig
-from megarl.config.schema.environment import EnvironmentConfig
-from megarl.config.schema.evaluate import EvaluateConfig
-from megarl.config.schema.logger import LoggerConfig
-from megarl.config.schema.model import ModelConfig
-from megarl.config.schema.reward import RewardConfig
-from megarl.config.schema.roles import CriticConfig, PolicyConfig, ReferenceConfig
-from megarl.config.schema.rollout import RolloutConfig
-from megarl.config.schema.train import TrainConfig
+from megarl.config.schema.roles import CriticConfig, ModelConfig, PolicyConfig, ReferenceConfig
+from megarl.config.schema.run import (
+    CheckpointConfig,
+    ClusterConfig,
+    EvaluateConfig,
+    LoggerConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from megarl.config.schema.task import DataConfig, EnvironmentConfig, RewardConfig
 from megarl.cpu import dtype as cpu_dtype
 
 
@@ -79,6 +76,4 @@ def register() -> None:
     store.store(name="schema", node=Config)
     run_name.register()
     cpu_dtype.register()
-    data_config.register(store)
-    environment_config.register(store)
-    reward_config.register(store)
+    task.register(store)

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from megarl.algo.losses import LossCounts, TokenTargets, policy_loss
 from megarl.algo.targets import compute_targets
-from megarl.config.schema.algo import AlgoConfig, RewardNormConfig
-from megarl.config.schema.algo_choices import NormScope
+from megarl.config.schema.algo import AlgoConfig, NormScope, RewardNormConfig
 from megarl.types import Experience, Sequences, TrainingSamples
 
 settings.register_profile("algo", derandomize=True, max_examples=40, suppress_health_check=list(HealthCheck))

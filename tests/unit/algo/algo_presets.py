@@ -6,9 +6,9 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from megarl.config.schema.algo import AlgoConfig
-from megarl.config.schema.reward import RewardConfig
 from megarl.config.schema.roles import CriticConfig, PolicyConfig
-from megarl.config.schema.train import TrainConfig
+from megarl.config.schema.run import TrainConfig
+from megarl.config.schema.task import RewardConfig
 
 CONF = Path(__file__).parents[3] / "conf" / "algo"
 NAMES = sorted(path.stem for path in CONF.glob("*.yaml"))

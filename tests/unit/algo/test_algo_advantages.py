@@ -16,7 +16,7 @@ from megarl.algo.advantages import (
 )
 from megarl.algo.blocks import NonFiniteError, compute_discounted_sums
 from megarl.algo.statistics import compute_whitened
-from megarl.config.schema.algo_choices import AdvantageStd, StdOf
+from megarl.config.schema.algo import AdvantageStd, StdOf
 
 ALL = torch.ones(1, 3, dtype=torch.bool)
 

@@ -15,14 +15,17 @@ from megarl.algo.objective import format_objective
 from megarl.algo.registry import needs_critic
 from megarl.algo.targets import compute_targets
 from megarl.config.checks.algo import check_algo
-from megarl.config.schema.algo import AlgoConfig, needs_entropy, needs_full_kl, needs_reference
-from megarl.config.schema.algo_choices import (
+from megarl.config.schema.algo import (
     AdvantageStd,
+    AlgoConfig,
     KLEstimator,
     LossAggMode,
     MismatchCorrection,
     PositiveLMMean,
     StdOf,
+    needs_entropy,
+    needs_full_kl,
+    needs_reference,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:length-adaptive")

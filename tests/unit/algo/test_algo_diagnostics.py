@@ -22,8 +22,7 @@ from megarl.algo.diagnostics import (
     compute_replay_metrics,
 )
 from megarl.algo.targets import compute_targets
-from megarl.config.schema.algo import AlgoConfig
-from megarl.config.schema.algo_choices import RatioLevel
+from megarl.config.schema.algo import AlgoConfig, RatioLevel
 
 
 def test_explained_variance_by_hand():

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from megarl.algo.losses import count_minibatch, critic_loss, policy_loss
 from megarl.algo.policy_losses import POLICY_LOSSES
-from megarl.config.schema.algo_choices import (
+from megarl.config.schema.algo import (
     KLEstimator,
     LossAggMode,
     MismatchCorrection,

@@ -21,7 +21,7 @@ from algo_cases import (
 from megarl.algo.blocks import NonFiniteError
 from megarl.algo.losses import aggregate, count_minibatch, critic_loss, policy_loss
 from megarl.algo.tokens import LossCounts, compute_log_ratio, compute_mismatch_weight, compute_outside
-from megarl.config.schema.algo_choices import (
+from megarl.config.schema.algo import (
     KLEstimator,
     LossAggMode,
     MismatchCorrection,

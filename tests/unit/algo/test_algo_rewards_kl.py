@@ -27,8 +27,7 @@ from megarl.algo.rewards import (
 from megarl.algo.statistics import RunningMoments, merge_moments
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.schema.algo import OverlongConfig
-from megarl.config.schema.algo_choices import KLEstimator, LossAggMode
+from megarl.config.schema.algo import KLEstimator, LossAggMode, OverlongConfig
 
 
 def f64(x):

@@ -16,7 +16,7 @@ from megarl.algo.blocks import NonFiniteError
 from megarl.algo.diagnostics import compute_batch_metrics
 from megarl.algo.targets import compute_targets, measure_learned
 from megarl.algo.value_pretraining import build_pretraining_algo
-from megarl.config.schema.algo_choices import AdvantageStd, KLEstimator, StdOf
+from megarl.config.schema.algo import AdvantageStd, KLEstimator, StdOf
 
 LIMIT = 20
 

@@ -14,7 +14,7 @@ from megarl.algo.rewards import KlController
 from megarl.algo.statistics import Summary
 from megarl.algo.targets import compute_targets
 from megarl.config.load import list_options, load_config
-from megarl.config.schema.algo_choices import RatioLevel
+from megarl.config.schema.algo import RatioLevel
 from megarl.types import Experience
 
 pytestmark = pytest.mark.filterwarnings("ignore:TOPR")

@@ -27,14 +27,14 @@ from megarl.algo.registry import needs_critic
 from megarl.algo.rewards import KlController, update_reward_moments
 from megarl.algo.statistics import RunningMoments
 from megarl.algo.targets import compute_targets
-from megarl.config.schema.algo import uses_topr
-from megarl.config.schema.algo_choices import (
+from megarl.config.schema.algo import (
     AdvantageStd,
     KLEstimator,
     LossAggMode,
     MismatchCorrection,
     RatioLevel,
     StdOf,
+    uses_topr,
 )
 from megarl.types import Sequences
 

@@ -16,7 +16,7 @@ from megarl.algo.registry import needs_critic
 from megarl.algo.rewards import KlController, update_reward_moments
 from megarl.algo.statistics import RunningMoments
 from megarl.algo.targets import compute_targets
-from megarl.config.schema.algo_choices import KLEstimator, LossAggMode
+from megarl.config.schema.algo import KLEstimator, LossAggMode
 from megarl.types import TrainingSamples
 
 LIMIT = 30

@@ -14,7 +14,7 @@ from megarl.algo.losses import count_minibatch, policy_loss
 from megarl.algo.objective import format_objective
 from megarl.algo.policy_losses import POLICY_LOSSES, compute_cispo, compute_clipped, compute_dis, compute_dppo
 from megarl.algo.registry import reads_old_logprobs
-from megarl.config.schema.algo_choices import KLEstimator
+from megarl.config.schema.algo import KLEstimator
 
 LN2 = math.log(2)
 DIS = {"surrogate": "dis", "clip_low": 0.3, "clip_high": 5.0}

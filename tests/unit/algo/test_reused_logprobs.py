@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megarl.algo.losses import count_minibatch, policy_loss
 from megarl.algo.policy_losses import POLICY_LOSSES
 from megarl.algo.targets import compute_targets, measure_old_logprobs
-from megarl.config.schema.algo_choices import KLEstimator, LossAggMode, MismatchCorrection, RatioLevel
+from megarl.config.schema.algo import KLEstimator, LossAggMode, MismatchCorrection, RatioLevel
 
 READING = sorted(name for name, loss in POLICY_LOSSES.items() if not loss.ratio_to_rollout)
 CORRECTIONS = [

@@ -11,7 +11,7 @@ from algo_cases import at_responses, configure, loss_of, make_experience, one_ro
 from megarl.algo.diagnostics import compute_engine_taper, measure_engine_noise
 from megarl.algo.losses import count_minibatch
 from megarl.algo.targets import compute_targets
-from megarl.config.schema.algo_choices import LossAggMode, RatioLevel
+from megarl.config.schema.algo import LossAggMode, RatioLevel
 
 
 def test_topr_by_hand():

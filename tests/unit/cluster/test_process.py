@@ -35,9 +35,8 @@ from megarl.cluster.workers import WorkerGroup
 from megarl.config.errors import ConfigError
 from megarl.config.placement import DeviceSlot, Group, place
 from megarl.config.schema.algo import AlgoConfig
-from megarl.config.schema.cluster import ClusterConfig, Placement
 from megarl.config.schema.roles import Dtype, ParallelConfig
-from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.run import ClusterConfig, Placement, RolloutConfig
 from megarl.mcore.device import claim_gpu
 from megarl.mcore.spec import Role, WorkerSpec
 from megarl.rollout.server import build_environment
@@ -318,7 +317,7 @@ from pathlib import Path
 from megarl.cluster.servers import ServerActor, ServerSpec
 from megarl.cluster.workers import WorkerActor
 from megarl.config.placement import DeviceSlot
-from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.run import RolloutConfig
 from megarl.rollout.server import build_environment
 
 kind, folder = sys.argv[1], Path(sys.argv[2])

@@ -4,9 +4,7 @@ import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import list_left_out, list_options, load_config
-from megarl.config.schema.data import FunctionDataConfig
-from megarl.config.schema.environment import ClassEnvironmentConfig
-from megarl.config.schema.reward import EnvironmentRewardConfig
+from megarl.config.schema.task import ClassEnvironmentConfig, EnvironmentRewardConfig, FunctionDataConfig
 from megarl.config.search_path import take_config_dirs
 
 ADVICE = {

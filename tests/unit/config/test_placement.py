@@ -25,7 +25,7 @@ from megarl.config.placement import (
     place,
     read_allocation,
 )
-from megarl.config.schema.cluster import ClusterConfig, Placement
+from megarl.config.schema.run import ClusterConfig, Placement
 
 POLICY, CRITIC, TWO_SERVERS = Group("policy", 2, 1, 1), Group("critic", 2, 1, 1), Group(SERVERS, 2, 2, 2)
 GROUPS = [POLICY, CRITIC, TWO_SERVERS]

@@ -7,9 +7,9 @@ from megarl.config.checks.roles import check_critic, find_return_range
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.placement import find_server_offload, take_turns
-from megarl.config.schema.reward import WeightedRewardConfig
 from megarl.config.schema.roles import Fp8, Fp8Recipe, Offload, Recompute, Trainable
-from megarl.config.schema.rollout import ServerOffload
+from megarl.config.schema.run import ServerOffload
+from megarl.config.schema.task import WeightedRewardConfig
 from megarl.rollout.server import check_options
 
 

@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from tiny_checkpoints import build_samples, write_checkpoint
 
 from megarl.config.schema.algo import AlgoConfig
-from megarl.config.schema.model import RandomModelConfig
-from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig
+from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig, RandomModelConfig
 from megarl.mcore import hf
 from megarl.mcore.hf import write_hf_checkpoint
 from megarl.mcore.spec import Role, WorkerSpec

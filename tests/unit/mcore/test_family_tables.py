@@ -9,7 +9,7 @@ import pytest
 from tiny_checkpoints import build_fields
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.model import RandomModelConfig
+from megarl.config.schema.roles import RandomModelConfig
 from megarl.mcore.entries import describe, list_entries
 from megarl.models.architecture import EFFECTIVE, ONLY_VALUES, SECTIONS, WITHOUT_EFFECT, Architecture
 from megarl.models.checkpoint import build_random_checkpoint

@@ -3,8 +3,16 @@
 import pytest
 
 from megarl.config.schema.algo import AlgoConfig
-from megarl.config.schema.model import RandomModelConfig
-from megarl.config.schema.roles import Dtype, Fp8, LoraConfig, LoraLayers, OptimizerConfig, ParallelConfig, Trainable
+from megarl.config.schema.roles import (
+    Dtype,
+    Fp8,
+    LoraConfig,
+    LoraLayers,
+    OptimizerConfig,
+    ParallelConfig,
+    RandomModelConfig,
+    Trainable,
+)
 from megarl.mcore.entries import list_entries
 from megarl.mcore.model import is_mlp
 from megarl.mcore.spec import Role, WorkerSpec, check_role_fields

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megarl.config.schema.model import RandomModelConfig
+from megarl.config.schema.roles import RandomModelConfig
 from megarl.models.families import FAMILIES, build_random_fields
 from megarl.types import Sequences, TrainingSamples
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.model import ModelConfig, ModelSource, RandomModelConfig
+from megarl.config.schema.roles import ModelConfig, ModelSource, RandomModelConfig
 from megarl.models import checkpoint
 from megarl.models.checkpoint import build_once, default_cache_dir, load_tokenizer, resolve_checkpoint
 from megarl.models.families import FAMILIES

@@ -3,9 +3,8 @@
 from pathlib import Path
 
 from megarl.config.load import load_config
-from megarl.config.schema.cluster import ClusterConfig
-from megarl.config.schema.hardware import HardwareConfig
 from megarl.config.schema.roles import Dtype, ParallelConfig
+from megarl.config.schema.run import ClusterConfig, HardwareConfig
 from megarl.models.architecture import Architecture
 from megarl.models.families import parse_architecture
 from megarl.plan.job import PUBLISHED, JobPlan, build_plan, find_models

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from safetensors.torch import load_file, save_file
 
 from megarl.config.load import load_config
-from megarl.config.schema.model import RandomModelConfig
+from megarl.config.schema.roles import RandomModelConfig
 from megarl.models.checkpoint import build_random_checkpoint
 from megarl.plan import doctor
 from megarl.plan.doctor import (

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megarl.config.schema.model import RandomModelConfig
-from megarl.config.schema.roles import Dtype, ParallelConfig
+from megarl.config.schema.roles import Dtype, ParallelConfig, RandomModelConfig
 from megarl.mcore.entries import compute_megatron_shape, list_entries
 from megarl.mcore.model import _playing, count_stages
 from megarl.mcore.spec import StageParameters, read_architecture

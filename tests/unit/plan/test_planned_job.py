@@ -4,7 +4,7 @@ import pytest
 from plan_jobs import APART, PRESET, QWEN32B, plan
 
 from megarl.config.load import list_options, load_config
-from megarl.config.schema.cluster import Placement
+from megarl.config.schema.run import Placement
 from megarl.plan.assumptions import GIB
 from megarl.plan.job import build_plan, compute_host, find_models
 from megarl.plan.memory import PHASES, compute_saved

@@ -7,7 +7,7 @@ from plan_jobs import ARCH_32B, build_role
 from tool_loading import load_tool
 
 from megarl.config.schema.roles import Dtype, LoraConfig, Offload, ParallelConfig, Recompute, RecomputeMethod, Trainable
-from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.run import RolloutConfig
 from megarl.mcore.spec import StageParameters
 from megarl.models.architecture import Architecture, Experts
 from megarl.plan.memory import (

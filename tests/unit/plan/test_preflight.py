@@ -13,7 +13,7 @@ import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.schema.hardware import HardwareConfig
+from megarl.config.schema.run import HardwareConfig
 from megarl.plan.preflight import (
     NodeReport,
     find_input_problems,

@@ -6,7 +6,7 @@ import pytest
 from plan_jobs import plan
 
 from megarl.config.load import load_config
-from megarl.config.schema.cluster import Placement
+from megarl.config.schema.run import Placement
 from megarl.plan.assumptions import GIB
 from megarl.plan.job import find_models
 from megarl.plan.search import NUM_BEST, Change, list_divisions, search

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.schema.logger import LoggerConfig
+from megarl.config.schema.run import LoggerConfig
 from megarl.report.metrics import MetricsWriter
 from megarl.report.report import Report, build_report
 from megarl.report.terminal import ASCII_BLOCKS, LOG_WIDTH, LiveView, Progress, draw_sparkline

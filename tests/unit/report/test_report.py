@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.schema.logger import LoggerConfig
+from megarl.config.schema.run import LoggerConfig
 from megarl.report.metrics import MetricsWriter, load_metrics
 from megarl.report.record import load_status
 from megarl.report.report import Report, build_report

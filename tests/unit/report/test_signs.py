@@ -11,7 +11,7 @@ from page_run import build_metrics
 
 from megarl.algo.registry import needs_critic
 from megarl.config.load import compose_config, load_config
-from megarl.config.schema.logger import LoggerConfig
+from megarl.config.schema.run import LoggerConfig
 from megarl.config.values import list_values
 from megarl.report import charts, signs
 from megarl.report.metric_names import QUARTERS

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.schema.logger import LoggerConfig, WandbMode
+from megarl.config.schema.run import LoggerConfig, WandbMode
 from megarl.report import sinks
 from megarl.report.report import Report, build_report
 from megarl.report.sinks import load_id

@@ -8,7 +8,7 @@ from data_cases import build_byte_tokenizer
 from tokenizers import AddedToken
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.data import DataConfig
+from megarl.config.schema.task import DataConfig
 from megarl.environment import Observation
 from megarl.rollout.conversation import ObservationEncoder, find_turn_end
 from megarl.task.render import Renderer

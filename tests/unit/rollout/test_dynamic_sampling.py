@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.schema.algo import ReplayConfig
-from megarl.config.schema.algo_choices import SamplingBy
+from megarl.config.schema.algo import ReplayConfig, SamplingBy
 from megarl.rollout.source import (
     NoSignalError,
     ReplayBuffer,

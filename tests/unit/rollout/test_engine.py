@@ -11,7 +11,7 @@ from data_cases import build_char_tokenizer
 from generation import generate_groups
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.run import RolloutConfig
 from megarl.interfaces import DeadlineError, Truncation, TurnRequest
 from megarl.rollout.client import ConnectionLostError, run_in_parallel, wait_left_over
 from megarl.rollout.engine import MAX_ATTEMPTS, SGLangEngine, compute_sampling_seed

@@ -9,8 +9,7 @@ from collections.abc import Callable
 import pytest
 from data_cases import build_char_tokenizer
 
-from megarl.config.schema.data import DataConfig
-from megarl.config.schema.environment import MultiTurnEnvironmentConfig
+from megarl.config.schema.task import DataConfig, MultiTurnEnvironmentConfig
 from megarl.environment import Action, Environment, EpisodeSetting, Observation, Step
 from megarl.interfaces import TurnRequest
 from megarl.rollout.conversation import Conversation, ObservationEncoder

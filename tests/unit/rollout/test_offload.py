@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.config.schema.rollout import ServerOffload
+from megarl.config.schema.run import ServerOffload
 from megarl.rollout.client import ConnectionLostError, SGLangClient
 from megarl.rollout.offload import GIB, ServerOffloader
 

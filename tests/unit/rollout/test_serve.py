@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from megarl import serve
-from megarl.config.schema.model import RandomModelConfig
+from megarl.config.schema.roles import RandomModelConfig
 from megarl.models.checkpoint import build_random_checkpoint
 from megarl.rollout.server import build_command
 

@@ -15,7 +15,7 @@ import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.roles import Dtype
-from megarl.config.schema.rollout import RolloutConfig, ServerOffload
+from megarl.config.schema.run import RolloutConfig, ServerOffload
 from megarl.ports import LOCAL_PORTS, pick_free_port
 from megarl.rollout import server
 from megarl.rollout.server import (

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config.load import load_config
-from megarl.config.schema.algo_choices import SamplingBy
+from megarl.config.schema.algo import SamplingBy
 from megarl.rollout.rollout_file import Journal
 from megarl.rollout.source import (
     CompleteGroup,

@@ -6,7 +6,7 @@ import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.config.evaluation_sets import expand_sets, load_configs
-from megarl.config.schema.evaluate import EvaluateConfig, check_evaluate, get_temperature, list_ks
+from megarl.config.schema.run import EvaluateConfig, check_evaluate, get_temperature, list_ks
 from megarl.evaluate import choose_run_dir
 
 ROOT = Path(__file__).resolve().parents[3]

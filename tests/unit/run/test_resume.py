@@ -7,8 +7,7 @@ import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.schema import data as data_schemas
-from megarl.config.schema import reward as reward_schemas
+from megarl.config.schema.task import SCHEMAS
 from megarl.cpu import threads
 from megarl.cpu.threads import list_threads
 from megarl.run import attempts
@@ -129,8 +128,8 @@ def list_keys() -> list[str]:
     """Every key of the schema, with those of all sources of data and kinds of rewards, and these two groups."""
     config = load_config([])
     variants = [
-        *(replace(config, data=schema()) for schema in data_schemas.SCHEMAS.values()),
-        *(replace(config, reward=schema()) for schema in reward_schemas.SCHEMAS.values()),
+        *(replace(config, data=schema()) for schema in SCHEMAS["data"].values()),
+        *(replace(config, reward=schema()) for schema in SCHEMAS["reward"].values()),
     ]
     values = {key: value for variant in variants for key, value in list_values(variant)}
     groups = {key.rpartition(".")[0] for key in values}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.schema.logger import LoggerConfig
+from megarl.config.schema.run import LoggerConfig
 from megarl.report.report import build_report
 from megarl.run.process import is_library, show_warnings
 

@@ -17,7 +17,7 @@ import torch
 from generation import generate_groups
 
 from megarl.config.schema.roles import Dtype
-from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.run import RolloutConfig
 from megarl.interfaces import UNPUBLISHED, DeadlineError, SyncError
 from megarl.rollout.client import SGLangClient, find_cause, run_in_parallel
 from megarl.rollout.engine import SGLangEngine
@@ -37,7 +37,7 @@ from generation import generate_groups
 from pathlib import Path
 import torch
 from megarl.config.schema.roles import Dtype
-from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.run import RolloutConfig
 from megarl.rollout.engine import SGLangEngine
 from megarl.run.process import Stopped, stopping_on_signals
 from megarl.sync.sync import DiskSync

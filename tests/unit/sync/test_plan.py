@@ -15,8 +15,7 @@ from torch import Tensor
 from megarl.config.checks.roles import check_parallel
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.schema.model import RandomModelConfig
-from megarl.config.schema.roles import ParallelConfig
+from megarl.config.schema.roles import ParallelConfig, RandomModelConfig
 from megarl.mcore.entries import describe, list_entries, to_megatron
 from megarl.mcore.spec import check_layout
 from megarl.models.architecture import Architecture

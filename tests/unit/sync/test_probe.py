@@ -11,7 +11,7 @@ from fakes.backend import Done
 from torch import Tensor
 
 from megarl.config.schema.roles import Dtype
-from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.run import RolloutConfig
 from megarl.interfaces import SyncError
 from megarl.sync.probe import Probe, build_probe_tokens, compute_gaps
 from megarl.types import Prompt, Sequences

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarl.config.schema.roles import Dtype
-from megarl.config.schema.rollout import RolloutConfig, Transport
+from megarl.config.schema.run import RolloutConfig, Transport
 from megarl.sync.plan import Bucket, Copy, Plan, TensorSlice
 from megarl.sync.ranks import Ranks, Session
 from megarl.sync.sync import ShardSync

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from megarl.config.schema.reward import RewardConfig
+from megarl.config.schema.task import RewardConfig
 from megarl.task import scorer
 from megarl.types import FinishReason, Prompt, Response, Score
 

@@ -7,7 +7,7 @@ import pytest
 from reward_cases import build_prompt, build_response
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.reward import CodeRewardConfig
+from megarl.config.schema.task import CodeRewardConfig
 from megarl.task.code import CodeReward, find_code, parse_tests
 from megarl.task.reward import RewardFailedError
 from megarl.task.scorer import build_scorer

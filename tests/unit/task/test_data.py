@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.schema.data import (
+from megarl.config.schema.task import (
     SCHEMAS,
     DataConfig,
     HuggingFaceDataConfig,
@@ -50,7 +50,7 @@ def test_every_source_is_an_option_of_the_group_and_every_option_a_source() -> N
     # The keys of verifiers are otherwise those of another group.
     needed = {"verifiers": ["data.id=x", "data.args={}"], "function": ["data.path=x.py:f"]}
     assert {type(compose_data(f"+data={name}", *needed.get(name, ()))) for name in options} == set(SOURCES)
-    assert set(options) >= set(SCHEMAS)
+    assert set(options) >= set(SCHEMAS["data"])
 
 
 def test_a_key_of_another_source_is_an_unknown_key() -> None:

@@ -12,7 +12,7 @@ from reward_cases import build_prompt, build_response, build_reward
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.schema.reward import MathRewardConfig, StatedAnswer
+from megarl.config.schema.task import MathRewardConfig, StatedAnswer
 from megarl.report.evaluation import count_votes
 from megarl.task.math_grading import grade
 from megarl.task.math_text import extract_statements

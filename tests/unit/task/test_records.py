@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.data import AnswerPart, FileDataConfig
+from megarl.config.schema.task import AnswerPart, FileDataConfig
 from megarl.task.problems import Message, read_answer, read_problems
 
 

@@ -7,7 +7,7 @@ from data_cases import build_byte_tokenizer, build_char_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.data import DataConfig
+from megarl.config.schema.task import DataConfig
 from megarl.task.problems import Problem, ask
 from megarl.task.render import CriticPrompt, Renderer, use_chat_template
 from megarl.types import Message, Prompt

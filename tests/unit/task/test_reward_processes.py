@@ -11,7 +11,7 @@ from reward_cases import build_prompt, build_response, build_reward
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.schema.reward import MathRewardConfig, ReasoningGymRewardConfig
+from megarl.config.schema.task import MathRewardConfig, ReasoningGymRewardConfig
 from megarl.task.process_functions import SCORERS_WITH_EVAL, check_source
 from megarl.task.reward import RewardFailedError
 

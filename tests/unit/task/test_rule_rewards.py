@@ -12,7 +12,7 @@ from reward_cases import build_prompt, build_response, build_reward
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.schema.reward import (
+from megarl.config.schema.task import (
     AdditionRewardConfig,
     EnvironmentRewardConfig,
     ExactRewardConfig,

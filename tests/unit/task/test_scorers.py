@@ -16,7 +16,7 @@ from megarl import algo
 from megarl.config.errors import ConfigError
 from megarl.config.load import CONF_DIR, load_config
 from megarl.config.reward_parts import read_parts
-from megarl.config.schema.reward import (
+from megarl.config.schema.task import (
     SCHEMAS,
     AdditionRewardConfig,
     ExactRewardConfig,
@@ -62,17 +62,17 @@ def list_required(kind: str) -> list[str]:
     return [f"++reward.{key}={value}".replace("'", "") for key, value in REQUIRED.get(kind, {}).items()]
 
 
-@pytest.mark.parametrize("kind", SCHEMAS)
+@pytest.mark.parametrize("kind", SCHEMAS["reward"])
 def test_each_kind_composes_to_its_own_dataclass(kind):
     register(ConfigStore.instance())
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         composed = compose(overrides=[f"+reward={kind}", *list_required(kind)])
-    assert isinstance(OmegaConf.to_object(composed.reward), SCHEMAS[kind])
+    assert isinstance(OmegaConf.to_object(composed.reward), SCHEMAS["reward"][kind])
 
 
 def test_every_kind_has_a_yaml_file_and_a_verifier():
-    assert {file.stem for file in (CONF_DIR / "reward").glob("*.yaml")} == set(SCHEMAS)
-    for kind, schema in SCHEMAS.items():
+    assert {file.stem for file in (CONF_DIR / "reward").glob("*.yaml")} == set(SCHEMAS["reward"])
+    for kind, schema in SCHEMAS["reward"].items():
         config = schema(**REQUIRED.get(kind, {}))
         if kind in OF_SERVERS:
             with pytest.raises(ConfigError, match=r"reward\.url: found http://127\.0\.0\.1:9"):
@@ -101,10 +101,10 @@ def test_a_score_says_which_answer_was_read(config, answer, text, read):
     assert build_reward(config)(build_prompt(answer), build_response(text)).answer == read
 
 
-@pytest.mark.parametrize("kind", sorted(set(SCHEMAS) - {"function", "weighted"}))
+@pytest.mark.parametrize("kind", sorted(set(SCHEMAS["reward"]) - {"function", "weighted"}))
 def test_a_kind_that_reads_answers_reads_the_right_one_in_itself(kind):
     """85 as the expected answer and the response; the other kinds have no answer to read in it."""
-    config = SCHEMAS[kind](**REQUIRED.get(kind, {}))
+    config = SCHEMAS["reward"][kind](**REQUIRED.get(kind, {}))
     if reads_answers(config):
         score = build_reward(config)(build_prompt("85"), build_response("85"))
         assert (score.correct, score.answer) == (True, "85")
@@ -232,7 +232,7 @@ def test_a_function_with_a_scale_of_its_own_is_refused_beside_reward_wrong_befor
         scorer.check([build_prompt("")], wrong=-1.0)
 
 
-@pytest.mark.parametrize("kind", SCHEMAS)
+@pytest.mark.parametrize("kind", SCHEMAS["reward"])
 def test_every_kind_has_the_reward_of_a_wrong_answer(kind):
     overrides = [f"reward={kind}", "model=tiny", "reward.wrong=-1", "environment=guess", *list_required(kind)]
     assert load_config(overrides).reward.wrong == -1.0

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from reward_cases import build_prompt, build_response
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.reward import HttpRewardConfig, JudgeRewardConfig, ScalarModelRewardConfig, Verdict
+from megarl.config.schema.task import HttpRewardConfig, JudgeRewardConfig, ScalarModelRewardConfig, Verdict
 from megarl.task.reward import RewardFailedError
 from megarl.task.scorer import build_scorer
 from megarl.task.served_rewards import (

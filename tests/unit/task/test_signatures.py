@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.data import JsonlDataConfig
-from megarl.config.schema.reward import FunctionRewardConfig
+from megarl.config.schema.task import FunctionRewardConfig, JsonlDataConfig
 from megarl.task.function import adapt, decode_prompt, encode_prompt, encode_score, read_result
 from megarl.task.scorer import build_scorer
 from megarl.task.sources import load_files

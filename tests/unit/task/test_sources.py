@@ -8,7 +8,7 @@ import pytest
 from data_cases import build_byte_tokenizer, build_char_tokenizer, load_toy
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.data import (
+from megarl.config.schema.task import (
     DataConfig,
     FunctionDataConfig,
     ReasoningGymDataConfig,

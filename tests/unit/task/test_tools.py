@@ -11,8 +11,7 @@ import pytest
 from data_cases import QWEN, build_byte_tokenizer
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.data import DataConfig
-from megarl.config.schema.environment import SingleTurnEnvironmentConfig, ToolsEnvironmentConfig
+from megarl.config.schema.task import DataConfig, SingleTurnEnvironmentConfig, ToolsEnvironmentConfig
 from megarl.environment import Action
 from megarl.rollout.conversation import ObservationEncoder
 from megarl.task.environments import build_tool_prompt

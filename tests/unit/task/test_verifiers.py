@@ -12,8 +12,7 @@ pytest.importorskip("verifiers", reason="needs the extra: make install EXTRAS=ve
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.schema.data import VerifiersDataConfig
-from megarl.config.schema.environment import VerifiersEnvironmentConfig
+from megarl.config.schema.task import VerifiersDataConfig, VerifiersEnvironmentConfig
 from megarl.environment import Action, EpisodeSetting
 from megarl.models.checkpoint import build_character_tokenizer
 from megarl.rollout.conversation import build_conversation

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tool_loading import TOOLS, load_tool
 
-from megarl.config.schema.model import RandomModelConfig
+from megarl.config.schema.roles import RandomModelConfig
 from megarl.models.checkpoint import build_random_checkpoint
 
 FILE = "convert_checkpoint.py"

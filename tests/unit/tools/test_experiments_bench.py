@@ -21,7 +21,7 @@ from experiment_page import Verdict
 
 from megarl.algo.advantages import compute_group_relative
 from megarl.config.load import load_config
-from megarl.config.schema.algo_choices import AdvantageStd, StdOf
+from megarl.config.schema.algo import AdvantageStd, StdOf
 from megarl.environment import Action, EpisodeSetting
 from megarl.models.checkpoint import default_cache_dir, load_tokenizer, resolve_checkpoint
 from megarl.types import FinishReason, Prompt, Response, Sample, Score, Turn

@@ -11,10 +11,9 @@ from roll_cases import FILES, import_tree, load_tree, make, run_import, write
 from megarl.config.checks.unused import find_unused
 from megarl.config.load import load_config
 from megarl.config.roll_import import import_roll, list_losses, list_overrides, read_roll_file
-from megarl.config.schema.cluster import ClusterConfig, Placement
-from megarl.config.schema.data import JsonlDataConfig
-from megarl.config.schema.reward import MathRewardConfig
 from megarl.config.schema.root import Config
+from megarl.config.schema.run import ClusterConfig, Placement
+from megarl.config.schema.task import JsonlDataConfig, MathRewardConfig
 from megarl.config.search_path import CONF_DIR, write_search_path
 
 

@@ -1,0 +1,489 @@
+"""The variants of data.*, environment.* and reward.*: each has keys of its own."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+
+@dataclass
+class DataConfig:
+    """The keys that every source has."""
+
+    prompt_length: int = 512
+    """Maximum length of a prompt in tokens; longer prompts are dropped and counted."""
+    num_heldout: int | None = None
+    """Number of held-out prompts; null: a tenth of the different questions, 256 at most, or all of data.heldout_path
+    or data.heldout_split where one is given."""
+    chat_template: bool = True
+    """Use the tokenizer's chat template, where it has one."""
+    chat_template_path: str | None = None
+    """File with a chat template (Jinja) in place of the tokenizer's own. null: the tokenizer's."""
+    system: str | None = None
+    """System message. null: none is given, and a chat template may add its own, as SmolLM2's does (16 tokens); "" is an
+    empty message, in place of the template's."""
+    instruction: str | None = None
+    """Text around the question, for example "{question} Answer with a number."; null: the question alone."""
+    instruction_path: str | None = None
+    """File with that text instead, as long as it may be."""
+    response_prefix: str | None = None
+    """Text that the assistant's turn begins with, {question} replaced; it is part of the prompt, not generated."""
+    critic_prompt: str | None = None
+    """Text that the critic alone reads before the prompt, for example "Reference answer: {answer}"; fields are answer
+    and the prompt's metadata (the other columns of a file). null: the critic reads what the policy reads."""
+    critic_prompt_length: int = 64
+    """With critic_prompt: maximum length of that text in tokens; a longer one is an error."""
+
+    @property
+    def num_critic_tokens(self) -> int:
+        """Maximum number of tokens that the critic reads and the policy does not."""
+        return 0 if self.critic_prompt is None else self.critic_prompt_length
+
+
+TOYS = "megarl.examples.toys.problems:"
+"""Where the functions are that data=letter_count, addition, guess and calculator name"""
+
+
+@dataclass
+class FunctionDataConfig(DataConfig):
+    """Problems that a function makes: your own, or one of examples/toys (data=letter_count, addition, guess,
+    calculator)."""
+
+    path: str = MISSING
+    """The function of (seed, num_heldout), as FILE.py:NAME or package.module:NAME."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of the function; each is checked against its parameters."""
+
+
+@dataclass
+class ReasoningGymDataConfig(DataConfig):
+    """Problems that the package reasoning-gym generates."""
+
+    num_heldout: int | None = 256
+    """Number of held-out problems, none of them trained on; null: 256."""
+    task: str = "chain_sum"
+    """A task name of reasoning-gym."""
+    size: int = 4096
+    """Number of problems to train on."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """The task's own options, for example {max_terms: 3}; each key is checked against the real ones."""
+
+
+class AnswerPart(Enum):
+    """What of a record's answer is the reference answer."""
+
+    whole = "whole"
+    """all of it"""
+    after_hashes = "after_hashes"
+    """what stands behind the last #### at the beginning of a line, as in GSM8K"""
+    boxed = "boxed"
+    """what stands in the last \\boxed{}"""
+
+
+@dataclass
+class FileDataConfig(DataConfig):
+    """The keys of a source that reads records with named fields."""
+
+    path: str | None = None
+    """The file, or the name or directory of the dataset."""
+    prompt_field: str | None = None
+    """Name of the field with the question; null: the first of the usual names that any record has."""
+    answer_field: str | None = None
+    """Name of the field with the answer; null: likewise. In both, a dot selects a field of a nested record."""
+    answer_part: AnswerPart | None = None
+    """What of an answer is the reference answer: whole, after_hashes (what stands behind ####, as in GSM8K) or boxed
+    (what stands in \\boxed{}). null: whole; after_hashes where every answer ends with a line "#### NUMBER"; an error
+    where it is in doubt."""
+
+
+@dataclass
+class JsonlDataConfig(FileDataConfig):
+    """A file with one JSON object per line."""
+
+    heldout_path: str | None = None
+    """File of the held-out problems; null: a part of `path` is held out."""
+
+
+@dataclass
+class ParquetDataConfig(FileDataConfig):
+    """A parquet file."""
+
+    heldout_path: str | None = None
+    """File of the held-out problems; null: a part of `path` is held out."""
+
+
+@dataclass
+class HuggingFaceDataConfig(FileDataConfig):
+    """A dataset by its name on the hub, or a local directory of one."""
+
+    subset: str | None = None
+    """The dataset's configuration, for example "main"."""
+    split: str = "train"
+    """The dataset's split to train on."""
+    heldout_split: str | None = None
+    """The split that is held out; null: a part of `split` is."""
+
+
+@dataclass
+class VerifiersDataConfig(DataConfig):
+    """The dataset of an environment of the package verifiers; its evaluation rows are held out."""
+
+    id: str = MISSING
+    """The environment; conf/data/verifiers.yaml takes that of environment=verifiers."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Its arguments; likewise."""
+
+
+# The `environment` group: what answers the policy within an episode, one schema per kind.
+
+
+@dataclass
+class EnvironmentConfig:
+    """What answers the policy. Each kind of environment has different keys."""
+
+
+@dataclass
+class SingleTurnEnvironmentConfig(EnvironmentConfig):
+    """Nothing answers: the first response is the whole episode."""
+
+
+@dataclass
+class MultiTurnEnvironmentConfig(EnvironmentConfig):
+    """The keys that every environment of several turns has."""
+
+    max_turns: int = 8
+    """Maximum number of turns; an episode that would go on is cut there (finish_reason max_turns)."""
+    turn_length: int | None = None
+    """Maximum tokens of one action; null: only rollout.response_length, the limit of actions and observations together,
+    counts."""
+    step_deadline_s: float = 60.0
+    """Deadline in seconds of one answer of the environment; an episode whose environment takes longer has failed and is
+    not learned from."""
+
+
+@dataclass
+class ClassEnvironmentConfig(MultiTurnEnvironmentConfig):
+    """Your own class, derived from megarl.environment.Environment, or that of environment=guess (examples/toys)."""
+
+    path: str = MISSING
+    """The class, as FILE.py:NAME or package.module:NAME."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments with which an object is made for each episode."""
+
+
+@dataclass
+class VerifiersEnvironmentConfig(MultiTurnEnvironmentConfig):
+    """An environment of the package verifiers, with data=verifiers and reward=environment. Tools that it has are
+    described to the policy, and their calls read, as with environment=tools."""
+
+    max_turns: int = 1_000
+    """Maximum number of turns beside the environment's own limit."""
+    id: str = MISSING
+    """The environment: the name of an installed one, or FILE.py:NAME or package.module:NAME."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Its arguments."""
+    parser: str | None = None
+    """SGLang's parser of tool calls, for an environment with tools; null: the one for the model's chat template."""
+
+
+@dataclass
+class ToolsEnvironmentConfig(MultiTurnEnvironmentConfig):
+    """Tools that the policy may call: Python functions, in processes of their own. The first action without a call ends
+    the episode; it is the answer that the reward reads."""
+
+    tools: list[str] = field(default_factory=lambda: ["calculator"])
+    """The tools: calculator, python (runs code in the sandbox), or functions of your own, as FILE.py:NAME or
+    package.module:NAME. A function is described to the policy by its signature and docstring."""
+    parser: str | None = None
+    """SGLang's parser that reads the calls in what the policy writes, for example hermes, pythonic or llama3; null: the
+    one for the model's chat template."""
+    description: str | None = None
+    """Text that describes the tools in the system message, {tools} replaced by their JSON schemas; null: the chat
+    template describes them, or, where it knows no tools, a text that asks for calls in hermes' format."""
+    num_processes: int = 2
+    """Number of processes that run the tools' functions; each runs one call at a time."""
+    call_timeout_s: float = 10.0
+    """Time limit in seconds of one call; a call that takes longer is answered with an error."""
+    memory_gb: float = 1.0
+    """Memory in GiB that a call may take beyond what its process has after loading the tools; a call that needs more is
+    answered with an error."""
+    max_calls: int = 4
+    """Maximum number of calls in one action that are answered; further ones are answered with an error."""
+    result_length: int = 2000
+    """Maximum number of characters of one result; the rest is cut off."""
+    call_reward: float = 0.0
+    """Reward of the first action of an episode all of whose calls are answered without an error, for policies that
+    rarely call a tool; it is added to what `reward=` gives."""
+
+
+# The `reward` group: what a response is compared with, one schema per kind of verifier.
+
+
+@dataclass
+class RewardConfig:
+    """How responses are scored. Each kind of reward has different keys."""
+
+    wrong: float = field(default=0.0, kw_only=True)
+    """Reward of a wrong answer; a right one has 1, and a score s between them wrong + (1 - wrong) s. What is learned
+    from has this scale; metrics, thresholds, evaluation and saved rollouts have the score. Below 1; -1 in DAPO."""
+    max_failed_frac: float = field(default=0.1, kw_only=True)
+    """Maximum share of an iteration's responses (in an evaluation, of a set's) without a reward, because the verifier
+    or the environment raised, hung or died; more end the run with the most frequent reasons. Up to it they are masked
+    and counted. With the default a group of 16 keeps 14 on average, enough for its mean; 0: none may fail."""
+
+
+@dataclass
+class ProcessRewardConfig(RewardConfig):
+    """The keys of rewards that run in processes of their own."""
+
+    num_workers: int | None = field(default=None, kw_only=True)
+    """Number of processes that score at a time, beside generation; each is started when all before it are busy. null:
+    one for every four cores of this machine, at least one and at most 16."""
+    timeout_s: float = field(default=5.0, kw_only=True)
+    """Time limit in seconds of scoring one response. What is a fault of the response (math and reasoning_gym: a
+    comparison that does not end) counts as wrong; anything else is a failure, and the sample is not learned from."""
+    memory_gb: float = field(default=8.0, kw_only=True)
+    """Memory limit in GiB of one process, as address space beyond what it has after loading."""
+
+
+@dataclass
+class ExactRewardConfig(RewardConfig):
+    """The response is the answer, up to case, spaces and a full stop at the end."""
+
+
+@dataclass
+class LetterCountRewardConfig(RewardConfig):
+    """The tiny task: "b...=" asks for about 12 letters b, four for each dot."""
+
+    tolerance: float = 1.25
+    """Lengths within this factor of the requested one get the full length score of 1."""
+    falloff: float = 4.0
+    """A length that is off by a further factor of this gets 0; in between the score is linear in the logarithm."""
+
+
+@dataclass
+class AdditionRewardConfig(RewardConfig):
+    """The response is the number and nothing else."""
+
+
+class StatedAnswer(Enum):
+    """What states the answer, after the end of thinking."""
+
+    boxed = "boxed"
+    """\\boxed{...} only; for prompts that ask for a box"""
+    final = "final"
+    """a box or an explicit final statement ("The answer is 72", "Answer: 72", "#### 72", <answer>72</answer>), or a
+    response that is nothing but the answer"""
+    any = "any"
+    """where there is none of these, also the last number or formula of the last sentence; for base models that are not
+    told how to end, and counts sentences that happen to end in the right number"""
+
+
+@dataclass
+class MathRewardConfig(ProcessRewardConfig):
+    """Mathematical equality of the stated answer and the expected one, read by math-verify's parser."""
+
+    answer: StatedAnswer = StatedAnswer.final
+    """What states the answer of a response: a box, an explicit final statement too, or also the last value."""
+
+
+@dataclass
+class ReasoningGymRewardConfig(ProcessRewardConfig):
+    """The task's own scorer from reasoning-gym."""
+
+    correct_at: float = 1.0
+    """The lowest score that counts as correct; scorers give less than 1 for partly right answers."""
+
+
+@dataclass
+class EnvironmentRewardConfig(RewardConfig):
+    """The rewards that the environment gave to the turns, and nothing else."""
+
+    correct_at: float = 1.0
+    """The least sum of the turns' rewards that counts as correct."""
+
+
+@dataclass
+class FunctionRewardConfig(ProcessRewardConfig):
+    """Your own function of (prompt, response), or with TRL's or verl's parameters."""
+
+    path: str = MISSING
+    """The function, as FILE.py:NAME or package.module:NAME."""
+
+
+@dataclass
+class NumericRewardConfig(ProcessRewardConfig):
+    """The last number of the response is the answer, exactly or within a tolerance."""
+
+    tolerance: float = 0.0
+    """Largest difference from the answer that is right; 0: equal numbers. Numbers are read and compared exactly."""
+    relative_tolerance: float = 0.0
+    """Largest difference as a share of the answer; the larger of the two tolerances holds."""
+    pattern: str | None = None
+    """Regular expression whose last match is the number, or its first group where it has one; null: the last number of
+    the response, which needs no process of its own."""
+
+
+@dataclass
+class FormatRewardConfig(ProcessRewardConfig):
+    """The response has a form, whatever it says."""
+
+    pattern: str = r"<think>.*?</think>\s*<answer>.*?</answer>"
+    """Regular expression (Python's; a dot matches line ends too) for the whole response, white space at its ends
+    aside."""
+    anywhere: bool = False
+    """A part of the response that matches suffices."""
+
+
+@dataclass
+class LengthRewardConfig(RewardConfig):
+    """The number of tokens that the policy generated is in a range."""
+
+    min_length: int = 0
+    """Fewest tokens with the full score."""
+    max_length: int = 512
+    """Most tokens with the full score."""
+    falloff: int = 128
+    """Tokens outside of the range at which the score is 0; in between it is linear. 0: it is 0 at once."""
+
+
+@dataclass
+class CodeRewardConfig(ProcessRewardConfig):
+    """The response's Python program passes the prompt's tests, in a sandbox."""
+
+    timeout_s: float = field(default=10.0, kw_only=True)
+    """Time limit in seconds of one program: of each pair of input and output, or of all statements. A program that
+    takes longer fails its tests."""
+    memory_gb: float = field(default=1.0, kw_only=True)
+    """Memory limit in GiB of one program, as address space."""
+    partial: bool = False
+    """The score is the share of tests that pass; else all must."""
+
+
+@dataclass
+class ServerRewardConfig(RewardConfig):
+    """The keys of rewards that a server gives."""
+
+    url: str = field(default=MISSING, kw_only=True)
+    """The server, as http://HOST:PORT or https://HOST; with reward=http also the path."""
+    api_key_env: str | None = field(default=None, kw_only=True)
+    """Name of the environment variable with the key that is sent as "Authorization: Bearer KEY"; the key itself is
+    never saved or shown. null: none is sent."""
+    timeout_s: float = field(default=60.0, kw_only=True)
+    """Deadline in seconds of one request; then it is tried again."""
+    max_retries: int = field(default=3, kw_only=True)
+    """Maximum number of further attempts after status 408, 409, 429 or 5xx, a lost connection or a passed deadline; the
+    waits before them double, from half a second. Then the sample has failed and is not learned from."""
+    max_concurrency: int = field(default=64, kw_only=True)
+    """Maximum number of requests at a time; further ones wait."""
+
+
+@dataclass
+class HttpRewardConfig(ServerRewardConfig):
+    """What a server of your own answers over HTTP."""
+
+
+class Verdict(Enum):
+    """How a judge says what it thinks of a response."""
+
+    score = "score"
+    """it explains, then gives a number from 0 to max_score in a box; the reward is number / max_score"""
+    word = "word"
+    """its next token says yes or no; the reward is p(yes) / (p(yes) + p(no)); also for small models"""
+
+
+@dataclass
+class JudgeRewardConfig(ServerRewardConfig):
+    """A language model judges the response, behind any server with OpenAI's chat completions, such as SGLang's."""
+
+    model: str | None = None
+    """The model's name for the server; null: the first that it lists."""
+    rubric: str | None = None
+    """What the judge is told, with {question}, {answer} and {response} where these are put in, quoted; how it gives its
+    verdict is added. null: a rubric for questions with an expected answer."""
+    rubric_path: str | None = None
+    """File with the rubric instead."""
+    verdict: Verdict = Verdict.score
+    """How the judge says what it thinks."""
+    max_score: int = 10
+    """The best number that the judge may give with verdict=score; the worst is 0."""
+    yes: str = "yes"
+    """The word of a good response with verdict=word. It must be one token of the judge, as no."""
+    no: str = "no"
+    """The word of a bad response."""
+    max_tokens: int = 1024
+    """Maximum length in tokens of the judge's answer with verdict=score; one that is cut is a failure."""
+    correct_at: float = 0.5
+    """The lowest reward that counts as correct."""
+    request: dict[str, Any] = field(default_factory=dict)
+    """Further fields of each request, for example {chat_template_kwargs: {enable_thinking: false}}."""
+
+
+@dataclass
+class ScalarModelRewardConfig(ServerRewardConfig):
+    """A scalar reward model behind an SGLang server reads prompt and response as a conversation."""
+
+    scale: float = 1.0
+    """The reward is offset + scale * (what the model's head gives)."""
+    offset: float = 0.0
+    """Added to the scaled score."""
+    correct_at: float = 0.0
+    """The lowest reward that counts as correct; it says nothing about right or wrong unless the model was so made."""
+
+
+@dataclass
+class WeightedRewardConfig(RewardConfig):
+    """The sum of other rewards, each times its weight."""
+
+    parts: dict[str, Any] = field(default_factory=dict)
+    """Name of each part -> its `kind`, a choice of reward=, its `weight` (1 if left out), and the keys of that kind, as
+    in {right: {kind: math, weight: 0.9}, brief: {kind: length, weight: 0.1}}."""
+    correct_by: str | None = None
+    """Name of the part that decides whether a response is correct; null: correct_at does."""
+    correct_at: float = 1.0
+    """The lowest sum that counts as correct, where correct_by is null."""
+
+
+SCHEMAS: dict[str, dict[str, type[Any]]] = {
+    "data": {
+        "function": FunctionDataConfig,
+        "reasoning_gym": ReasoningGymDataConfig,
+        "jsonl": JsonlDataConfig,
+        "parquet": ParquetDataConfig,
+        "huggingface": HuggingFaceDataConfig,
+        "verifiers": VerifiersDataConfig,
+    },
+    "environment": {
+        "single_turn": SingleTurnEnvironmentConfig,
+        "class": ClassEnvironmentConfig,
+        "verifiers": VerifiersEnvironmentConfig,
+        "tools": ToolsEnvironmentConfig,
+    },
+    "reward": {
+        "exact": ExactRewardConfig,
+        "letter_count": LetterCountRewardConfig,
+        "addition": AdditionRewardConfig,
+        "math": MathRewardConfig,
+        "reasoning_gym": ReasoningGymRewardConfig,
+        "environment": EnvironmentRewardConfig,
+        "function": FunctionRewardConfig,
+        "numeric": NumericRewardConfig,
+        "format": FormatRewardConfig,
+        "length": LengthRewardConfig,
+        "code": CodeRewardConfig,
+        "http": HttpRewardConfig,
+        "judge": JudgeRewardConfig,
+        "reward_model": ScalarModelRewardConfig,
+        "weighted": WeightedRewardConfig,
+    },
+}
+"""By group and kind"""
+
+
+def register(store: ConfigStore) -> None:
+    """Put each kind into Hydra's ConfigStore as GROUP/KIND_schema; calling it again changes nothing."""
+    for group, schemas in SCHEMAS.items():
+        for kind, schema in schemas.items():
+            store.store(group=group, name=f"{kind}_schema", node=schema)
