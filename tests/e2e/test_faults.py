@@ -101,11 +101,11 @@ letter_count = LetterCountReward(LetterCountRewardConfig())
 
 def score(prompt, response):
     metrics = Path(os.environ["METRICS"])
-    if metrics.is_file() and len(metrics.read_bytes().splitlines()) == 3:
+    if metrics.is_file() and len(metrics.read_bytes().splitlines()) == 6:
         raise ZeroDivisionError("no words in the response")
     return letter_count(prompt, response)
 """
-"""The task's own reward, which fails in iteration 3, once those of 0 to 2 are logged"""
+"""The task's own reward, which fails in iteration 3, once those of value pretraining, -3 to 0, and 1 and 2 are logged"""
 
 
 def test_a_reward_function_that_raises_leaves_its_last_iteration_and_the_mended_one_ends_as_untouched(

@@ -28,7 +28,7 @@ def train(directory: Path, *overrides: str) -> list[Metrics]:
     assert run.returncode == 0, run.stdout + run.stderr
     last = run.stdout.strip().splitlines()[-1]
     assert re.fullmatch(rf"done: iterations={NUM_ITERATIONS} reward/heldout=0\.\d{{4}} .*", last)
-    lines = load_metrics(directory / "run" / "metrics.jsonl")[1:]
+    lines = [line for line in load_metrics(directory / "run" / "metrics.jsonl") if line["iteration"] > 0]
     assert len(lines) == NUM_ITERATIONS
     for line in lines:
         # SGLang's log-probs are those of Megatron's policy, before and after an update.
