@@ -105,7 +105,7 @@ def score(prompt, response):
         raise ZeroDivisionError("no words in the response")
     return letter_count(prompt, response)
 """
-"""The task's own reward, which fails in iteration 3, once those of value pretraining, -3 to 0, and 1 and 2 are logged"""
+"""The task's own reward, which fails in iteration 3, once those from -3, value pretraining's first, to 2 are logged"""
 
 
 def test_a_reward_function_that_raises_leaves_its_last_iteration_and_the_mended_one_ends_as_untouched(
