@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from report_samples import make_sample
 
 from megarl.config.schema.run import LoggerConfig
 from megarl.report.metrics import MetricsWriter
@@ -30,21 +31,7 @@ from megarl.report.text import (
     format_seconds,
     wrap,
 )
-from megarl.types import FinishReason, Prompt, Response, Sample, Score, Turn
-
-
-def make_sample(text: str, *, name: str = "task-1", correct: bool = True) -> Sample:
-    token_ids = tuple(range(len(text)))
-    response = Response(
-        token_ids=token_ids,
-        text=text,
-        rollout_logprobs=tuple(0.0 for _ in token_ids),
-        generated=tuple(True for _ in token_ids),
-        weight_versions=tuple(0 for _ in token_ids),
-        finish_reason=FinishReason.stop,
-    )
-    return Sample(Prompt(name, "2+2=", (1, 2), "4"), response, Score(float(correct), correct, {"format": 0.5}), 0)
-
+from megarl.types import FinishReason, Response, Sample, Score, Turn
 
 WORDS = st.text(st.characters(blacklist_categories=("C", "Z")), min_size=1, max_size=60)
 

@@ -9,29 +9,16 @@ import time
 from pathlib import Path
 
 import pytest
+from report_samples import make_sample
 
 from megarl.config.schema.run import LoggerConfig
 from megarl.report.metrics import MetricsWriter, load_metrics
 from megarl.report.record import load_status
 from megarl.report.report import Report, build_report
 from megarl.report.terminal import Progress
-from megarl.types import FinishReason, Prompt, Response, Sample, Score
 
 QUIET = LoggerConfig(tensorboard=False, terminal=False)
 TEXT_ONLY = LoggerConfig(tensorboard=False, terminal=True, num_logged_samples=2)
-
-
-def make_sample(text: str, *, name: str = "task-1", correct: bool = True) -> Sample:
-    token_ids = tuple(range(len(text)))
-    response = Response(
-        token_ids=token_ids,
-        text=text,
-        rollout_logprobs=tuple(0.0 for _ in token_ids),
-        generated=tuple(True for _ in token_ids),
-        weight_versions=tuple(0 for _ in token_ids),
-        finish_reason=FinishReason.stop,
-    )
-    return Sample(Prompt(name, "2+2=", (1, 2), "4"), response, Score(float(correct), correct, {"format": 0.5}), 0)
 
 
 def build_text_report(run_dir: Path, num_iterations: int = 3) -> tuple[Report, io.StringIO]:
