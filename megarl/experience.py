@@ -1,4 +1,4 @@
-"""What the roles say of a rollout: log-probs and values."""
+"""What the roles say of a rollout, log-probs and values, and the optimizer steps that learn from it."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -57,9 +57,6 @@ def add_old_logprobs(experience: Experience, policy: TrainBackend, algo: AlgoCon
 
 def _take(call: Pending[Tensor] | None) -> Tensor | None:
     return call.result() if call else None
-
-
-# The optimizer steps of an iteration: which samples each learns from, and one value per metric of them all.
 
 
 def split_minibatches(config: Config, num_samples: int, iteration: int) -> list[Tensor]:

@@ -24,7 +24,6 @@ KIND = "megatron"
 DESCRIPTION = "hf"
 """Directory in it with everything of the Hugging Face checkpoint that is not weights"""
 METADATA = ".metadata"
-COMMON = "common.pt"
 BACKENDS = "metadata.json"
 CONTENT = {"distrib_optim_sharding_type": "fully_reshardable"}
 """The only format whose optimizer state can change its tensor- and pipeline-parallel layout."""

@@ -73,14 +73,6 @@ def find_contradictions(algo: AlgoConfig) -> Iterator[str]:
                 yield f"{key}: {_show(value)} found; it has no effect {dead.reason}, else it must be {right}"
 
 
-def list_declared_keys() -> set[str]:
-    """Every key that an estimator, a policy loss or a term of this package reads."""
-    declared = [it.reads for it in ADVANTAGES.values()]
-    declared += [it.reads for it in POLICY_LOSSES.values()]
-    declared += [it.reads for it in LOSS_TERMS]
-    return {key for every in declared for reads in every for key in reads.keys}
-
-
 def _find_unread(
     algo: AlgoConfig, choice: str, chosen: str, readers: Mapping[str, tuple[Reads, ...]], weighted: bool = False
 ) -> Iterator[Dead]:

@@ -12,13 +12,16 @@ from algo_cases import build_targets, configure, make_experience
 from algo_presets import load_preset_text
 from omegaconf import OmegaConf
 
+from megarl.algo import advantages, loss_terms, policy_losses
 from megarl.algo.advantages import ADVANTAGES
+from megarl.algo.declarations import AdvantageEstimator, LossTerm, PolicyLoss
+from megarl.algo.loss_terms import LOSS_TERMS
 from megarl.algo.losses import count_minibatch, policy_loss
 from megarl.algo.objective import format_objective
 from megarl.algo.policy_losses import POLICY_LOSSES
 from megarl.algo.registry import find_advantage, find_policy_loss
 from megarl.algo.targets import compute_targets
-from megarl.config.checks.algo import check_algo, list_declared_keys
+from megarl.config.checks.algo import check_algo
 from megarl.config.errors import ConfigError
 from megarl.config.load import list_keys, load_config
 from megarl.config.schema.algo import AlgoConfig
@@ -158,13 +161,29 @@ def test_an_estimator_that_gives_another_shape_than_it_declares_is_an_error(fold
 
 def test_every_declared_key_is_one_of_the_configuration():
     known = {f"algo.{key}" for key in list_keys(OmegaConf.structured(AlgoConfig))}
-    assert list_declared_keys() <= known
+    declarations = (*ADVANTAGES.values(), *POLICY_LOSSES.values(), *LOSS_TERMS)
+    declared = {key for each in declarations for reads in each.reads for key in reads.keys}
+    assert declared <= known
 
 
 def test_every_choice_is_found_by_its_name_and_has_a_formula():
     algo = AlgoConfig()
     assert all(find_advantage(name).formula(algo, 2) for name in ADVANTAGES)
     assert all(find_policy_loss(name).formula(algo) for name in POLICY_LOSSES)
+
+
+@pytest.mark.parametrize(
+    ("module", "kind", "listed"),
+    [
+        (advantages, AdvantageEstimator, ADVANTAGES.values()),
+        (policy_losses, PolicyLoss, POLICY_LOSSES.values()),
+        (loss_terms, LossTerm, LOSS_TERMS),
+    ],
+)
+def test_every_declaration_of_the_package_is_listed(module, kind, listed):
+    declared = [value for value in vars(module).values() if isinstance(value, kind)]
+    assert len(declared) == len(listed)
+    assert all(each in listed for each in declared)
 
 
 def test_a_configuration_is_checked_and_its_objective_printed_without_torch():
