@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 from megarl.config.checks.config import check_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import load, load_config
-from megarl.config.placement import check_cluster
 from megarl.config.schema.root import Config
 from megarl.config.search_path import write_search_path
-from megarl.run.machine import check_machine
+from megarl.run.command import check_start
 
 if TYPE_CHECKING:
     from megarl.trainer import Summary
@@ -55,9 +54,9 @@ def train(
         config = loaded.config
         for line in loaded.lines:
             print(line, flush=True)
-    problems = check_config(config) or list(check_cluster(config, "train")) or list(check_machine(config, "train"))
-    if problems:
+    if problems := check_config(config):
         raise ConfigError(problems)
+    check_start(config)
     directory = Path(run_dir or f"runs/{time.strftime('%Y-%m-%d_%H-%M-%S')}_{config.algo.name}_{config.model.name}")
     # Only now: importing torch and Ray takes seconds that `compose` need not wait.
     from megarl.run.attempts import run_recorded

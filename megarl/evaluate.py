@@ -1,7 +1,6 @@
-"""`python -m megarl.evaluate model=... data=gsm8k,aime24 [key=value] ...`: evaluate a checkpoint on problem sets."""
+"""`megarl evaluate model=... data=gsm8k,aime24 [key=value] ...`: evaluate a checkpoint on problem sets."""
 
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,66 +10,39 @@ from omegaconf import DictConfig
 from megarl.config.errors import ConfigError
 from megarl.config.evaluation_sets import expand_sets, load_configs
 from megarl.config.load import complete_overrides
-from megarl.config.overrides import check_words, open_overrides
 from megarl.config.roll import rewrite_overrides
 from megarl.config.schema.roles import ModelSource
 from megarl.config.schema.root import Config, register
-from megarl.config.search_path import CONF_DIR, take_config_dirs
-from megarl.run.command import (
-    Results,
-    check_directory,
-    check_start,
-    end_with_config_error,
-    end_with_reader,
-    is_completion,
-    is_printing,
-    note_before,
-    run_composed,
-    split_arguments,
-)
+from megarl.config.search_path import CONF_DIR
+from megarl.run.command import Results, check_command_line, check_start, is_printing, is_sweep, run_composed
 
 
 def main() -> None:
     """Check the command line, then let Hydra start the evaluation."""
-    try:
-        arguments = take_config_dirs(sys.argv[1:])
-    except ConfigError as error:
-        end_with_config_error(error)
-    options, overrides = split_arguments(arguments)
-    end_with_reader(options)
     configs: dict[str, Config] = {}
-    try:
-        # Without overrides: options such as --help, which Hydra handles.
-        if not is_completion(options) and (overrides or not options):
-            configs = prepare(overrides, options)
-    except ConfigError as error:
-        end_with_config_error(error)
+
+    def check(options: Sequence[str], overrides: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+        if options and not overrides:
+            return (), ()  # such as --help, which Hydra handles
+        if is_sweep(options):
+            raise ConfigError(["--multirun: data=a,b is one evaluation of several sets; nothing else is swept"])
+        rewritten = rewrite_overrides(overrides)
+        runs = expand_sets(rewritten.overrides)
+        configs.update(load_configs(runs))
+        if not is_printing(options):
+            check_start(next(iter(configs.values())), "evaluate")
+        completed = [complete_overrides(run, "evaluate") for run in runs.values()]
+        # Hydra creates the run's folder and records the configuration of the first set in it.
+        lines = [*rewritten.lines, *(line for _, lines in completed for line in lines)]
+        return lines, [*choose_run_dir(overrides, configs), *completed[0][0]]
+
+    check_command_line(check)
 
     @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
     def run(composed: DictConfig) -> None:
         run_composed(composed, lambda _first, run_dir: evaluate(configs, run_dir), "evaluate")
 
     run()
-
-
-def prepare(overrides: Sequence[str], options: Sequence[str]) -> dict[str, Config]:
-    """The configuration of each set; puts the first one's overrides into sys.argv for Hydra. Raises ConfigError."""
-    if {"-m", "--multirun"} & set(options):
-        raise ConfigError(["--multirun: data=a,b is one evaluation of several sets; nothing else is swept"])
-    check_words(overrides)
-    rewritten = rewrite_overrides(overrides)
-    runs = expand_sets(rewritten.overrides)
-    configs = load_configs(runs)
-    if not is_printing(options):
-        check_directory(overrides)
-        note_before(overrides)
-        check_start(next(iter(configs.values())), "evaluate")
-    completed = [complete_overrides(run, "evaluate") for run in runs.values()]
-    for line in dict.fromkeys([*rewritten.lines, *(line for _, lines in completed for line in lines)]):
-        print(line, flush=True)
-    # Hydra creates the run's folder and records the configuration in it.
-    sys.argv[1:] = [*options, *choose_run_dir(overrides, configs), *open_overrides(completed[0][0])]
-    return configs
 
 
 def choose_run_dir(overrides: Sequence[str], configs: dict[str, Config]) -> list[str]:
@@ -86,9 +58,8 @@ def evaluate(configs: dict[str, Config], run_dir: Path) -> Results:
     # Imported here: torch and Ray take seconds, for which `--help` need not wait.
     from megarl.run.evaluation import run_evaluation
 
-    results = run_evaluation(configs, run_dir)
     found: dict[str, float] = {}
-    for result in results:
+    for result in run_evaluation(configs, run_dir):
         key, estimate = next(iter(result.estimates.items()))
         found |= {f"{result.name}/{key}": float(estimate.value), f"{result.name}/reward": result.mean_reward}
     return found

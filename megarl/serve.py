@@ -1,4 +1,4 @@
-"""`python -m megarl.serve MODEL`: one SGLang server for reward=judge or reward=reward_model, until Ctrl-C."""
+"""`megarl serve MODEL`: one SGLang server for reward=judge or reward=reward_model, until Ctrl-C."""
 
 import argparse
 import os
@@ -24,31 +24,12 @@ KEY = "MEGARL_SERVE_KEY"
 """The environment variable with the key that callers must send"""
 
 
-class TextServer(SGLangServer):
-    """A server with a tokenizer, which takes messages; its weights stay what they are."""
-
-    def __init__(
-        self,
-        config: RolloutConfig,
-        checkpoint: Path,
-        *,
-        log_file: Path,
-        host: str,
-        port: int | None,
-        api_key: str | None,
-    ):
-        """port: None picks a free one; api_key: None makes one. Raises ConfigError as `SGLangServer`."""
-        super().__init__(config, checkpoint, log_file=log_file, seed=1, host=host, port=port, api_key=api_key)
-        for words in LEFT_OUT:
-            start = self._command.index(words[0])
-            del self._command[start : start + len(words)]
-
-
 def main() -> None:
     """Start the server, say where it is and wait for a signal. Exit status 2 for bad arguments, 1 for a lost server."""
     arguments = read_arguments(sys.argv[1:])
+    folder = Path(tempfile.mkdtemp(prefix="megarl-serve-"))  # which this user alone can read
     try:
-        server = build_server(arguments)
+        server = build_server(arguments, folder)
     except ConfigError as error:
         sys.exit("\n".join(f"error: {problem}" for problem in error.problems))
     stopped = threading.Event()
@@ -60,7 +41,7 @@ def main() -> None:
         server.wait_healthy(arguments.startup_deadline)
         print(f"ready: reward.url={server.url} reward.api_key_env={KEY}", flush=True)
         if KEY not in os.environ:
-            print(f'the key: export {KEY}="$(cat {write_key_file(server.api_key)})"', flush=True)
+            print(f'the key: export {KEY}="$(cat {write_private(folder / "key", server.api_key)})"', flush=True)
         while not stopped.wait(1.0):
             server.check_alive()
     except (ServerError, DeadlineError) as error:
@@ -73,11 +54,7 @@ def main() -> None:
 def read_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="megarl serve", description=__doc__)
     parser.add_argument("model", help="checkpoint directory, or the name of a model in the Hugging Face cache")
-    parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help=f"address to listen on; callers need the key in {KEY} or, where that is not set, a new one",
-    )
+    parser.add_argument("--host", default="127.0.0.1", help=f"callers need the key in {KEY}; without one it makes one")
     parser.add_argument("--port", type=int, default=30000, help="0 picks a free one")
     parser.add_argument("--dtype", choices=[dtype.value for dtype in Dtype], default="bfloat16")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of the server")
@@ -89,7 +66,7 @@ def read_arguments(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def build_server(arguments: argparse.Namespace) -> TextServer:
+def build_server(arguments: argparse.Namespace, folder: Path) -> SGLangServer:
     """The server of these arguments, not yet started. Raises ConfigError."""
     tokens = arguments.kv_cache_tokens
     config = RolloutConfig(
@@ -99,20 +76,13 @@ def build_server(arguments: argparse.Namespace) -> TextServer:
         max_running_requests=arguments.max_running_requests,
         kv_cache_tokens=tokens if tokens is not None or has_cuda() else CPU_TOKENS,
     )
-    log = arguments.log or make_folder() / "server.log"
+    log, port, key = arguments.log or folder / "server.log", arguments.port or None, os.environ.get(KEY)
     checkpoint = find_checkpoint(arguments.model, "MODEL")
-    port = arguments.port or None
-    key = os.environ.get(KEY)
-    return TextServer(config, checkpoint, log_file=log, host=arguments.host, port=port, api_key=key)
-
-
-def make_folder() -> Path:
-    """A new folder that this user alone can read."""
-    return Path(tempfile.mkdtemp(prefix="megarl-serve-"))
-
-
-def write_key_file(key: str) -> Path:
-    return write_private(make_folder() / "key", key)
+    server = SGLangServer(config, checkpoint, log_file=log, seed=1, host=arguments.host, port=port, api_key=key)
+    for words in LEFT_OUT:
+        start = server._command.index(words[0])
+        del server._command[start : start + len(words)]
+    return server
 
 
 if __name__ == "__main__":

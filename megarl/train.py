@@ -1,6 +1,6 @@
-"""`python -m megarl.train [group=option] [key=value] ...`: train with one composed configuration (-m: a sweep).
+"""`megarl train [group=option] [key=value] ...`: train with one composed configuration (-m: a sweep).
 
-`python -m megarl.train resume=RUN_DIR [key=value] ...` resumes a run.
+`megarl train resume=RUN_DIR [key=value] ...` resumes a run; `python -m megarl.train` is the same.
 """
 
 import errno
@@ -23,6 +23,7 @@ from megarl.files import CheckpointError
 from megarl.run.command import (
     Results,
     check_command_line,
+    check_training,
     end_with_config_error,
     is_sweep,
     list_overrides,
@@ -48,7 +49,7 @@ def main() -> None:
         sys.argv[1:], _resumed = take_resume(take_config_dirs(sys.argv[1:]))
     except ConfigError as error:
         end_with_config_error(error)
-    check_command_line()
+    check_command_line(check_training)
     if is_sweep(sys.argv[1:]):
         sys.exit(run_sweep(_run_composed))
     _run_composed()
@@ -57,10 +58,9 @@ def main() -> None:
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
 def _run_composed(composed: DictConfig) -> float | None:
     """Run; returns the held-out reward, which a sweeper maximises, None for a failed run of a sweep."""
-    if HydraConfig.get().mode is RunMode.MULTIRUN:
-        results = run_one()
-        return results.get(HELDOUT) if results is not None else None
-    return run_composed(composed, _train).get(HELDOUT)
+    is_one_of_many = HydraConfig.get().mode is RunMode.MULTIRUN
+    results = run_one() if is_one_of_many else run_composed(composed, _train)
+    return results.get(HELDOUT) if results is not None else None
 
 
 def _train(config: Config, run_dir: Path) -> Results:
@@ -69,19 +69,13 @@ def _train(config: Config, run_dir: Path) -> Results:
 
     try:
         summary = run_recorded(config, run_dir, list_overrides(), is_resumed=_resumed is not None)
-    except BaseException as error:
-        _explain(error, run_dir)
+    except CheckpointError as error:
+        raise ConfigError([str(error)]) from error
+    except (OSError, RuntimeError) as error:
+        if line := next((line.strip() for line in str(error).splitlines() if FULL in line), None):
+            raise ConfigError([f"{line}; once there is space, resume={run_dir} resumes the run"]) from error
         raise
     return {"iterations": summary.num_iterations, HELDOUT: summary.heldout_reward}
-
-
-def _explain(error: BaseException, run_dir: Path) -> None:
-    """Raise ConfigError, which ends the run without a traceback, for an error that the user can fix."""
-    if isinstance(error, CheckpointError):
-        raise ConfigError([str(error)]) from error
-    if isinstance(error, OSError | RuntimeError) and FULL in str(error):
-        first = next(line for line in str(error).splitlines() if FULL in line)
-        raise ConfigError([f"{first.strip()}; once there is space, resume={run_dir} resumes the run"]) from error
 
 
 class _CallableModule(ModuleType):

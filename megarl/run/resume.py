@@ -38,28 +38,8 @@ MAY_CHANGE = (
     *("reward.num_workers", "reward.url", "reward.api_key_env", "reward.max_retries", "reward.max_concurrency"),
 )
 """The keys that may change when a run is resumed: how long it trains, on which processes it computes, when it is
-evaluated, judged and given up, what is saved and shown. A name that ends in a dot stands for all keys below it."""
-
-DECIDES = (
-    "seed",
-    *("algo.", "model.", "data.", "environment.", "reward."),
-    *("train.samples_per_iteration", "train.prompts_per_iteration", "train.responses_per_prompt"),
-    *("train.samples_per_minibatch", "train.num_minibatches", "train.epochs_per_iteration", "train.reuse_logprobs"),
-    *(f"{role}.{name}" for role in ("policy", "critic") for name in ("optimizer.", "dtype", "fp8", "fp8_recipe")),
-    *("critic.updates_per_policy_update", "critic.init", "critic.value_range", "critic.trainable", "reference.dtype"),
-    *("policy.frozen_iterations", "policy.lora."),
-    *(
-        "rollout.response_length",
-        "rollout.stop",
-        "rollout.stop_token_ids",
-        "rollout.temperature",
-        "rollout.dtype",
-        "rollout.max_staleness",
-        "rollout.sglang",
-    ),
-    *("rollout.router_replay", "rollout.file"),
-)
-"""The keys that determine what is learned, named as in MAY_CHANGE; of two names of a key the longer one counts."""
+evaluated, judged and given up, what is saved and shown; all others determine what is learned. A name that ends in a
+dot stands for all keys below it."""
 
 
 def take_resume(arguments: Sequence[str]) -> tuple[list[str], Path | None]:
@@ -123,14 +103,8 @@ def _check_override(text: object) -> str:
 
 
 def may_change(key: str) -> bool:
-    """Whether the key may change when a run is resumed; no for one that neither MAY_CHANGE nor DECIDES names."""
-    longest = max((name for name in (*MAY_CHANGE, *DECIDES) if names(name, key)), key=len, default="")
-    return longest in MAY_CHANGE
-
-
-def names(name: str, key: str) -> bool:
-    """Whether a name in MAY_CHANGE or DECIDES stands for this key."""
-    return f"{key}.".startswith(name) if name.endswith(".") else key == name
+    """Whether the key may change when a run is resumed."""
+    return any(f"{key}.".startswith(name) if name.endswith(".") else key == name for name in MAY_CHANGE)
 
 
 def check_changes(before: Mapping[str, Any], config: Config) -> list[str]:

@@ -35,7 +35,7 @@ from megarl.config.placement import list_contradictions
 from megarl.config.schema.run import ClusterConfig
 from megarl.config.search_path import take_config_dirs
 from megarl.plan.doctor import assume_allocation
-from megarl.run.command import EXIT_BAD_CONFIG, check_command_line
+from megarl.run.command import EXIT_BAD_CONFIG, check_command_line, check_training
 from megarl.run.resume import save_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,7 +146,7 @@ def run_refused(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> in
     """The exit code of a command line that megarl.train refuses before it starts anything."""
     monkeypatch.setattr(sys, "argv", ["megarl.train", *arguments])
     with pytest.raises(SystemExit) as ended:
-        check_command_line()
+        check_command_line(check_training)
     return int(ended.value.code or 0)
 
 

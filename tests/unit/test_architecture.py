@@ -29,7 +29,7 @@ LAYERS = (
     {"trainer", "plan", "sweep"},
     {"run.job", "run.evaluation"},
     {"run.attempts"},
-    {"evaluate", "serve", "api", "new"},
+    {"evaluate", "serve", "api"},
     {"train", "cli"},
 )
 """Rooms from the bottom up; of a room that stands both below and above others, its modules. A room imports itself and

@@ -18,7 +18,7 @@ from megarl.config.evaluation_sets import expand_sets, load_configs
 from megarl.config.load import complete_overrides, load_config
 from megarl.config.schema.root import Config
 from megarl.config.values import write_value
-from megarl.run.command import check_command_line
+from megarl.run.command import check_command_line, check_training
 from megarl.run.resume import save_run
 
 RUN = (
@@ -237,7 +237,7 @@ def test_a_path_with_a_toys_preset_is_refused_by_every_command(
     for words in (["--cfg", "job", *given], ["-m", *given, "seed=1,2"]):
         monkeypatch.setattr(sys, "argv", ["megarl.train", *words])
         with pytest.raises(SystemExit) as ended:
-            check_command_line()
+            check_command_line(check_training)
         assert ended.value.code == 2
         check_refused(capsys.readouterr().err)
 
@@ -248,7 +248,7 @@ def test_each_run_of_a_sweep_over_models_gets_what_its_own_model_brings(
     write_run(tmp_path / "other", (*RUN, "rollout.response_length=12"))
     words = ["-m", "algo=grpo", "model=checkpoint", f"model.path={model},{tmp_path}/other/policy"]
     monkeypatch.setattr(sys, "argv", ["megarl.train", *words])
-    check_command_line()
+    check_command_line(check_training)
     assert sys.argv[1:] == words
     lengths = [
         load_config([*words[1:3], f"model.path={path}"]).rollout.response_length

@@ -12,13 +12,11 @@ from megarl.cpu import threads
 from megarl.cpu.threads import list_threads
 from megarl.run import attempts
 from megarl.run.resume import (
-    DECIDES,
     MAY_CHANGE,
     check_changes,
     list_values,
     load_run,
     may_change,
-    names,
     save_run,
     take_resume,
 )
@@ -39,9 +37,7 @@ def test_the_address_of_a_ray_is_that_of_one_start_and_auto_of_each(tmp_path, ad
     assert (f"cluster.ray_address={address}" in load_run(tmp_path)["overrides"]) is is_kept
 
 
-@pytest.mark.parametrize(
-    "text", ["-m", "--multirun", "--config-dir=/x", "hydra.mode=MULTIRUN", "+hydra.mode=MULTIRUN", "resume=/x", "", 5]
-)
+@pytest.mark.parametrize("text", ["-m", "--multirun", "--config-dir=/x", "hydra.mode=MULTIRUN", "resume=/x", 5])
 def test_a_changed_record_of_a_run_starts_nothing_else(run_dir, text):
     record = json.loads((run_dir / "run.json").read_text())
     (run_dir / "run.json").write_text(json.dumps(record | {"overrides": ["algo=vapo", text]}))
@@ -80,12 +76,6 @@ def test_a_resume_that_cannot_be_is_an_error(arguments, message):
     assert message in caught.value.problems[0]
 
 
-def test_a_run_json_that_is_none_is_an_error(run_dir):
-    (run_dir / "run.json").write_text("{}")
-    with pytest.raises(ConfigError, match="is not what a run writes"):
-        load_run(run_dir)
-
-
 def test_a_key_that_decides_what_is_learned_may_not_change_and_is_named_with_both_values(run_dir):
     before = load_run(run_dir)["config"]
     assert check_changes(before, load_config(["algo.clip_high=0.3"])) == []
@@ -98,18 +88,11 @@ def test_a_key_that_decides_what_is_learned_may_not_change_and_is_named_with_bot
     assert problem.startswith("seed: the run has 1, now 2")
 
 
-def test_how_long_where_and_over_how_many_processes_may_change(run_dir):
+def test_what_a_run_may_change(run_dir):
     changed = ["algo.clip_high=0.3", "train.num_iterations=500", "policy.parallel.tp=2", "checkpoint.save_every=1"]
     changed += ["policy.parallel.num_processes=2", "rollout.num_servers=2", "cluster.call_deadline_s=5"]
+    changed += ["rollout.max_probe_logprob_gap=2", "train.num_eval_prompts=8", "logger.save_rollouts=true"]
     assert check_changes(load_run(run_dir)["config"], load_config(changed)) == []
-
-
-def test_the_critics_own_text_may_not_change_and_its_limit_may(run_dir):
-    given = ["algo.clip_high=0.3", "data.critic_prompt='{answer}='"]
-    (problem,) = check_changes(load_run(run_dir)["config"], load_config(given))
-    assert problem.startswith("data.critic_prompt: the run has None, now '{answer}='; it determines what is learned")
-    before = dict(list_values(load_config(given)))
-    assert check_changes(before, load_config([*given, "data.critic_prompt_length=9"])) == []
 
 
 def test_another_reward_is_found_though_it_has_the_same_keys(run_dir):
@@ -124,24 +107,14 @@ def test_a_run_without_checkpoints_does_not_go_on(tmp_path, before, now):
     assert problem.startswith("checkpoint.save_every: null")
 
 
-def list_keys() -> list[str]:
-    """Every key of the schema, with those of all sources of data and kinds of rewards, and these two groups."""
+def test_the_keys_that_may_change_exist_and_what_is_learned_is_not_among_them():
     config = load_config([])
     variants = [
         *(replace(config, data=schema()) for schema in SCHEMAS["data"].values()),
         *(replace(config, reward=schema()) for schema in SCHEMAS["reward"].values()),
     ]
-    values = {key: value for variant in variants for key, value in list_values(variant)}
-    groups = {key.rpartition(".")[0] for key in values}
-    return [key for key in values if key not in groups or key in ("data", "reward")]
-
-
-def test_every_key_either_may_change_or_decides_what_is_learned():
-    keys = list_keys()
-    assert not set(MAY_CHANGE) & set(DECIDES)
-    unnamed = [key for key in keys if not any(names(name, key) for name in (*MAY_CHANGE, *DECIDES))]
-    assert unnamed == [], "name each in megarl/run/resume.py: in MAY_CHANGE, or in DECIDES"
-    assert [name for name in (*MAY_CHANGE, *DECIDES) if not any(names(name, key) for key in keys)] == []
+    keys = {key for variant in variants for key, _ in list_values(variant)}
+    assert [name for name in MAY_CHANGE if not any(f"{key}.".startswith(f"{name.rstrip('.')}.") for key in keys)] == []
     may = {key for key in keys if may_change(key)}
     # One key of each reason, on both sides.
     assert may >= {
@@ -152,25 +125,9 @@ def test_every_key_either_may_change_or_decides_what_is_learned():
     assert not may & {
         *("seed", "data", "reward", "reward.timeout_s", "algo.kl.coef", "algo.value_pretrain.steps", "model.path"),
         *("policy.optimizer.lr", "policy.dtype", "rollout.temperature", "rollout.sglang", "data.heldout_path"),
+        "data.critic_prompt",
     }
-
-
-def test_a_key_without_a_class_may_not_change():
     assert not may_change("rollout.something_new")
-
-
-def test_what_only_judges_or_shows_may_change(run_dir):
-    changed = ["rollout.max_probe_logprob_gap=2", "train.num_eval_prompts=8", "logger.save_rollouts=true"]
-    assert check_changes(load_run(run_dir)["config"], load_config(["algo.clip_high=0.3", *changed])) == []
-
-
-def test_values_of_all_keys_are_kept():
-    config = load_config([])
-    values = dict(list_values(config))
-    assert values["algo.clip_high"] == config.algo.clip_high
-    assert values["policy.parallel.tp"] == 1
-    assert values["rollout.dtype"] == "float32"
-    assert not any("." in key and key.split(".")[0] == "hydra" for key in values)
 
 
 def test_a_run_records_its_numbers_of_threads_and_a_resumed_one_keeps_them(tmp_path, monkeypatch):
