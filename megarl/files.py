@@ -12,7 +12,7 @@ import shutil
 import socket
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -182,11 +182,11 @@ def name_some(names: Sequence[str]) -> str:
     return f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
 
 
-def write_atomically(path: Path, text: str | Iterable[str]) -> None:
-    """Replace the file's text, given as a whole or in pieces, atomically; it is synced to disk on return."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace the file's content atomically; it is synced to disk on return."""
     partial = path.with_name(f".{path.name}.partial")
-    with naming_file(path), partial.open("w", encoding="utf-8") as file:
-        file.writelines([text] if isinstance(text, str) else text)
+    with naming_file(path), partial.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)

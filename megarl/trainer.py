@@ -223,7 +223,7 @@ class Trainer:
         with self.report.phase("rollout"):
             batch = self.source.take(iteration, self.version)
         for samples in batch.sampled:
-            self.record(Rollout(samples, self.version), max(iteration, 0))
+            self.record(Rollout(samples, self.version), iteration)
         self.check_failures([s for samples in batch.sampled for s in samples], f"iteration-{iteration}")
         rollout, fresh = join_groups(batch.fresh + batch.replayed, self.version), [s for g in batch.fresh for s in g]
         metrics = batch.metrics | {"sampling/total_samples": self.num_samples}

@@ -20,7 +20,7 @@ from megarl.rollout.client import ConnectionLostError
 from megarl.rollout.conversation import Conversation
 from megarl.rollout.engine import ATTEMPT_PAUSE_S, MAX_ATTEMPTS, compute_sampling_seed, gather_all
 from megarl.rollout.episodes import Episode, EpisodeRequest, EpisodeRunner, Sampling, draw_seed
-from megarl.rollout.rollout_file import Journal
+from megarl.rollout.journal import Journal
 from megarl.task.data import build_evaluation_set
 from megarl.task.scorer import Scorer
 from megarl.task.tools import ToolPrompt

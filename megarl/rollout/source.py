@@ -20,7 +20,8 @@ from megarl.config.schema.root import Config
 from megarl.interfaces import RolloutEngine
 from megarl.report.scores import describe_failures
 from megarl.rollout.collector import Collector, check_published, check_versions, compute_staleness
-from megarl.rollout.rollout_file import Journal, SavedGroups, name_group, name_pretraining, read_group, read_rollouts
+from megarl.rollout.journal import Journal, name_group, name_pretraining
+from megarl.rollout.rollout_file import SavedGroups, read_group, read_rollouts
 from megarl.task.data import PromptSampler
 from megarl.types import Metrics, Prompt, Rollout, Sample
 
@@ -52,18 +53,8 @@ def has_signal(group: Group, by: SamplingBy) -> bool:
     scores = [sample.score for sample in group if sample.score.failure is None]
     if by is SamplingBy.correct and len({score.correct for score in scores}) < 2:
         return False
-    return _differ([score.reward for score in scores])
-
-
-def _differ(rewards: Sequence[float]) -> bool:
+    rewards = [score.reward for score in scores]
     return len(rewards) > 1 and max(rewards) - min(rewards) > SAME * max(1.0, *map(abs, rewards))
-
-
-def count_equal(groups: Sequence[Group]) -> tuple[int, int]:
-    """(correct, wrong) groups without a signal; one whose samples have all failed is neither."""
-    first = [next((s for s in group if s.score.failure is None), None) for group in groups]
-    num_correct = sum(sample is not None and sample.score.correct for sample in first)
-    return num_correct, sum(sample is not None for sample in first) - num_correct
 
 
 def collect_groups_with_signal(
@@ -94,11 +85,8 @@ def collect_groups_with_signal(
 def take_groups_with_signal(
     take: Callable[[], Group], num_groups: int, max_rounds: int, by: SamplingBy
 ) -> tuple[list[Group], Metrics]:
-    """As `collect_groups_with_signal`, from groups that come one by one.
-
-    take: the next group. At most max_rounds * num_groups are taken; the metric sampling/rounds is their number in
-    units of `num_groups`, rounded up.
-    """
+    """As `collect_groups_with_signal`, from groups that come one by one, of which at most max_rounds * num_groups are
+    taken; sampling/rounds is their number in units of `num_groups`, rounded up."""
     kept: list[Group] = []
     equal: list[Group] = []
     while len(kept) < num_groups and len(kept) + len(equal) < max_rounds * num_groups:
@@ -110,11 +98,15 @@ def take_groups_with_signal(
 def _fill_up(
     kept: list[Group], equal: list[Group], num_groups: int, num_rounds: int, by: SamplingBy
 ) -> tuple[list[Group], Metrics]:
-    wanted = "right and wrong responses" if by is SamplingBy.correct else "different rewards"
-    found = _describe(num_rounds, equal)
-    if not kept:
-        raise NoSignalError(f"dynamic sampling found no group with {wanted} {found}")
+    # A group whose samples have all failed is neither correct nor wrong.
+    graded = [[s for s in group if s.score.failure is None] for group in equal]
+    num_correct = sum(group[0].score.correct for group in graded if group)
+    num_wrong = sum(map(bool, graded)) - num_correct
     if len(kept) < num_groups:
+        wanted = "right and wrong responses" if by is SamplingBy.correct else "different rewards"
+        found = _describe(num_rounds, equal, num_correct, num_wrong)
+        if not kept:
+            raise NoSignalError(f"dynamic sampling found no group with {wanted} {found}")
         warnings.warn(
             f"dynamic sampling: {len(kept)} of {num_groups} groups have {wanted} {found};"
             " the rest is filled up with others",
@@ -122,7 +114,6 @@ def _fill_up(
             stacklevel=2,
         )
     num_asked = len(kept) + len(equal)
-    num_correct, num_wrong = count_equal(equal)
     rewards = [s.score.reward for group in kept + equal for s in group if s.score.failure is None]
     metrics = {
         "sampling/reward_mean": sum(rewards) / len(rewards),
@@ -135,16 +126,13 @@ def _fill_up(
     return (kept + equal)[:num_groups], metrics
 
 
-def _describe(num_rounds: int, equal: Sequence[Group]) -> str:
-    num_correct, num_wrong = count_equal(equal)
-    if failures := describe_failures([sample for group in equal for sample in group]):
-        failures = f" ({failures})"
+def _describe(num_rounds: int, equal: Sequence[Group], num_correct: int, num_wrong: int) -> str:
+    failures = describe_failures([sample for group in equal for sample in group])
     text = (
         f"in algo.dynamic_sampling.max_rounds={num_rounds} rounds; of the other groups"
-        f" {num_correct} are correct and {num_wrong} wrong{failures}"
+        f" {num_correct} are correct and {num_wrong} wrong{f' ({failures})' if failures else ''}"
     )
-    rewards = [[s.score.reward for s in group if s.score.failure is None] for group in equal]
-    if num_graded := sum(map(_differ, rewards)):
+    if num_graded := sum(has_signal(group, SamplingBy.reward) for group in equal):
         text += f"; in {num_graded} of them rewards differ, which algo.dynamic_sampling.by=reward learns from"
     if num_correct == num_wrong == 0:
         return f"{text}: the verifier or the environment must be mended"
@@ -167,11 +155,8 @@ class ReplayBuffer:
         Their samples have their age, the iterations since they were sampled. The draw is the same for the same seed,
         iteration and contents.
         """
-        pool = [
-            (age, group)
-            for age, groups in zip(range(len(self._iterations), 0, -1), self._iterations, strict=True)
-            for group in groups
-        ]
+        ages = range(len(self._iterations), 0, -1)
+        pool = [(age, group) for age, groups in zip(ages, self._iterations, strict=True) for group in groups]
         wanted = self._count_wanted(len(pool), num_groups)
         drawn = random.Random(f"replay/{self._seed}/{iteration}").sample(pool, wanted)
         return [tuple(replace(sample, age=age) for sample in group) for age, group in drawn]
@@ -229,13 +214,6 @@ class CompleteGroup:
     """False: a further one may begin in its place"""
 
 
-@dataclass(frozen=True)
-class _Drawn:
-    prompt: Prompt
-    before: Mapping[str, int | str]
-    """State of the sampler before this prompt"""
-
-
 class GroupScheduler:
     """Keeps as many groups under way as it is allowed to; a thread begins them and journals each that is complete.
 
@@ -266,8 +244,8 @@ class GroupScheduler:
         self._next_number, self._next_place = state.first, state.next_place
         self._taken = set(state.taken)
         """Numbers of the groups taken, from that of the oldest that is not taken on"""
-        self._drawn: dict[int, _Drawn] = {}
-        """The groups not taken, oldest first"""
+        self._drawn: dict[int, tuple[Prompt, Mapping[str, int | str]]] = {}
+        """The groups not taken, oldest first: prompt, and state of the sampler before it"""
         self._again: set[int] = set()
         """Those that were begun before, or by an earlier start of the run, and are not under way"""
         self._under_way: dict[int, Future[Group] | None] = {}
@@ -326,7 +304,7 @@ class GroupScheduler:
         """The sampler's state before the oldest group that has not been taken, and which have been."""
         with self._changed:
             oldest = next(iter(self._drawn), None)
-            sampler = self._sampler.state() if oldest is None else self._drawn[oldest].before
+            sampler = self._sampler.state() if oldest is None else self._drawn[oldest][1]
             first = self._next_number if oldest is None else oldest
             return sampler, GroupState(first, tuple(sorted(self._taken)), self._next_place)
 
@@ -357,7 +335,7 @@ class GroupScheduler:
     def _load(self, found: CompleteGroup) -> Group:
         """A group from the journal; empty where it cannot be used, and is begun again at another place."""
         assert self._journal is not None
-        key, prompt = name_group(found.place, found.number), self._drawn[found.number].prompt
+        key, prompt = name_group(found.place, found.number), self._drawn[found.number][0]
         samples = self._journal.load(key, [prompt], self._num_responses)
         if samples is None:
             self._journal.drop(key)
@@ -385,7 +363,7 @@ class GroupScheduler:
         (prompt,) = self._sampler.next_batch(1)
         self._next_number += 1
         if number not in self._taken:
-            self._drawn[number] = _Drawn(prompt, before)
+            self._drawn[number] = (prompt, before)
         return number
 
     def _may_begin(self) -> bool:
@@ -416,7 +394,7 @@ class GroupScheduler:
                 number = self._draw()
             self._again.discard(number)
             self._under_way[number] = None
-            prompt = self._drawn[number].prompt
+            prompt = self._drawn[number][0]
         try:
             future = self._start(prompt, f"group-{number}")
         except Exception as error:
@@ -489,14 +467,45 @@ class SourceState:
 class IterationBatch:
     """The groups of one iteration."""
 
-    fresh: list[Group]
-    replayed: list[Group]
-    """Groups of past iterations, with the log-probs of their first iteration where these are kept"""
-    sampled: tuple[tuple[Sample, ...], ...]
-    """All sampled responses, one entry per round; dynamic sampling keeps a part of them"""
-    metrics: Metrics
     state: SourceState
     """The source's state after this iteration"""
+    fresh: list[Group] = field(default_factory=list)
+    replayed: list[Group] = field(default_factory=list)
+    """Groups of past iterations, with the log-probs of their first iteration where these are kept"""
+    sampled: tuple[Group, ...] = ()
+    """All sampled responses, one entry per round; dynamic sampling keeps a part of them"""
+    metrics: Metrics = field(default_factory=dict)
+
+
+class SavedPretraining:
+    """The rollouts of algo.value_pretrain.rollouts in order, repeated endlessly, for the iterations up to 0."""
+
+    def __init__(self, config: Config, say: Callable[[str], None]):
+        """say: called with a message at the end of each pass over the file."""
+        self._settings, self._say = config.algo.value_pretrain, say
+        self._rollouts: Iterator[Rollout] = iter(())
+        self._num_taken = -1
+
+    def take(self, iteration: int) -> list[Group]:
+        """The groups of this iteration. Raises as `read_rollouts`."""
+        step = self._settings.count_step(iteration)
+        if self._num_taken != step - 1:
+            self._rollouts = islice(self._repeat(), step - 1, None)
+        self._num_taken = step
+        return split_groups(next(self._rollouts).samples)
+
+    def _repeat(self) -> Iterator[Rollout]:
+        assert self._settings.rollouts is not None
+        path = Path(self._settings.rollouts).expanduser()
+        for number in count(1):
+            num_rollouts = 0
+            for rollout, _ in read_rollouts(path):
+                num_rollouts += 1
+                yield rollout
+            self._say(
+                f"pass {number} over the {num_rollouts} rollouts of {path} is complete; from here on explained variance"
+                " is of responses that the critic has learned from"
+            )
 
 
 class GroupSource:
@@ -514,10 +523,12 @@ class GroupSource:
         collector: Collector,
         sampler: PromptSampler[Prompt],
         with_servers: Callable[[Callable[[], Any]], Any] = lambda ask: ask(),
+        pretraining: SavedPretraining | None = None,
     ):
         """with_servers: repeats a call that failed because a server was lost, once the server is back. Where groups
-        are under way, `begin_again` is to be called then.
+        are under way, `begin_again` is to be called then. pretraining: None where value pretraining samples.
         """
+        self._saved = pretraining
         self._train = config.train
         self._pretraining, self._sampling = config.algo.value_pretrain, config.algo.dynamic_sampling
         self._max_staleness = config.rollout.max_staleness
@@ -587,20 +598,22 @@ class GroupSource:
         return num_dropped
 
     def _sample_to_pretrain(self, iteration: int, weight_version: int) -> IterationBatch:
+        if self._saved is not None:
+            return IterationBatch(self._find_state(), self._saved.take(iteration))
         self._guard(self._engine.check_health)
         prompts, num_responses = self._sampler.next_batch(self._train.num_prompts), self._train.responses_per_prompt
         key = name_pretraining(self._pretraining.count_step(iteration))
-        rollout = self._guard(
+        samples = self._guard(
             lambda: self._collector.collect(prompts, num_responses, weight_version=weight_version, key=key)
-        )
-        return IterationBatch(split_groups(rollout.samples), [], (rollout.samples,), {}, self._find_state())
+        ).samples
+        return IterationBatch(self._find_state(), split_groups(samples), sampled=(samples,))
 
     def _sample(self, iteration: int, weight_version: int) -> IterationBatch:
         """With max_staleness=0: sample the iteration's groups now."""
         self._guard(self._engine.check_health)
         replayed = self._replay.draw(self._train.num_prompts, iteration)
         num_groups = self._train.num_prompts - len(replayed)
-        sampled: list[tuple[Sample, ...]] = []
+        sampled: list[Group] = []
         metrics: Metrics = {}
 
         def sample(prompts: Sequence[Prompt]) -> Sequence[Sample]:
@@ -618,7 +631,7 @@ class GroupSource:
         self._replay.add(fresh)
         with self._collector.forgetting_failures(f"iteration-{iteration}"):
             check_versions([sample for samples in sampled for sample in samples], weight_version)
-        return IterationBatch(fresh, replayed, tuple(sampled), metrics, self._find_state())
+        return IterationBatch(self._find_state(), fresh, replayed, tuple(sampled), metrics)
 
     def _take_complete(self, iteration: int, weight_version: int) -> IterationBatch:
         """With max_staleness=n: wait until enough groups are complete, while those of n further iterations are under
@@ -653,7 +666,7 @@ class GroupSource:
             fresh = [take() for _ in range(planned[0])]
         self._replay.add(fresh)
         metrics |= compute_staleness([s for group in fresh for s in group], weight_version, self._max_staleness)
-        return IterationBatch(fresh, replayed, (join_groups(taken, 0).samples,), metrics, self._find_state())
+        return IterationBatch(self._find_state(), fresh, replayed, (join_groups(taken, 0).samples,), metrics)
 
     def _open(self) -> GroupScheduler:
         self._guard(self._engine.check_health)
@@ -684,10 +697,11 @@ class SavedSource:
     an iteration may reach from one pass into the next.
     """
 
-    def __init__(self, saved: SavedGroups, num_groups: int, seed: int):
-        """num_groups: of an iteration."""
+    def __init__(self, saved: SavedGroups, num_groups: int, seed: int, pretraining: SavedPretraining | None = None):
+        """num_groups: of an iteration. pretraining: what iterations up to 0 take."""
         self._path, self._num_groups, self._num_saved = saved.path, num_groups, len(saved.groups)
         self._sampler = PromptSampler(saved.groups, seed)
+        self._pretraining = pretraining
 
     def state(self) -> SourceState:
         """The state after the last iteration taken."""
@@ -704,14 +718,17 @@ class SavedSource:
         saved/correct_frac of the responses with a reward, which say nothing of the present policy. Raises RuntimeError
         where the file has changed since it was validated.
         """
+        if self._pretraining is not None and iteration <= 0:
+            return IterationBatch(self.state(), self._pretraining.take(iteration))
         groups = [read_group(self._path, group) for group in self._sampler.next_batch(self._num_groups)]
-        aged = [tuple(_age(sample, iteration) for sample in group) for group in groups]
+        # What another run's trainer said of them is left out.
+        aged = [tuple(replace(sample, age=iteration, group_number=None) for sample in group) for group in groups]
         state = self._sampler.state()
         metrics = {"saved/epoch": int(state["epoch"]) + int(state["position"]) / self._num_saved}
         if scores := [s.score for group in groups for s in group if s.score.failure is None]:
             metrics["saved/reward_mean"] = sum(score.reward for score in scores) / len(scores)
             metrics["saved/correct_frac"] = sum(score.correct for score in scores) / len(scores)
-        return IterationBatch([], aged, (), metrics, self.state())
+        return IterationBatch(self.state(), replayed=aged, metrics=metrics)
 
     def keep_logprobs(self, old_logprobs: Tensor) -> None:
         """Nothing is kept: log mu stays what the file recorded."""
@@ -722,62 +739,6 @@ class SavedSource:
         return 0
 
 
-def _age(sample: Sample, iteration: int) -> Sample:
-    """The sample as the loop takes it. What another run's trainer or router said of it is left out."""
-    response = replace(sample.response, routed_experts=None)
-    return replace(sample, response=response, age=iteration, first_old_logprobs=None, group_number=None)
-
-
-class PretrainingSource:
-    """Value pretraining from algo.value_pretrain.rollouts: the file's rollouts in order, repeated endlessly, in the
-    iterations up to 0. In those after them the groups are those of `then`.
-    """
-
-    def __init__(self, config: Config, then: GroupSource | SavedSource, say: Callable[[str], None]):
-        """say: called with a message at the end of each pass over the file."""
-        self._settings, self._then, self._say = config.algo.value_pretrain, then, say
-        self._rollouts: Iterator[Rollout] = iter(())
-        self._num_taken = -1
-
-    def take(self, iteration: int, weight_version: int) -> IterationBatch:
-        """The groups of this iteration. Raises as `read_rollouts` and as `then` does."""
-        if iteration > 0:
-            return self._then.take(iteration, weight_version)
-        step = self._settings.count_step(iteration)
-        if self._num_taken != step - 1:
-            self._rollouts = islice(self._repeat(), step - 1, None)
-        self._num_taken = step
-        return IterationBatch(split_groups(next(self._rollouts).samples), [], (), {}, self.state())
-
-    def _repeat(self) -> Iterator[Rollout]:
-        assert self._settings.rollouts is not None
-        path = Path(self._settings.rollouts).expanduser()
-        for number in count(1):
-            num_rollouts = 0
-            for rollout in read_rollouts(path):
-                num_rollouts += 1
-                yield rollout
-            self._say(
-                f"pass {number} over the {num_rollouts} rollouts of {path} is complete; from here on explained variance"
-                " is of responses that the critic has learned from"
-            )
-
-    def state(self) -> SourceState:
-        return self._then.state()
-
-    def restore(self, state: SourceState) -> None:
-        self._then.restore(state)
-
-    def keep_logprobs(self, old_logprobs: Tensor) -> None:
-        self._then.keep_logprobs(old_logprobs)
-
-    def begin_again(self) -> None:
-        self._then.begin_again()
-
-    def close(self) -> int:
-        return self._then.close()
-
-
 def build_source(
     config: Config,
     saved: SavedGroups | None,
@@ -786,19 +747,16 @@ def build_source(
     sampler: PromptSampler[Prompt] | None,
     with_servers: Callable[[Callable[[], Any]], Any],
     say: Callable[[str], None],
-) -> GroupSource | SavedSource | PretrainingSource:
+) -> GroupSource | SavedSource:
     """Where the groups of each iteration come from: a file, or what generates, of which then nothing is None."""
-    source: GroupSource | SavedSource
+    settings = config.algo.value_pretrain
+    pretraining = SavedPretraining(config, say) if settings.num_steps > 0 and settings.rollouts is not None else None
     if saved is not None:
-        source = SavedSource(saved, config.train.num_prompts, config.seed)
-    else:
-        assert engine is not None
-        assert collector is not None
-        assert sampler is not None
-        source = GroupSource(config, engine, collector, sampler, with_servers)
-    pretraining = config.algo.value_pretrain
-    pretrains = pretraining.num_steps > 0 and pretraining.rollouts is not None
-    return PretrainingSource(config, source, say) if pretrains else source
+        return SavedSource(saved, config.train.num_prompts, config.seed, pretraining)
+    assert engine is not None
+    assert collector is not None
+    assert sampler is not None
+    return GroupSource(config, engine, collector, sampler, with_servers, pretraining)
 
 
 class NoSync:

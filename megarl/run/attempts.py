@@ -32,7 +32,8 @@ from megarl.report.record import Outcome, State, clear_outcome, record_start, wr
 from megarl.report.report import Report, build_report
 from megarl.report.terminal import LOG_NAME, append_log
 from megarl.report.text import format_heldout
-from megarl.rollout.rollout_file import JOURNAL, Journal, SavedGroups
+from megarl.rollout.journal import JOURNAL, Journal
+from megarl.rollout.rollout_file import SavedGroups
 from megarl.run.checkpoint import (
     TRACKED,
     CheckpointSaver,

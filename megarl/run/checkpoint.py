@@ -33,13 +33,14 @@ from megarl.report import metrics as metrics_file
 from megarl.report import token_file
 from megarl.report.report import Report
 from megarl.rollout import rollout_file
-from megarl.rollout.source import GroupState, SourceState, join_groups, split_groups
+from megarl.rollout.journal import load_samples, save_samples
+from megarl.rollout.source import GroupState, SourceState
 from megarl.run.process import Stopped, deferring_stops
 from megarl.timeline import span
 from megarl.types import Metrics
 
 STATE = "state.json"
-REPLAY = "replay.jsonl"
+REPLAY = "replay.samples"
 TRACKED = (*(metrics_file.FILE_NAME, rollout_file.FILE_NAME, token_file.FILE_NAME),)
 """Files that a run appends to; a resumed run truncates them to their size at the checkpoint"""
 
@@ -71,13 +72,12 @@ class TrainerState:
 
 
 def save_trainer_state(directory: Path, state: TrainerState) -> None:
-    """Write state.json, whose numbers are read back bit for bit, and replay.jsonl where there are groups to replay."""
+    """Write state.json, whose numbers are read back bit for bit, and replay.samples where groups are kept."""
     content = dataclasses.asdict(dataclasses.replace(state, source=dataclasses.replace(state.source, replay=())))
     del content["source"]["replay"]
     write_atomically(directory / STATE, json.dumps(content, indent=1, allow_nan=False))
     if any(state.source.replay):
-        rollouts = [join_groups(groups, state.iteration) for groups in state.source.replay]
-        rollout_file.write_rollouts(directory / REPLAY, rollouts)
+        save_samples(directory / REPLAY, state.source.replay)
 
 
 def load_trainer_state(directory: Path) -> TrainerState:
@@ -86,8 +86,7 @@ def load_trainer_state(directory: Path) -> TrainerState:
         content = parse_json((directory / STATE).read_text(encoding="utf-8"))
         replay: tuple[Any, ...] = ()
         if (directory / REPLAY).is_file():
-            rollouts = rollout_file.load_rollouts(directory / REPLAY)
-            replay = tuple(split_groups(rollout.samples) for rollout in rollouts)
+            replay = tuple(load_samples(directory / REPLAY))
         sampler, groups = content["source"]["sampler"], content.pop("source")["groups"]
         source = SourceState(sampler, replay, GroupState(groups["first"], tuple(groups["taken"]), groups["next_place"]))
         moments = RunningMoments(**content.pop("reward_moments"))

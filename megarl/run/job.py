@@ -32,8 +32,9 @@ from megarl.report.report import Report
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.collector import Collector, build_collector
 from megarl.rollout.engine import SGLangEngine
+from megarl.rollout.journal import Journal
 from megarl.rollout.offload import ServerOffloader
-from megarl.rollout.rollout_file import FILE_NAME, Journal, RolloutWriter, SavedGroups
+from megarl.rollout.rollout_file import FILE_NAME, RolloutWriter, SavedGroups
 from megarl.rollout.source import NoSync
 from megarl.rollout.token_records import TokenRecorder
 from megarl.run.inputs import Inputs

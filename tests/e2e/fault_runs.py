@@ -34,8 +34,8 @@ from megarl.report.metrics import FILE_NAME as METRICS
 from megarl.report.metrics import load_metrics
 from megarl.report.record import STATUS_NAME as STATUS
 from megarl.report.record import load_status
+from megarl.rollout.journal import JOURNAL, Journal
 from megarl.rollout.rollout_file import FILE_NAME as ROLLOUTS
-from megarl.rollout.rollout_file import JOURNAL, Journal
 
 LOGS = {
     "policy worker": "policy-0.log",
@@ -196,7 +196,7 @@ def strike(plan: Plan, out: Path, reference: dict[str, Any], overrides: list[str
     try:
         hit = kill(run, run_dir, plan, reference["seconds"][plan.phase], find_staleness(overrides))
         complete = list_complete(run_dir)
-        kept = [int(path.name.split("-")[1]) for path in (run_dir / "journal").glob("iteration-*.jsonl")]
+        kept = [int(path.name.split("-")[1]) for path in (run_dir / "journal").glob("iteration-*.samples")]
         kept += [1 + place // NUM_GROUPS for place in complete]
         code = wait_end(run)
         if plan.process == "driver":

@@ -7,7 +7,7 @@ from pathlib import Path
 import fault_runs
 import pytest
 
-from megarl.rollout.rollout_file import Journal, name_group
+from megarl.rollout.journal import Journal, name_group
 from megarl.types import FinishReason, Prompt, Response, Sample, Score
 
 

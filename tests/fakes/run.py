@@ -18,8 +18,8 @@ from megarl.config.schema.root import Config
 from megarl.mcore.spec import Role
 from megarl.report.report import Report, build_report
 from megarl.rollout.collector import build_collector
+from megarl.rollout.journal import Journal
 from megarl.rollout.offload import ServerOffloader
-from megarl.rollout.rollout_file import Journal
 from megarl.run import attempts
 from megarl.run.inputs import Inputs, load_inputs
 from megarl.run.job import RunResources, build_saved_components, open_rollout_file, open_token_recorder

@@ -43,7 +43,7 @@ from megarl.experience import split_minibatches
 from megarl.mcore.spec import Role, RowsResult, WorkerSpec
 from megarl.plan.job import PUBLISHED, build_plan, count_quickly, find_models
 from megarl.rollout.answers import parse_answer
-from megarl.rollout.rollout_file import write_rollouts
+from megarl.rollout.journal import save_samples
 from megarl.rollout.tensors import build_tensors
 from megarl.types import Prompt, Response, Rollout, Sample, Score, Sequences, TrainingSamples
 
@@ -205,7 +205,7 @@ def work(
     samples = [Sample(PROMPT, r, Score(i % 3 / 2, i % 3 == 2), i // GROUP) for i, r in enumerate(responses)]
     rollout = Rollout(tuple(samples), WEIGHT_VERSION)
     clock.lap("answers")
-    write_rollouts(folder / "journal", [rollout])
+    save_samples(folder / "journal", [[rollout.samples]])
     clock.lap("journal")
     tensors = build_tensors(rollout)
     clock.lap("tensors")

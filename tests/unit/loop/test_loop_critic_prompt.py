@@ -13,7 +13,8 @@ from fakes.run import pretrain as run_pretraining
 from safetensors.torch import load_file
 
 from megarl.report.metrics import load_metrics
-from megarl.rollout.rollout_file import Journal, load_rollouts
+from megarl.rollout.journal import Journal
+from megarl.rollout.rollout_file import load_rollouts
 from megarl.types import Prompt, Response, Score, Sequences, TrainingSamples
 
 GUESS = ("data=guess", "reward=exact", "data.prompt_length=8", "model.random.alphabet=abcdef1234567-|")

@@ -25,7 +25,7 @@ from megarl.config.errors import ConfigError
 from megarl.files import CheckpointError
 from megarl.interfaces import DeadlineError
 from megarl.report.metrics import load_metrics
-from megarl.rollout.rollout_file import Journal
+from megarl.rollout.journal import Journal
 from megarl.run.process import Stopped, stopping_on_signals
 from megarl.task.reward import AsyncReward
 from megarl.types import Prompt, Response, Score

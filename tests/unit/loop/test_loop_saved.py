@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from megarl.files import CheckpointError
 from megarl.report.metrics import load_metrics
 from megarl.rollout.rollout_file import NO_GROUPS, load_rollouts
-from megarl.rollout.source import PretrainingSource, SavedSource
+from megarl.rollout.source import SavedPretraining, SavedSource
 from megarl.trainer import Trainer
 from megarl.types import TrainingSamples
 
@@ -214,7 +214,7 @@ def test_value_pretraining_repeats_its_file_in_order_and_goes_on_in_it_wherever_
     expected = [[s.prompt.id for s in rollout.samples] for rollout in load_rollouts(saved)]
     assert len(expected) == len(set(map(tuple, expected))) > 1
     for first in range(-8, 1):
-        source = PretrainingSource(config, SavedSource(NO_GROUPS, 1, 1), said.append)
+        source = SavedSource(NO_GROUPS, 1, 1, SavedPretraining(config, said.append))
         for iteration in range(first, 1):
             taken = [s.prompt.id for group in source.take(iteration, 0).fresh for s in group]
             assert taken == expected[(iteration + 8) % len(expected)]

@@ -15,14 +15,8 @@ from megarl.config.load import load_config
 from megarl.models.families import parse_architecture
 from megarl.rollout.answers import decode_answer, load_expert_architecture, parse_answer
 from megarl.rollout.client import RequestError
-from megarl.rollout.rollout_file import (
-    Journal,
-    RolloutWriter,
-    experts_to_record,
-    load_rollouts,
-    read_experts,
-    write_rollouts,
-)
+from megarl.rollout.journal import Journal
+from megarl.rollout.rollout_file import RolloutWriter, load_rollouts
 from megarl.rollout.server import build_command
 from megarl.rollout.tensors import build_sequences
 from megarl.types import FinishReason, Prompt, Response, Rollout, RoutedExperts, Sample, Score, WeightVersions
@@ -241,38 +235,11 @@ def test_more_than_255_experts_have_two_bytes_each(checkpoint):
     assert found.to_tensor().tolist() == routed.tolist()
 
 
-@given(
-    st.integers(1, 9),
-    st.integers(1, 4),
-    st.integers(1, 8),
-    st.sampled_from([1, 255, 256, 1000]),
-    st.randoms(use_true_random=False),
-)
-def test_what_is_written_is_read_back_byte_by_byte(num_tokens, num_layers, top_k, num_experts, random):
-    data = random.randbytes((1 if num_experts < 256 else 2) * (num_tokens - 1) * num_layers * top_k)
-    experts = RoutedExperts(data, num_layers, top_k, num_experts)
-    record = json.loads(json.dumps(experts_to_record(experts)))
-    assert read_experts(record, num_tokens) == experts
-    with pytest.raises(ValueError, match="numbers of torch"):
-        read_experts(record, num_tokens + 1)
-
-
-@pytest.mark.parametrize(
-    "change", [{"deflated": "AAAA"}, {"deflated": "?"}, {"top_k": 0}, {"deflated": 1}, {"more": 1}]
-)
-def test_a_record_that_is_damaged_is_refused(change):
-    record = experts_to_record(RoutedExperts(bytes(6), 2, 3, 8))
-    with pytest.raises(ValueError, match="routed_experts"):
-        read_experts({**record, **change}, 2)
-
-
 def test_a_resumed_run_and_a_replay_buffer_have_them_and_the_file_of_all_responses_has_not(tmp_path):
     samples = (build_sample(0, (3, 4), (5, 2)), build_sample(1, (3,), (2,), with_experts=False))
     journal = Journal(tmp_path / "journal")
     journal.save("iteration-1/round-1", samples)
     assert journal.load("iteration-1/round-1", [s.prompt for s in samples], 1) == samples
-    write_rollouts(tmp_path / "replay.jsonl", [Rollout(samples, 3)])
-    assert load_rollouts(tmp_path / "replay.jsonl")[0].samples == samples
     writer = RolloutWriter(tmp_path / "rollouts.jsonl")
     writer.write(Rollout(samples, 3), 1)
     writer.close()

@@ -2,7 +2,9 @@
 
 import json
 import math
+import pickle
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.rollout.engine import OnEventLoop
-from megarl.rollout.rollout_file import (
-    Journal,
-    Limits,
-    RolloutWriter,
-    find_groups,
-    load_rollouts,
-    name_group,
-    write_rollouts,
-)
+from megarl.rollout.journal import Journal, load_samples, name_group, save_samples
+from megarl.rollout.rollout_file import Limits, RolloutWriter, find_groups, load_rollouts
 from megarl.task.scorer import Scorer
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 
@@ -79,29 +74,27 @@ def rollouts(draw) -> Rollout:
             )
             details = draw(st.dictionaries(st.text(), finite, max_size=2))
             score = Score(draw(finite), draw(st.booleans()), details, draw(st.none() | st.text()))
-            first_old = np.float32([draw(single) for _ in rows]) if draw(st.booleans()) else None
-            samples.append(Sample(prompt, response, score, group, first_old_logprobs=first_old))
+            samples.append(Sample(prompt, response, score, group))
     return Rollout(tuple(samples), draw(st.integers(0, 100)))
 
 
 def get_bytes(sample: Sample) -> bytes:
     """The bytes of all its floating-point numbers."""
-    first_old = sample.first_old_logprobs
-    old = b"" if first_old is None else b"some" + first_old.tobytes()
-    return struct.pack("d", sample.score.reward) + sample.response.rollout_logprobs.tobytes() + old
+    return struct.pack("d", sample.score.reward) + sample.response.rollout_logprobs.tobytes()
 
 
 @settings(max_examples=60)
 @given(written=st.lists(rollouts(), min_size=1, max_size=3))
 def test_what_is_written_is_read_back_bit_by_bit(tmp_path_factory, written):
     path = write(tmp_path_factory.mktemp("file") / "rollouts.jsonl", *written)
-    to_resume = path.with_name("journal.jsonl")
-    write_rollouts(to_resume, written)
-    for found in (load_rollouts(path), load_rollouts(to_resume)):
-        assert found == tuple(written)
-        for a, b in zip(found, written, strict=True):
-            # == takes 0.0 and -0.0 for the same.
-            assert [get_bytes(sample) for sample in a.samples] == [get_bytes(sample) for sample in b.samples]
+    to_resume = [[tuple(replace(s, first_old_logprobs=np.float32([0.1])) for s in each.samples)] for each in written]
+    save_samples(path.with_name("replay.samples"), to_resume)
+    resumed = load_samples(path.with_name("replay.samples"))
+    for a, b, c in zip(load_rollouts(path), resumed, written, strict=True):
+        assert a == c == Rollout(b[0], c.weight_version)
+        # == takes 0.0 and -0.0 for the same.
+        assert [get_bytes(s) for s in a.samples] == [get_bytes(s) for s in b[0]] == [get_bytes(s) for s in c.samples]
+        assert {s.first_old_logprobs.tobytes() for s in b[0]} == {np.float32([0.1]).tobytes()}
 
 
 def test_every_line_is_a_strict_json_object_that_says_where_it_belongs(tmp_path):
@@ -131,9 +124,6 @@ def test_a_number_that_json_lacks_is_refused_and_nothing_is_written(tmp_path, ba
     with pytest.raises(ValueError, match="JSON compliant"):
         write(tmp_path / "r.jsonl", rollout)
     assert (tmp_path / "r.jsonl").read_text() == ""
-    with pytest.raises(ValueError, match="JSON compliant"):
-        write_rollouts(tmp_path / "journal.jsonl", [rollout])
-    assert not (tmp_path / "journal.jsonl").exists()
 
 
 @pytest.mark.parametrize("cut", [1, 20, 200])
@@ -147,12 +137,6 @@ def test_a_half_written_last_line_is_dropped_with_its_rollout_and_a_warning(tmp_
     messages = [str(w.message) for w in warned]
     assert messages[0].startswith(f"{path}:4: a half-written last line")
     assert "has 2 of its 3 samples" in messages[1]
-
-
-def test_a_last_line_without_newline_that_is_whole_counts(tmp_path):
-    path = write(tmp_path / "r.jsonl", *two_rollouts())
-    path.write_bytes(path.read_bytes().rstrip(b"\n"))
-    assert load_rollouts(path) == two_rollouts()
 
 
 def test_a_run_that_goes_on_after_a_kill_cuts_the_half_line_and_the_rest_of_that_rollout_is_dropped(tmp_path):
@@ -187,9 +171,9 @@ def spoil(path: Path, line: int, change) -> None:
         (1, lambda r: r["response"].update(rollout_logprobs=[1e39, 0]), "rollout_logprobs.*expected a list of finite"),
         (3, lambda r: r["response"].update(finish_reason="abort"), "is 'abort'; expected stop, length"),
         (3, lambda r: r["response"].update(finish_reason=["stop"]), "expected stop, length"),
-        (3, lambda r: r["response"].update(generated=[True]), "has 1 generated; expected one for each of its 2 tokens"),
-        (3, lambda r: r.update(first_old_logprobs=[-1.0]), "has 1 first_old_logprobs; expected one for each of its 2"),
-        (3, lambda r: r.update(first_old_logprobs=[None, -1]), "expected a list of finite numbers"),
+        (3, lambda r: r["response"].update(generated=[True]), "a response of 2 tokens has 1 generated"),
+        (3, lambda r: r["response"]["turns"][0].update(end=-1), '"response.turns.0.end" is -1; expected a whole'),
+        (3, lambda r: r.update(score=[]), "found a JSON list as 'score'; expected an object"),
         (1, lambda r: r["score"].update(reward="1"), "\"score.reward\" is '1'; expected a finite number"),
         (1, lambda r: r["score"].update(correct=1), '"score.correct" is 1; expected true or false'),
         (1, lambda r: r.update(group=1), '"group" is 1; expected 0'),
@@ -251,35 +235,6 @@ def test_a_file_that_is_right_is_counted(tmp_path):
     assert (saved.num_rollouts, saved.num_samples) == (2, 4)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda r: r["response"].update(token_ids="AAAA"), '"token_ids" cannot be read|buffer size'),
-        (lambda r: r["response"].update(token_ids="?"), '"token_ids" cannot be read'),
-        (lambda r: r["response"].update(token_ids="/////wAAAAA="), '"token_ids" has -1; expected numbers of 0 or more'),
-        (lambda r: r["response"].update(generated="Af8="), '"generated" has what is no number of its kind'),
-        (lambda r: r["response"].update(rollout_logprobs="AADAfwAAAAA="), '"rollout_logprobs" has what is no number'),
-        (
-            lambda r: r["response"].update(rollout_logprobs=[-1.0, 0.0]),
-            '"response.rollout_logprobs" is .*; expected a text',
-        ),
-        (lambda r: r["response"].update(generated="AQ=="), "response has 1 generated; expected one for each of its 2"),
-        (lambda r: r["response"].update(weight_versions=[[2, 1]]), "response has 1 weight_versions; expected one for"),
-        (lambda r: r["response"].update(weight_versions=[[2, 2], [0, 2]]), r'"weight_versions" end at \[2, 2\]'),
-        (
-            lambda r: r["response"].update(weight_versions=[2, 0]),
-            '"response.weight_versions" is .*; expected a list of',
-        ),
-    ],
-)
-def test_a_damaged_line_of_what_a_run_goes_on_from_is_named(tmp_path, change, message):
-    path = tmp_path / "journal.jsonl"
-    write_rollouts(path, two_rollouts())
-    spoil(path, 3, change)
-    with pytest.raises(ValueError, match=rf"^{path}:3: .*{message}"):
-        load_rollouts(path)
-
-
 PROMPTS = [Prompt("a", "1+1=", (3, 4), "2"), Prompt("b", "2+2=", (5,), "4", {"kind": "sum"})]
 
 
@@ -301,44 +256,66 @@ def test_what_was_saved_under_a_key_comes_back_bit_by_bit(tmp_path):
     assert journal.load("iteration-3/round-2", PROMPTS, 3) is None
 
 
-def test_samples_of_other_prompts_and_files_that_cannot_be_read_are_not_used_and_that_is_said(tmp_path):
+DAMAGED = [b"", b"{", pickle.dumps(Path("x")), pickle.dumps([[(eval,)]])]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_files_that_cannot_be_read_and_samples_of_other_prompts_are_not_used_and_that_is_said(tmp_path, content):
     journal = Journal(tmp_path)
     journal.save("iteration-3/round-1", build_samples())
     for prompts, num_responses in ((PROMPTS[::-1], 3), (PROMPTS[:1], 3), (PROMPTS, 2)):
-        with pytest.warns(RuntimeWarning, match="sampled again"):
+        with pytest.warns(RuntimeWarning, match=r"other prompts.* sampled again"):
             assert journal.load("iteration-3/round-1", prompts, num_responses) is None
-    (path,) = tmp_path.glob("*.jsonl")
-    path.write_text(path.read_text().replace("rollout_logprobs", "rollout_logprob"))
-    with pytest.warns(RuntimeWarning, match="sampled again"):
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(content)
+    with pytest.warns(RuntimeWarning, match=f"{path}: .*sampled again"):
         assert journal.load("iteration-3/round-1", PROMPTS, 3) is None
 
 
-def test_what_a_checkpoint_has_made_superfluous_is_removed(tmp_path):
+def test_a_file_of_the_journal_runs_no_code(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "ran",)
+
+    (tmp_path / "evil").write_bytes(pickle.dumps([[(Evil(),)]]))
+    with pytest.raises(ValueError, match=r"evil: cannot be read: UnpicklingError: found .*, which no sample has"):
+        load_samples(tmp_path / "evil")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("keys", "forget", "left"),
+    [
+        (
+            ("pretraining-1", "iteration-2/round-1", "iteration-10/round-1", "iteration-11/round-2"),
+            lambda journal: journal.forget(through=10),
+            {"iteration-11-round-2"},
+        ),
+        (
+            (name_group(0, 3), name_group(1, 0), name_group(2, 10), name_group(10, 2)),
+            lambda journal: journal.forget(10, num_groups=2),
+            {"group-2-10", "group-10-2"},
+        ),
+        (
+            ("pretraining-2", "pretraining-9", "pretraining-10", "iteration-1/round-1"),
+            lambda journal: journal.forget(through=-1, num_steps=9),
+            {"iteration-1-round-1", "pretraining-10"},
+        ),
+        (
+            ("iteration-1/round-1", "iteration-1/round-2", "iteration-12/round-1"),
+            lambda journal: journal.drop("iteration-1"),
+            {"iteration-12-round-1"},
+        ),
+    ],
+)
+def test_what_is_superfluous_or_dropped_is_removed_and_nothing_else(tmp_path, keys, forget, left):
     journal = Journal(tmp_path)
-    for key in ("pretraining-1", "iteration-2/round-1", "iteration-10/round-1", "iteration-11/round-2"):
+    for key in keys:
         journal.save(key, build_samples())
-    journal.forget(through=10)
-    assert [path.name for path in tmp_path.iterdir()] == ["iteration-11-round-2.jsonl"]
-
-
-def test_of_the_groups_that_ran_ahead_those_that_were_taken_are_removed(tmp_path):
-    journal = Journal(tmp_path)
-    for place, number in enumerate((2, 0, 10, 1)):
-        journal.save(name_group(place, number), build_samples()[:3])
-    journal.forget(through=5, num_groups=2)
-    assert journal.list_groups(0) == journal.list_groups(2) == [(2, 10), (3, 1)]
-    assert journal.list_groups(3) == [(3, 1)]
-    assert journal.load(name_group(2, 10), PROMPTS[:1], 3) == build_samples()[:3]
-
-
-def test_a_checkpoint_of_value_pretraining_makes_the_steps_up_to_it_superfluous(tmp_path):
-    journal = Journal(tmp_path)
-    for key in ("pretraining-2", "pretraining-9", "pretraining-10", "iteration-1/round-1"):
-        journal.save(key, build_samples())
-    journal.forget(through=-1, num_steps=9)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iteration-1-round-1.jsonl", "pretraining-10.jsonl"]
-    journal.forget(through=0)
-    assert [path.name for path in tmp_path.iterdir()] == ["iteration-1-round-1.jsonl"]
+    forget(journal)
+    assert {path.stem for path in tmp_path.iterdir()} == left
+    groups = sorted(tuple(map(int, name.split("-")[1:])) for name in left if name.startswith("group"))
+    assert journal.list_groups(0) == groups
 
 
 class CountingEngine(OnEventLoop):
@@ -371,12 +348,4 @@ def test_samples_of_other_weights_than_the_trainers_do_not_stay_in_the_journal(t
     collector = build_collector(CountingEngine(), journal=Journal(tmp_path))
     with pytest.raises(RuntimeError, match="weight version 0; the trainer's is 3"):
         collector.collect(PROMPTS, 2, weight_version=3, key="pretraining-1")
-    assert list(tmp_path.glob("*.jsonl")) == []
-
-
-def test_dropping_a_key_takes_what_is_below_it_and_no_other(tmp_path):
-    journal = Journal(tmp_path)
-    for key in ("iteration-1/round-1", "iteration-1/round-2", "iteration-12/round-1"):
-        journal.save(key, build_samples())
-    journal.drop("iteration-1")
-    assert [path.name for path in tmp_path.iterdir()] == ["iteration-12-round-1.jsonl"]
+    assert list(tmp_path.iterdir()) == []

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megarl.config.load import load_config
 from megarl.config.schema.algo import SamplingBy
-from megarl.rollout.rollout_file import Journal
+from megarl.rollout.journal import Journal
 from megarl.rollout.source import (
     CompleteGroup,
     GroupScheduler,
@@ -262,7 +262,7 @@ def test_a_file_of_the_journal_that_cannot_be_read_costs_its_group_and_no_other(
         assert take_after(scheduler, maker, 3, 1, 2, 0).number == 1
         assert [scheduler.take().number for _ in range(2)] == [2, 0]
     assert journal.list_groups(0) == [(0, 1), (1, 2), (2, 0)]
-    (tmp_path / "group-1-2.jsonl").write_text("{")
+    (tmp_path / "group-1-2.samples").write_text("{")
     with scheduling(maker, journal) as scheduler:
         scheduler.allow(3)
         assert scheduler.take().number == 1
