@@ -5,66 +5,93 @@ RUN_DIR/journal has one file for each call, so that a resumed run need not sampl
 iteration-3-round-1.samples   what one call gave; likewise pretraining-2.samples
 group-40-37.samples           with rollout.max_staleness > 0: group 37, the one that was complete after 40 others
 
-Files are pickles, 13 bytes a token and no Python object for each, since every iteration waits for its journal. Only the
-classes of a sample are read from them: what names another is refused, so that a file cannot run code.
+Files are those of safetensors: what has an entry per token as arrays, since every iteration waits for its journal, and
+the rest as JSON.
 """
 
-import io
+import json
 import math
-import pickle
 import re
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.files import write_atomically
-from megarl.types import FinishReason, Prompt, Response, RoutedExperts, Sample, Score, Turn, WeightVersions
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from megarl.files import parse_strict_json, write_atomically
+from megarl.rollout.rollout_file import from_record, to_record
+from megarl.types import Prompt, RoutedExperts, Sample, WeightVersions
 
 JOURNAL = "journal"
 """The folder of `Journal` in a run's directory"""
 Samples = tuple[Sample, ...]
-OWN = {each.__name__ for each in (FinishReason, Prompt, Response, RoutedExperts, Sample, Score, Turn, WeightVersions)}
-ARRAYS = {"_frombuffer", "_reconstruct", "scalar", "ndarray", "dtype"}
-"""What NumPy's arrays and numbers are made by"""
-
-
-class _Reader(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        is_array = module in ("numpy", "numpy._core.numeric", "numpy._core.multiarray") and name in ARRAYS
-        if is_array or (module == "megarl.types" and name in OWN):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"found {module}.{name}, which no sample has")
+NONE = np.zeros(0, np.float32)
+ARRAYS: dict[str, tuple[type, Callable[[Sample], Any]]] = {
+    "token_ids": (np.int32, lambda sample: sample.response.token_ids),
+    "rollout_logprobs": (np.float32, lambda sample: sample.response.rollout_logprobs),
+    "generated": (np.bool_, lambda sample: sample.response.generated),
+    "first_old_logprobs": (np.float32, lambda sample: NONE if (x := sample.first_old_logprobs) is None else x),
+    "routed_experts": (np.uint8, lambda sample: _read_bytes(sample.response.routed_experts)),
+}
+"""The arrays of a file, those of all samples one after the other: dtype, and what a sample has"""
+EXPERTS = ("num_layers", "top_k", "num_experts")
 
 
 def save_samples(path: Path, groups: Sequence[Sequence[Samples]]) -> None:
     """Write samples; the file is complete on disk or absent. What only environments and rewards read is left out."""
-    cleaned = [[tuple(map(_clean, group)) for group in each] for each in groups]
+    samples = [sample for each in groups for group in each for sample in group]
+    records = [[[_describe(sample) for sample in group] for group in each] for each in groups]
+    text = json.dumps(records, allow_nan=False).encode()
+    arrays = {"records": np.frombuffer(text, np.uint8)}
+    for name, (dtype, get) in ARRAYS.items():
+        arrays[name] = np.concatenate([np.zeros(0, dtype), *map(get, samples)])
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, pickle.dumps(cleaned, protocol=5))
+    write_atomically(path, save(arrays))
+
+
+def _describe(sample: Sample) -> dict[str, Any]:
+    experts, versions = sample.response.routed_experts, sample.response.weight_versions
+    return {
+        **to_record(sample),
+        "sizes": {name: len(get(sample)) for name, (_, get) in ARRAYS.items()},
+        "versions": [versions.versions, versions.ends],
+        "experts": None if experts is None else [getattr(experts, name) for name in EXPERTS],
+        "has_first_old": sample.first_old_logprobs is not None,
+    }
+
+
+def _read_bytes(experts: RoutedExperts | None) -> NDArray[np.uint8]:
+    return np.frombuffer(b"" if experts is None else experts.data, np.uint8)
 
 
 def load_samples(path: Path) -> list[list[Samples]]:
     """What `save_samples` wrote, bit for bit. Raises ValueError naming the file where it is damaged."""
     try:
-        found: list[list[Samples]] = _Reader(io.BytesIO(path.read_bytes())).load()
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # A damaged pickle raises whatever its bytes happen to mean.
+        arrays = load(path.read_bytes())
+        records, ends = parse_strict_json(arrays["records"].tobytes()), dict.fromkeys(ARRAYS, 0)
+        return [[tuple(_build(record, arrays, ends) for record in group) for group in each] for each in records]
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read: {type(error).__name__}: {error}") from None
-    return found
 
 
-def _clean(sample: Sample) -> Sample:
-    prompt, score, response = sample.prompt, sample.score, sample.response
-    turns = [replace(turn, details=dict(turn.details)) for turn in response.turns]
-    return replace(
-        sample,
-        prompt=replace(prompt, metadata=dict(prompt.metadata), messages=(), columns={}),
-        response=Response(**{**vars(response), "turns": turns}),
-        score=replace(score, details=dict(score.details)),
-    )
+def _build(record: dict[str, Any], arrays: Mapping[str, NDArray[Any]], ends: dict[str, int]) -> Sample:
+    """The sample whose arrays begin at `ends`, which then are its own ends."""
+    own: dict[str, NDArray[Any]] = {}
+    for name, size in record["sizes"].items():
+        own[name] = arrays[name][ends[name] : ends[name] + size]
+        ends[name] += size
+    first_old, experts = own.pop("first_old_logprobs"), own.pop("routed_experts").tobytes()
+    versions, version_ends = record["versions"]
+    record["response"] |= {
+        **own,
+        "weight_versions": WeightVersions(tuple(versions), tuple(version_ends)),
+        "routed_experts": None if record["experts"] is None else RoutedExperts(experts, *record["experts"]),
+    }
+    return from_record(record, first_old_logprobs=first_old if record["has_first_old"] else None)
 
 
 def name_pretraining(step: int) -> str:

@@ -39,32 +39,50 @@ class RolloutWriter(LineFile):
 
     def write(self, rollout: Rollout, iteration: int) -> None:
         """Append all samples. Raises ValueError for NaN or infinity among the numbers, and then writes nothing."""
-        header = {"iteration": iteration, "weight_version": rollout.weight_version}
-        records = (
-            {**header, "sample": number, "num_samples": len(rollout.samples), **_to_record(sample)}
-            for number, sample in enumerate(rollout.samples)
-        )
-        self.append([f"{json.dumps(record, allow_nan=False, separators=(',', ':'))}\n" for record in records])
+        lines = []
+        for number, sample in enumerate(rollout.samples):
+            header = {"iteration": iteration, "weight_version": rollout.weight_version, "sample": number}
+            record = {**header, "num_samples": len(rollout.samples), **to_record(sample)}
+            response = sample.response
+            for name in ("token_ids", "rollout_logprobs", "generated"):
+                record["response"][name] = getattr(response, name).tolist()
+            record["response"]["weight_versions"] = response.weight_versions.expand().tolist()
+            lines.append(f"{json.dumps(record, allow_nan=False, separators=(',', ':'))}\n")
+        self.append(lines)
 
 
-def _to_record(sample: Sample) -> dict[str, Any]:
-    response, score = sample.response, sample.score
+def to_record(sample: Sample) -> dict[str, Any]:
+    """The sample as JSON, but for what has an entry per token."""
+    prompt, response, score = sample.prompt, sample.response, sample.score
+    own = {name: getattr(prompt, name) for name in ("id", "text", "token_ids", "answer")}
     record = {
         "group": sample.group,
-        "prompt": {name: getattr(sample.prompt, name) for name in FORM["prompt"]}
-        | {"metadata": dict(sample.prompt.metadata)},
+        "prompt": own | {"metadata": dict(prompt.metadata)},
         "response": {
-            "token_ids": response.token_ids.tolist(),
             "text": response.text,
-            "rollout_logprobs": response.rollout_logprobs.tolist(),
-            "generated": response.generated.tolist(),
-            "weight_versions": response.weight_versions.expand().tolist(),
             "finish_reason": response.finish_reason.value,
             "turns": [{**vars(turn), "details": dict(turn.details)} for turn in response.turns],
         },
         "score": {**vars(score), "details": dict(score.details)},
     }
     return record if sample.group_number is None else record | {"group_number": sample.group_number}
+
+
+def from_record(record: Mapping[str, Any], **changes: Any) -> Sample:
+    """The sample of a record with all fields of its response. changes: further fields of the sample."""
+    response = {
+        **record["response"],
+        "finish_reason": FinishReason(record["response"]["finish_reason"]),
+        "turns": [Turn(**turn) for turn in record["response"]["turns"]],
+    }
+    return Sample(
+        Prompt(**{**record["prompt"], "token_ids": tuple(record["prompt"]["token_ids"])}),
+        Response(**response),
+        Score(**record["score"]),
+        record["group"],
+        group_number=record.get("group_number"),
+        **changes,
+    )
 
 
 def _is_list_of(value: Any, *kinds: type) -> bool:
@@ -151,22 +169,9 @@ def _to_sample(record: Any) -> Sample:
     """The sample of a line. Raises ValueError, naming key and value, for what `RolloutWriter` does not write."""
     has_number = isinstance(record, dict) and "group_number" in record
     _check(record, FORM | {"group_number": _WHOLE} if has_number else FORM)
-    prompt, response = record["prompt"], record["response"]
-    for number, turn in enumerate(response["turns"]):
+    for number, turn in enumerate(record["response"]["turns"]):
         _check(turn, TURN, f"response.turns.{number}")
-    return Sample(
-        Prompt(**{**prompt, "token_ids": tuple(prompt["token_ids"])}),
-        Response(
-            **{
-                **response,
-                "finish_reason": FinishReason(response["finish_reason"]),
-                "turns": [Turn(**turn) for turn in response["turns"]],
-            }
-        ),
-        Score(**record["score"]),
-        record["group"],
-        group_number=record.get("group_number"),
-    )
+    return from_record(record)
 
 
 @dataclass(frozen=True)

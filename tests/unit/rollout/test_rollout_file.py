@@ -2,7 +2,6 @@
 
 import json
 import math
-import pickle
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -256,31 +255,19 @@ def test_what_was_saved_under_a_key_comes_back_bit_by_bit(tmp_path):
     assert journal.load("iteration-3/round-2", PROMPTS, 3) is None
 
 
-DAMAGED = [b"", b"{", pickle.dumps(Path("x")), pickle.dumps([[(eval,)]])]
-
-
-@pytest.mark.parametrize("content", DAMAGED)
-def test_files_that_cannot_be_read_and_samples_of_other_prompts_are_not_used_and_that_is_said(tmp_path, content):
+@pytest.mark.parametrize(
+    "spoil", [lambda content: b"", lambda content: content[:-9], lambda content: content.replace(b"sizes", b"seizs")]
+)
+def test_files_that_cannot_be_read_and_samples_of_other_prompts_are_not_used_and_that_is_said(tmp_path, spoil):
     journal = Journal(tmp_path)
     journal.save("iteration-3/round-1", build_samples())
     for prompts, num_responses in ((PROMPTS[::-1], 3), (PROMPTS[:1], 3), (PROMPTS, 2)):
         with pytest.warns(RuntimeWarning, match=r"other prompts.* sampled again"):
             assert journal.load("iteration-3/round-1", prompts, num_responses) is None
     (path,) = tmp_path.iterdir()
-    path.write_bytes(content)
+    path.write_bytes(spoil(path.read_bytes()))
     with pytest.warns(RuntimeWarning, match=f"{path}: .*sampled again"):
         assert journal.load("iteration-3/round-1", PROMPTS, 3) is None
-
-
-def test_a_file_of_the_journal_runs_no_code(tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return Path.touch, (tmp_path / "ran",)
-
-    (tmp_path / "evil").write_bytes(pickle.dumps([[(Evil(),)]]))
-    with pytest.raises(ValueError, match=r"evil: cannot be read: UnpicklingError: found .*, which no sample has"):
-        load_samples(tmp_path / "evil")
-    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
