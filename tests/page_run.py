@@ -1,6 +1,7 @@
 """A folder as a run leaves it, with metrics that follow from the iteration, for the tests of its page, and the page
 read again."""
 
+import contextlib
 import json
 import math
 import re
@@ -10,6 +11,8 @@ from pathlib import Path
 from megarl.config.load import compose_config
 from megarl.config.values import list_values
 from megarl.report.record import STARTS_NAME, Outcome, State, write_outcome
+from megarl.report.token_file import TokenFile
+from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 
 QUARTERS = ("0_25", "25_50", "50_75", "75_100")
 
@@ -82,33 +85,16 @@ def write_page_run(folder: Path, num_iterations: int = 40, *, overrides: tuple[s
     return folder
 
 
-def write_rollouts(folder: Path, num_iterations: int = 40, *, per_iteration: int = 8, text: str = "an answer") -> None:
-    """rollouts.jsonl with responses of 10, 11, ... tokens whose log-probs are -iteration / num_iterations."""
-    with (folder / "rollouts.jsonl").open("w") as file:
+def write_tokens(folder: Path, num_iterations: int = 40, *, text: str = "an answer") -> None:
+    """tokens.jsonl with a wrong response of 10 tokens and a right one of 11 in each iteration."""
+    samples = []
+    for group, size in enumerate((10, 11)):
+        response = Response([0] * size, text, [-0.5] * size, [True] * size, [0] * size, FinishReason.stop)
+        prompt = Prompt(f"p{group}", text, (1,), "1")
+        samples.append(Sample(prompt, response, Score(float(group), group == 1), group))
+    with contextlib.closing(TokenFile(folder / "tokens.jsonl", 2, 100_000, lambda ids: text * len(ids))) as file:
         for iteration in range(1, num_iterations + 1):
-            for sample in range(per_iteration):
-                size = 10 + sample
-                response = {
-                    "token_ids": list(range(size)),
-                    "text": text,
-                    "rollout_logprobs": [-iteration / num_iterations] * size,
-                    "generated": [True] * size,
-                    "weight_versions": [[iteration - 1, 0, size]],
-                    "finish_reason": "stop",
-                    "turns": [],
-                }
-                record = {
-                    "iteration": iteration,
-                    "weight_version": iteration - 1,
-                    "sample": sample,
-                    "num_samples": per_iteration,
-                    "group": sample // 4,
-                    "prompt": {"id": f"p{sample}", "text": "a prompt", "token_ids": [1], "answer": "1", "metadata": {}},
-                    "response": response,
-                    "score": {"reward": sample % 2, "correct": sample % 2 == 1, "details": {}, "answer": None,
-                              "failure": None},
-                }  # fmt: skip
-                file.write(json.dumps(record) + "\n")
+            file.write(iteration, Rollout(tuple(samples), iteration - 1), range(2), {})
 
 
 VOID = {"meta", "input", "br", "line", "circle", "polyline", "polygon", "rect"}

@@ -6,13 +6,13 @@ chart follows the reader's light or dark theme. Every text is escaped.
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from html import escape
 from typing import Any
 
-from megarl.report.metric_names import QUARTERS
-from megarl.report.metrics import MFU, ONCE, History
+from megarl.report.metrics import MFU, ONCE, QUARTERS, History
 from megarl.report.text import TIME, format_number
 
 NUM_COLOURS = 8
@@ -35,234 +35,97 @@ class Chart:
     floor: float = -math.inf
     """Values below are drawn there."""
     is_stack: bool = False
-    without: Sequence[str] = field(default_factory=tuple)
-    """Metrics that a * does not stand for"""
+    without: str = ""
+    """Names that a * does not stand for, without their beginning"""
 
 
+HELDOUT, SAMPLED = "held out, greedy", "training, sampled"
+# fmt: off
 LEARNING = (
-    Chart(
-        "Reward",
-        "mean per response",
-        {"reward/heldout": "held out, greedy", "reward/mean": "training, sampled"},
-        "The held-out prompts are never trained on: a gap that widens is overfitting, or a reward that is gamed.",
-    ),
-    Chart(
-        "Right answers",
-        "share of responses",
-        {"heldout/correct": "held out, greedy", "reward/correct": "training, sampled"},
-    ),
-    Chart(
-        "Parts of the reward",
-        "training, mean",
-        {"reward/*": "*"},
-        without=(
-            *("reward/mean", "reward/std", "reward/min", "reward/max", "reward/heldout", "reward/correct"),
-            *("reward/equal_groups_frac", "reward/failed_frac", "reward/positive_frac", "reward/shaped_mean"),
-        ),
-        turn_on="a reward function that returns named parts (docs/environments-and-rewards.md)",
-    ),
-    Chart(
-        "Response length",
-        "generated tokens",
-        {"length/mean": "mean", "length/max": "longest", "length/min": "shortest"},
-    ),
-    Chart(
-        "Cut off",
-        "share of responses",
-        {
-            "length/truncated_frac": "at the length limit",
-            "environment/max_turns_frac": "at environment.max_turns",
-            "policy/dropped_frac": "left out of the policy loss",
-        },
-        "A cut response is judged without its end.",
-    ),
-    Chart(
-        "Groups and responses without a signal",
-        "share",
-        {
-            "reward/equal_groups_frac": "groups of equal rewards",
-            "sampling/equal_correct_frac": "sampled groups, all right",
-            "sampling/equal_wrong_frac": "sampled groups, all wrong",
-            "reward/failed_frac": "responses without a reward",
-        },
-        "Without a critic, a group of equal rewards has advantages of 0.",
-    ),
-    Chart(
-        "Episodes",
-        "mean per episode",
-        {"environment/*": "*"},
-        without=("environment/max_turns_frac", "environment/tokens_mean"),
-        turn_on="an environment of several turns, for example experiment=guess",
-    ),
+    Chart("Reward", "mean per response", {"reward/heldout": HELDOUT, "reward/mean": SAMPLED},
+          "The held-out prompts are never trained on: a gap that widens is overfitting, or a reward that is gamed."),
+    Chart("Right answers", "share of responses", {"heldout/correct": HELDOUT, "reward/correct": SAMPLED}),
+    Chart("Parts of the reward", "training, mean", {"reward/*": "*"},
+          turn_on="a reward function that returns named parts (docs/environments-and-rewards.md)",
+          without="mean std min max heldout correct equal_groups_frac failed_frac positive_frac shaped_mean"),
+    Chart("Response length", "generated tokens",
+          {"length/mean": "mean", "length/max": "longest", "length/min": "shortest"}),
+    Chart("Cut off", "share of responses",
+          {"length/truncated_frac": "at the length limit", "environment/max_turns_frac": "at environment.max_turns",
+           "policy/dropped_frac": "left out of the policy loss"},
+          "A cut response is judged without its end."),
+    Chart("Groups and responses without a signal", "share",
+          {"reward/equal_groups_frac": "groups of equal rewards",
+           "sampling/equal_correct_frac": "sampled groups, all right",
+           "sampling/equal_wrong_frac": "sampled groups, all wrong",
+           "reward/failed_frac": "responses without a reward"},
+          "Without a critic, a group of equal rewards has advantages of 0."),
+    Chart("Episodes", "mean per episode", {"environment/*": "*"},
+          turn_on="an environment of several turns, for example experiment=guess",
+          without="max_turns_frac tokens_mean"),
 )
 POLICY = (
-    Chart(
-        "Entropy",
-        "nats per token",
-        {"policy/entropy": "of the distribution"},
-        "A fall to nearly 0 ends exploration: all responses to a prompt are then alike.",
-        turn_on="algo.entropy_coef above 0",
-    ),
-    Chart(
-        "Step of the policy",
-        "KL per token, before to after",
-        {"policy/approx_kl": "approx_kl"},
-        "How far one iteration moves the policy from the one that sampled the responses.",
-    ),
-    Chart(
-        "KL to the reference",
-        "per token",
-        {"kl/mean": "in the reward", "policy/kl_loss": "in the loss", "kl/coef": "coefficient"},
-        turn_on="algo.kl.in_reward=true or algo.kl.in_loss=true",
-    ),
-    Chart(
-        "Clipped",
-        "share of tokens",
-        {"policy/clip_frac": "policy", "policy/dual_clip_frac": "policy, dual clip", "critic/clip_frac": "critic"},
-    ),
-    Chart(
-        "Importance ratio",
-        "policy over the one that sampled",
-        {"policy/ratio_mean": "mean", "policy/ratio_max": "largest"},
-    ),
+    Chart("Entropy", "nats per token", {"policy/entropy": "of the distribution"},
+          "A fall to nearly 0 ends exploration: all responses to a prompt are then alike.",
+          turn_on="algo.entropy_coef above 0"),
+    Chart("Step of the policy", "KL per token, before to after", {"policy/approx_kl": "approx_kl"},
+          "How far one iteration moves the policy from the one that sampled the responses."),
+    Chart("KL to the reference", "per token",
+          {"kl/mean": "in the reward", "policy/kl_loss": "in the loss", "kl/coef": "coefficient"},
+          turn_on="algo.kl.in_reward=true or algo.kl.in_loss=true"),
+    Chart("Clipped", "share of tokens",
+          {"policy/clip_frac": "policy", "policy/dual_clip_frac": "policy, dual clip", "critic/clip_frac": "critic"}),
     Chart("Gradient norm", "before clipping", {"policy/grad_norm": "policy", "critic/grad_norm": "critic"}),
-    Chart(
-        "Policy loss",
-        "",
-        {"policy/loss": "loss", "policy/loss_size": "mean size", "policy/positive_lm": "positive examples' term"},
-    ),
-    Chart(
-        "Advantages",
-        "over the tokens",
-        {"advantage/mean": "mean", "advantage/std": "standard deviation", "advantage/max_abs": "largest size"},
-    ),
-    Chart("Learning rate", "", {"policy/lr": "policy", "critic/lr": "critic"}),
-    Chart("TOPR's taper", "tokens of negative advantage", {"topr/*": "*"}),
-    Chart(
-        "Experts",
-        "mixture of experts",
-        {
-            "policy/moe_max_load": "largest load, policy",
-            "critic/moe_max_load": "largest load, critic",
-            "policy/moe_aux_loss": "balance loss, policy",
-            "policy/moe_routing_agreement": "trainer's own choice, as replayed",
-        },
-    ),
 )
 CRITIC = (
-    Chart(
-        "Explained variance",
-        "of the returns",
-        {
-            "critic/explained_variance": "all tokens",
-            "critic/ev_at_0_25": "first quarter",
-            "critic/ev_at_75_100": "last quarter",
-        },
-        "1 foresees every return, 0 is as good as a constant; below -1 is drawn at -1. Iterations up to 0 are value"
-        " pretraining.",
-        turn_on="an algorithm with a critic, for example algo=vapo",
-        floor=-1.0,
-    ),
-    Chart(
-        "Error against the mean",
-        "ratio of squared errors",
-        {
-            "critic/mse_vs_group": "all tokens, over the group's mean",
-            "critic/mse_vs_group_first": "first state",
-            "critic/mse_vs_batch": "all tokens, over the batch's mean",
-            "critic/mse_vs_batch_first": "first state, batch",
-        },
-        "Above 1 the mean of the other responses is the better baseline.",
-    ),
-    Chart(
-        "Value and return",
-        "mean",
-        {"critic/value_mean": "value", "critic/return_mean": "return"},
-        "Values that stay below a rising return are a critic that lags behind its policy.",
-    ),
+    Chart("Explained variance", "of the returns",
+          {"critic/explained_variance": "all tokens", "critic/ev_at_0_25": "first quarter",
+           "critic/ev_at_75_100": "last quarter"},
+          "1 foresees every return, 0 is as good as a constant; below -1 is drawn at -1. Iterations up to 0 are value"
+          " pretraining.",
+          turn_on="an algorithm with a critic, for example algo=vapo", floor=-1.0),
+    Chart("Error against the mean", "ratio of squared errors",
+          {"critic/mse_vs_group": "all tokens, over the group's mean", "critic/mse_vs_group_first": "first state",
+           "critic/mse_vs_batch": "all tokens, over the batch's mean",
+           "critic/mse_vs_batch_first": "first state, batch"},
+          "Above 1 the mean of the other responses is the better baseline."),
+    Chart("Value and return", "mean", {"critic/value_mean": "value", "critic/return_mean": "return"},
+          "Values that stay below a rising return are a critic that lags behind its policy."),
     Chart("Value loss", "", {"critic/loss": "loss", "critic/abs_error": "mean absolute error"}),
-    Chart(
-        "Length-adaptive lambda",
-        "of the policy's advantages",
-        {"advantage/lambda_mean": "mean lambda", "advantage/lambda_at_min_frac": "share at algo.lambda_min"},
-        "Responses at the lower bound are too short for the formula 1 - 1/(alpha l).",
-        turn_on="algo.lambda_policy=adaptive, as algo=vapo has it",
-    ),
-    Chart(
-        "Weight of the value",
-        "in the baseline",
-        {"advantage/tether_rho": "rho", "advantage/tether_rho_batch": "best of the batch"},
-    ),
+    Chart("Length-adaptive lambda", "of the policy's advantages",
+          {"advantage/lambda_mean": "mean lambda", "advantage/lambda_at_min_frac": "share at algo.lambda_min"},
+          "Responses at the lower bound are too short for the formula 1 - 1/(alpha l).",
+          turn_on="algo.lambda_policy=adaptive, as algo=vapo has it"),
+    Chart("Weight of the value", "in the baseline",
+          {"advantage/tether_rho": "rho", "advantage/tether_rho_batch": "best of the batch"}),
 )
 ENGINES = (
-    Chart(
-        "Gap between the log-probs",
-        "trainer and rollout engine, per token",
-        {"mismatch/logprob_gap_mean": "mean", "mismatch/logprob_gap_max": "largest"},
-        "The same weights in two engines: what is left is rounding, or a fault.",
-        turn_on="a loss that reads old_logprobs (any but that of algo.surrogate=dis or dppo)",
-    ),
-    Chart("Mismatch", "KL to the rollout engine", {"mismatch/kl": "per token"}),
-    Chart(
-        "Ratio of the engines",
-        "at algo.mismatch.level",
-        {"mismatch/ratio_mean": "mean", "mismatch/ratio_max": "largest", "mismatch/outside_frac": "share outside"},
-    ),
-    Chart(
-        "Staleness",
-        "updates between sampling and learning",
-        {
-            "rollout/staleness_mean": "mean",
-            "rollout/staleness_max": "largest",
-            "rollout/too_stale_frac": "share too stale",
-            "rollout/mixed_frac": "share of several versions",
-        },
-        turn_on="rollout.max_staleness above 0; at 0 every token is sampled by the weights that learn from it",
-    ),
-    Chart(
-        "Replay",
-        "older groups",
-        {"replay/frac": "share of samples", "replay/age_mean": "mean age, iterations", "replay/kl": "KL per token"},
-        turn_on="algo.replay.num_iterations above 0",
-    ),
-    Chart(
-        "Steps of a sync",
-        "seconds",
-        {"sync/seconds_*": "*"},
-        is_stack=True,
-        turn_on="servers that generate (rollout.file=null)",
-    ),
-    Chart(
-        "Probe after each sync",
-        "largest gap of its log-probs",
-        {"sync/probe_logprob_gap": "gap"},
-        "Fixed tokens through both engines, once the checksums have been found equal.",
-    ),
+    Chart("Gap between the log-probs", "trainer and rollout engine, per token",
+          {"mismatch/logprob_gap_mean": "mean", "mismatch/logprob_gap_max": "largest", "mismatch/kl": "KL"},
+          "The same weights in two engines: what is left is rounding, or a fault.",
+          turn_on="a loss that reads old_logprobs (any but that of algo.surrogate=dis or dppo)"),
+    Chart("Staleness", "updates between sampling and learning",
+          {"rollout/staleness_mean": "mean", "rollout/staleness_max": "largest",
+           "rollout/too_stale_frac": "share too stale", "rollout/mixed_frac": "share of several versions"},
+          turn_on="rollout.max_staleness above 0; at 0 every token is sampled by the weights that learn from it"),
+    Chart("Steps of a sync", "seconds", {"sync/seconds_*": "*"},
+          turn_on="servers that generate (rollout.file=null)", is_stack=True),
+    Chart("Probe after each sync", "largest gap of its log-probs", {"sync/probe_logprob_gap": "gap"},
+          "Fixed tokens through both engines, once the checksums have been found equal."),
 )
 TIME_CHARTS = (
-    Chart(
-        "Where the time goes",
-        "seconds per iteration",
-        {f"{TIME}*": "*"},
-        is_stack=True,
-        without=tuple(f"{TIME}{name}" for name in ONCE),
-    ),
-    Chart(
-        "Waiting",
-        "share of the iteration",
-        {"derived/rollout_frac": "roles wait for responses", "derived/servers_idle_frac": "servers have no rollout"},
-        "With rollout.max_staleness above 0 the servers also generate during the update.",
-    ),
+    Chart("Where the time goes", "seconds per iteration", {f"{TIME}*": "*"}, is_stack=True, without=" ".join(ONCE)),
+    Chart("Waiting", "share of the iteration",
+          {"derived/rollout_frac": "roles wait for responses",
+           "derived/servers_idle_frac": "servers have no rollout"},
+          "With rollout.max_staleness above 0 the servers also generate during the update."),
     Chart("Tokens per second", "", {"derived/generated_tokens_per_second": "generated, over the whole iteration"}),
-    Chart(
-        "Model FLOPs utilization (MFU) of the update",
-        "share of the processors' peak",
-        {MFU: "policy and critic"},
-        note="Operations of the models' forward and backward passes, over what the processors of policy and critic"
-        " could do in the update's seconds: GPUs by their data sheet in bfloat16, a CPU as measured.",
-        turn_on="a known GPU (`cluster.hardware`)",
-    ),
+    Chart("Model FLOPs utilization (MFU) of the update", "share of the processors' peak", {MFU: "policy and critic"},
+          "Operations of the models' forward and backward passes, over what the processors of policy and critic could"
+          " do in the update's seconds: GPUs by their data sheet in bfloat16, a CPU as measured.",
+          turn_on="a known GPU (`cluster.hardware`)"),
 )
+# fmt: on
 
 
 def name_metrics(chart: Chart, names: Iterable[str]) -> dict[str, str]:
@@ -271,11 +134,9 @@ def name_metrics(chart: Chart, names: Iterable[str]) -> dict[str, str]:
     known = list(names)
     for pattern, label in chart.metrics.items():
         start, star, _ = pattern.partition("*")
-        if not star:
-            found |= {pattern: label} if pattern in known else {}
-            continue
-        matching = [name for name in known if name.startswith(start) and name not in chart.without]
-        found |= {name: label.replace("*", name.removeprefix(start)) for name in matching[:MOST_CURVES]}
+        rests = [name.removeprefix(start) for name in known if (name.startswith(start) if star else name == pattern)]
+        kept = [rest for rest in rests if rest not in chart.without.split()]
+        found |= {start + rest: label.replace("*", rest) for rest in kept[:MOST_CURVES]}
     return found
 
 
@@ -285,7 +146,7 @@ class Curve:
     group: int
     """Number of its colour"""
     points: Sequence[tuple[float, float]]
-    """(iteration, value), finite"""
+    """(horizontal, vertical), finite; over iterations or anything else"""
     ranges: Sequence[tuple[float, float]] = ()
     """Least and largest value of what each point stands for; empty: the value itself"""
     indices: Sequence[int] = ()
@@ -310,6 +171,17 @@ def build_curves(history: History, metrics: Mapping[str, str], *, is_stack: bool
     return curves
 
 
+def pile_up(curves: Sequence[Curve]) -> list[Curve]:
+    """Each as the area between the sum of those before it and its own; a point that a curve lacks counts as 0."""
+    level = dict.fromkeys(sorted({i for curve in curves for i, _ in curve.points}), 0.0)
+    piled = []
+    for curve in curves:
+        own, below = dict(curve.points), list(level.values())
+        level = {i: value + own.get(i, 0.0) for i, value in level.items()}
+        piled.append(replace(curve, points=list(level.items()), ranges=list(zip(below, level.values(), strict=True))))
+    return piled
+
+
 WIDTH, HEIGHT = 340, 210
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 28
 OUTLIER = 20.0
@@ -318,7 +190,6 @@ RANGE_SHARE = 0.95
 """Share of the points whose whole range is drawn; the others, spikes, are cut at the chart's edge"""
 MOST_DOTS = 40
 """A curve of so few points has a dot at each"""
-CURSOR = f'<line class="cursor" x1="0" x2="0" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
 
 
 @dataclass(frozen=True)
@@ -333,6 +204,14 @@ class Axis:
     def place(self, value: float) -> float:
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
+    def choose_ticks(self, number: int = 4) -> list[float]:
+        """Round values (1, 2 or 5 times a power of ten apart) within the axis."""
+        raw = (self.high - self.low) / number
+        power = 10.0 ** math.floor(math.log10(raw))
+        step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw)
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [0.0 if i == 0 else i * step for i in range(first, last + 1)]
+
 
 def build_axis(values: Iterable[float], start: float, end: float, margin: float = 0.0) -> Axis:
     """An axis from the least to the greatest value, with a share `margin` of the range left free at each end."""
@@ -342,15 +221,6 @@ def build_axis(values: Iterable[float], start: float, end: float, margin: float 
         low, high = low - (abs(low) * 0.1 or 0.5), high + (abs(high) * 0.1 or 0.5)
     room = (high - low) * margin
     return Axis(low - room, high + room, start, end)
-
-
-def choose_ticks(axis: Axis, number: int = 4) -> list[float]:
-    """Round values (1, 2 or 5 times a power of ten apart) within the axis."""
-    raw = (axis.high - axis.low) / number
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw)
-    first, last = math.ceil(axis.low / step - 1e-9), math.floor(axis.high / step + 1e-9)
-    return [0.0 if i == 0 else i * step for i in range(first, last + 1)]
 
 
 def needs_log(values: Sequence[float]) -> bool:
@@ -364,45 +234,48 @@ def draw_curves(
     floor: float = -math.inf,
     *,
     are_whole: bool = True,
+    is_stack: bool = False,
 ) -> str:
-    """Lines with the range of what their points stand for; a curve of one point is a dot; a vertical cursor.
+    """Lines with the range of what their points stand for, or areas upon one another (is_stack, of `pile_up`); a curve
+    of one point is a dot; a vertical cursor.
 
     domain: the ends of x; None: those of the points. floor: values below are drawn there. are_whole: x has whole
     numbers only, as an iteration.
     """
     drawn = [curve for curve in curves if curve.points]
     values = [max(value, floor) for curve in drawn for _, value in curve.points]
-    is_log, low = needs_log(values), min(values)
+    is_log, low = not is_stack and needs_log(values), min(values)
 
     def scale(value: float) -> float:
         return math.log10(max(value, low)) if is_log else max(value, floor)
 
-    ends = [*values, *_find_ends(drawn, floor)]
+    ends = [*values, *([0.0] if is_stack else _find_ends(drawn, floor))]
     # A share that is always 0 lies on the axis.
     ends += [] if any(ends) else [1.0]
     x = build_axis(domain or [across for curve in drawn for across, _ in curve.points], LEFT, WIDTH - RIGHT)
-    y = build_axis([scale(value) for value in ends], HEIGHT - BOTTOM, TOP, margin=0.04)
+    y = build_axis([scale(value) for value in ends], HEIGHT - BOTTOM, TOP, margin=0.0 if is_stack else 0.04)
 
     def place(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
         return [(x.place(i), min(max(y.place(scale(value)), TOP), HEIGHT - BOTTOM)) for i, value in points]
 
-    parts = list(draw_grid(x, y, is_log, are_whole))
+    parts = list(_draw_grid(x, y, is_log, are_whole))
     for curve in drawn:
         if curve.ranges:
             (lower, upper), across = zip(*curve.ranges, strict=True), [i for i, _ in curve.points]
             outline = [*place(zip(across, upper, strict=True)), *reversed(place(zip(across, lower, strict=True)))]
-            parts.append(f'<polygon class="range g{curve.group}" points="{_join(outline)}"/>')
-    for curve in drawn:
+            parts.append(f'<polygon class="{"area" if is_stack else "range"} g{curve.group}" {_list(outline)}/>')
+    for curve in () if is_stack else drawn:
         points = place(curve.points)
         tooltip = f' data-run="{escape(curve.run)}"><title>{escape(curve.label)}</title>' if curve.run else ">"
         parts.append(f'<g class="curve g{curve.group}"{tooltip}')
         if len(points) > 1:
-            parts.append(f'<polyline class="hit" points="{_join(points)}"/>' if curve.run else "")
-            parts.append(f'<polyline class="line" points="{_join(points)}"/>')
+            parts.append(f'<polyline class="hit" {_list(points)}/>' if curve.run else "")
+            parts.append(f'<polyline class="line" {_list(points)}/>')
         if len(points) <= MOST_DOTS and not curve.run:
             parts += [f'<circle class="end" cx="{across:.1f}" cy="{up:.1f}" r="1.6"/>' for across, up in points[:-1]]
         parts.append(f'<circle class="end" cx="{points[-1][0]:.1f}" cy="{points[-1][1]:.1f}" r="2.6"/></g>')
-    return wrap_svg(WIDTH, HEIGHT, [*parts, CURSOR])
+    parts.append(f'<line class="cursor" x1="0" x2="0" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
+    return wrap_svg(HEIGHT, parts)
 
 
 def _find_ends(curves: Sequence[Curve], floor: float) -> Iterator[float]:
@@ -414,91 +287,49 @@ def _find_ends(curves: Sequence[Curve], floor: float) -> Iterator[float]:
             yield max(sorted(high for _, high in curve.ranges)[kept], floor)
 
 
-def draw_stack(curves: Sequence[Curve], domain: tuple[float, float]) -> str:
-    """Areas upon one another, the first at the bottom; a point that a curve lacks counts as 0."""
-    iterations = sorted({i for curve in curves for i, _ in curve.points})
-    level = dict.fromkeys(iterations, 0.0)
-    bounds = [level]
-    for curve in curves:
-        own = dict(curve.points)
-        level = {i: level[i] + own.get(i, 0.0) for i in iterations}
-        bounds.append(level)
-    x = build_axis(domain, LEFT, WIDTH - RIGHT)
-    y = build_axis([0.0, max(level.values()) or 1.0], HEIGHT - BOTTOM, TOP)
-    # One iteration is a bar of the whole width.
-    across = [LEFT, WIDTH - RIGHT] if len(iterations) == 1 else [x.place(i) for i in iterations]
-    repeats = 2 if len(iterations) == 1 else 1
-    parts = list(draw_grid(x, y, False, True))
-    for curve, lower, upper in zip(curves, bounds, bounds[1:], strict=False):
-        tops, bottoms = (repeats * [y.place(level[i]) for i in iterations] for level in (upper, lower))
-        outline = [*zip(across, tops, strict=True), *reversed(list(zip(across, bottoms, strict=True)))]
-        parts.append(f'<polygon class="area g{curve.group}" points="{_join(outline)}"/>')
-    return wrap_svg(WIDTH, HEIGHT, [*parts, CURSOR])
-
-
-def draw_bars(bins: Sequence[tuple[float, Sequence[int]]], groups: Sequence[int]) -> str:
-    """Counts upon one another, the first at the bottom. bins: (lower end, count of each group), of equal width."""
-    width = bins[1][0] - bins[0][0] if len(bins) > 1 else 1.0
-    x = build_axis([bins[0][0], bins[-1][0] + width], LEFT, WIDTH - RIGHT)
-    y = build_axis([0.0, max(sum(counts) for _, counts in bins)], HEIGHT - BOTTOM, TOP)
-    parts = list(draw_grid(x, y, False, True))
-    for low, counts in bins:
-        start, base = x.place(low), 0
-        for group, count in zip(groups, counts, strict=True):
-            top, bottom = y.place(base + count), y.place(base)
-            size = f'width="{x.place(low + width) - start - 1:.1f}" height="{bottom - top:.1f}"'
-            parts.append(f'<rect class="area g{group}" x="{start:.1f}" y="{top:.1f}" {size}/>')
-            base += count
-    return wrap_svg(WIDTH, HEIGHT, parts)
-
-
-def draw_grid(x: Axis, y: Axis, is_log: bool, are_whole: bool) -> Iterator[str]:
+def _draw_grid(x: Axis, y: Axis, is_log: bool, are_whole: bool) -> Iterator[str]:
     """The parts of a chart behind its curves. is_log: y is of decimal logarithms; are_whole: as in `draw_curves`."""
-    for tick in choose_ticks(y):
+    for tick in y.choose_ticks():
         at, value = y.place(tick), 10.0**tick if is_log else tick
         yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
         yield f'<text class="tick" x="{LEFT - 6}" y="{at + 3.5:.1f}" text-anchor="end">{format_number(value)}</text>'
-    for value in choose_ticks(x, 5):
+    for value in x.choose_ticks(5):
         if not are_whole or value == int(value):
             at, text = x.place(value), f"{value:.0f}" if are_whole else format_number(value)
             yield f'<text class="tick" x="{at:.1f}" y="{HEIGHT - 10}" text-anchor="middle">{text}</text>'
     yield f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM}"/>'
 
 
-def wrap_svg(width: float, height: float, parts: Sequence[str]) -> str:
+def wrap_svg(height: float, parts: Sequence[str]) -> str:
     """The whole element, whose size is that of its place on the page."""
-    return f'<svg viewBox="0 0 {width:g} {height:g}" role="img">{"".join(parts)}</svg>'
+    return f'<svg viewBox="0 0 {WIDTH:g} {height:g}" role="img">{"".join(parts)}</svg>'
 
 
-def _join(points: Iterable[tuple[float, float]]) -> str:
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+def _list(points: Iterable[tuple[float, float]]) -> str:
+    return f'points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"'
 
 
 def list_data(curves: Sequence[Curve]) -> list[dict[str, Any]]:
-    """For the script that shows values at the pointer, of each curve: "i" the indices of its points (the first alone
-    where none is missing), "v" their values to 4 digits.
+    """For the script that shows values at the pointer, of each curve: "i" the indices of its points, "v" their values
+    to 4 digits.
     """
-    found = []
-    for curve in curves:
-        is_whole = curve.indices[-1] - curve.indices[0] + 1 == len(curve.indices)
-        values = [float(f"{value:.4g}") for _, value in curve.points]
-        found.append({"i": curve.indices[0] if is_whole else curve.indices, "v": values})
-    return found
+    return [{"i": curve.indices, "v": [float(f"{value:.4g}") for _, value in curve.points]} for curve in curves]
 
 
 LOWEST = -1.0
 """Explained variance below it is drawn there, so that a few responses of one length do not hide the rest."""
 Lines = Sequence[Mapping[str, float]]
+Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A chart not over the iterations, but by position, length or value: it has the median of each third of the run."""
+    """A chart not over the iterations, but by position, length or value: most have a curve of each third of the run."""
 
     title: str
     x: str
     """What the horizontal axis is"""
-    curves: tuple[Curve, ...]
+    curves: Sequence[Curve]
     note: str = ""
     are_whole: bool = True
     """As in `draw_curves`"""
@@ -506,104 +337,72 @@ class Picture:
 
 def list_critic_pictures(history: History) -> list[Picture]:
     lines = [line for line in history.lines if "critic/explained_variance" in line]
+    if not lines:
+        return []
+    baseline = "group" if any("critic/mse_vs_group" in line for line in lines) else "batch"
+    without = _find_ratios(f"advantage/signal_frac_{baseline}", lines)
+    others = [Curve(f"outcome - mean of the {baseline}, whole run", GRAY, without)] if without else []
+    calibrations = [
+        ("first", "On the gray line the critic promises what comes; above it, it lags behind a policy that gets better;"
+         " flatter than it, its values vary too much."),
+        ("middle", "The same at the middle of each response."),
+    ]  # fmt: skip
     found = [
-        build_by_part(
+        Picture(
             "Explained variance by position",
             "quarter of the response",
-            lines,
-            [f"critic/ev_at_{quarter}" for quarter in QUARTERS],
+            _draw_thirds(lines, partial(_find_medians, [f"critic/ev_at_{quarter}" for quarter in QUARTERS])),
             "Rising: the critic learns from the response itself. Flat and high: it knows the prompt and little else."
             " Falling: it loses track as a response gets longer.",
         ),
-        build_by_part(
+        Picture(
             "Explained variance by length",
             "quartile of the responses' length",
-            lines,
-            [f"critic/ev_length_q{number}" for number in range(1, 5)],
+            _draw_thirds(lines, partial(_find_medians, [f"critic/ev_length_q{number}" for number in range(1, 5)])),
             "A quartile far below the others is a kind of response that the critic has not understood.",
         ),
-        _build_calibration(
-            "first",
-            lines,
-            "On the gray line the critic promises what comes; above it, it lags behind a policy that gets better;"
-            " flatter than it, its values vary too much.",
+        *(_build_calibration(state, lines, note) for state, note in calibrations),
+        Picture(
+            "Signal-to-noise ratio of the advantages",
+            "quarter of the response",
+            [*_draw_thirds(lines, partial(_find_ratios, "advantage/signal_frac")), *others],
+            "How much of an advantage is about its own token; the gray line is what advantages without a critic would"
+            " have.",
         ),
-        _build_calibration("middle", lines, "The same at the middle of each response."),
-        _build_snr(lines),
     ]
     return [picture for picture in found if any(curve.group != GRAY for curve in picture.curves)]
 
 
 def list_gap_pictures(history: History) -> list[Picture]:
-    found = []
-    for pattern, title, note in (
-        (
-            "mismatch/logprob_gap_at_{}",
-            "Gap between the log-probs, by position",
-            "Rising to the right: errors that add up. High at the left: the prompts differ.",
-        ),
-        ("mismatch/kl_at_{}", "Mismatch (KL), by position", ""),
-    ):
-        metrics = [pattern.format(quarter) for quarter in QUARTERS]
-        lines = [line for line in history.lines if metrics[0] in line]
-        found.append(build_by_part(title, "quarter of the response", lines, metrics, note))
-    return [picture for picture in found if picture.curves]
+    metrics = [f"mismatch/logprob_gap_at_{quarter}" for quarter in QUARTERS]
+    lines = [line for line in history.lines if metrics[0] in line]
+    note = "Rising to the right: errors that add up. High at the left: the prompts differ."
+    title, x = "Gap between the log-probs, by position", "quarter of the response"
+    return [Picture(title, x, _draw_thirds(lines, partial(_find_medians, metrics)), note)] if lines else []
 
 
-def build_by_part(title: str, x: str, lines: Lines, metrics: Sequence[str], note: str = "") -> Picture:
-    """One point for each of the metrics, from 1 on, and one curve for each third of the run; nothing below LOWEST."""
+def draw_lengths(responses: Sequence[tuple[int, bool]], note: str, num_bins: int = 24) -> Picture:
+    """How many right and wrong responses have which length. responses: (generated tokens, whether it is right)."""
+    width = max(1.0, (max(size for size, _ in responses) + 1) / num_bins)
+    bins = [width * number for number in range(math.ceil((max(size for size, _ in responses) + 1) / width))]
     curves = []
-    for label, part in _split_thirds(lines):
-        middles = [_find_median(part, metric) for metric in metrics]
-        curves.append((label, [(n, max(y, LOWEST)) for n, y in enumerate(middles, start=1) if y is not None]))
-    return Picture(title, x, _number_curves(curves), note)
+    for label, group, wanted in (("right", 2, True), ("wrong", 6, False)):
+        counts = dict.fromkeys(range(len(bins)), 0)
+        for size in (size for size, is_right in responses if is_right is wanted):
+            counts[int(size / width)] += 1
+        curves.append(Curve(label, group, [(bins[number], count) for number, count in counts.items()]))
+    return Picture("Length of right and wrong responses", "generated tokens; vertical: responses", curves, note)
 
 
-def _build_calibration(state: str, lines: Lines, note: str) -> Picture:
+def _draw_thirds(lines: Lines, read: Callable[[Lines], Points]) -> list[Curve]:
+    """A curve of what `read` finds in each third of the run."""
     curves = []
-    for label, part in _split_thirds(lines):
-        pairs = [
-            (_find_median(part, f"critic/value_{state}_q{q}"), _find_median(part, f"critic/outcome_{state}_q{q}"))
-            for q in range(1, 5)
-        ]
-        curves.append((label, [(x, y) for x, y in pairs if x is not None and y is not None]))
-    numbered = _number_curves(curves)
-    values = [point[0] for curve in numbered for point in curve.points]
-    diagonal = Curve("perfectly calibrated", GRAY, [(x, x) for x in (min(values), max(values))] if values else [])
-    title = f"Calibration of the value of the {state} state"
-    return Picture(title, "mean value; vertical: mean outcome", (*numbered, diagonal), note, are_whole=False)
-
-
-def _build_snr(lines: Lines) -> Picture:
-    baseline = "group" if any("critic/mse_vs_group" in line for line in lines) else "batch"
-    curves = [(label, _find_ratios(part, "advantage/signal_frac")) for label, part in _split_thirds(lines)]
-    points = _find_ratios(lines, f"advantage/signal_frac_{baseline}")
-    others = (Curve(f"outcome - mean of the {baseline}, whole run", GRAY, points),) if points else ()
-    return Picture(
-        "Signal-to-noise ratio of the advantages",
-        "quarter of the response",
-        (*_number_curves(curves), *others),
-        "How much of an advantage is about its own token; the gray line is what advantages without a critic would"
-        " have.",
-    )
-
-
-def _find_ratios(lines: Lines, name: str) -> list[tuple[float, float]]:
-    """(quarter, SNR) from the median share of signal; 0 where none is found, left out where no noise is."""
-    shares = [_find_median(lines, f"{name}_at_{quarter}") for quarter in QUARTERS]
-    return [
-        (number, math.sqrt(max(share, 0.0) / (1 - share)))
-        for number, share in enumerate(shares, start=1)
-        if share is not None and share < 1
-    ]
-
-
-def _split_thirds(lines: Lines) -> Iterator[tuple[str, Lines]]:
-    """(iterations, lines) of each third that has any."""
     for number in range(3):
         part = lines[len(lines) * number // 3 : len(lines) * (number + 1) // 3]
-        if part:
-            yield f"iterations {part[0]['iteration']:.0f} to {part[-1]['iteration']:.0f}", part
+        if part and (points := read(part)):
+            label = f"iterations {part[0]['iteration']:.0f} to {part[-1]['iteration']:.0f}"
+            curves.append(Curve(label, number, points))
+    return curves
 
 
 def _find_median(lines: Lines, metric: str) -> float | None:
@@ -611,5 +410,26 @@ def _find_median(lines: Lines, metric: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _number_curves(curves: Iterable[tuple[str, Sequence[tuple[float, float]]]]) -> tuple[Curve, ...]:
-    return tuple(Curve(label, number, points) for number, (label, points) in enumerate(curves) if points)
+def _find_medians(metrics: Sequence[str], lines: Lines) -> Points:
+    """One point for each of the metrics that has values, from 1 on, and nothing below LOWEST."""
+    found = enumerate((_find_median(lines, metric) for metric in metrics), start=1)
+    return [(number, max(value, LOWEST)) for number, value in found if value is not None]
+
+
+def _find_ratios(name: str, lines: Lines) -> Points:
+    """(quarter, SNR) from the median share of signal; 0 where none is found, left out where no noise is."""
+    shares = enumerate((_find_median(lines, f"{name}_at_{quarter}") for quarter in QUARTERS), start=1)
+    return [(n, math.sqrt(max(x, 0.0) / (1 - x))) for n, x in shares if x is not None and x < 1]
+
+
+def _build_calibration(state: str, lines: Lines, note: str) -> Picture:
+    def read(part: Lines) -> Points:
+        names = [(f"critic/value_{state}_q{q}", f"critic/outcome_{state}_q{q}") for q in range(1, 5)]
+        pairs = [(_find_median(part, value), _find_median(part, outcome)) for value, outcome in names]
+        return [(x, y) for x, y in pairs if x is not None and y is not None]
+
+    curves = _draw_thirds(lines, read)
+    if values := [x for curve in curves for x, _ in curve.points]:
+        curves.append(Curve("perfectly calibrated", GRAY, [(x, x) for x in (min(values), max(values))]))
+    title = f"Calibration of the value of the {state} state"
+    return Picture(title, "mean value; vertical: mean outcome", curves, note, are_whole=False)

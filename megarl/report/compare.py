@@ -8,19 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from megarl.report.charts import (
-    BOTTOM,
-    NUM_COLOURS,
-    RIGHT,
-    WIDTH,
-    Axis,
-    Curve,
-    build_axis,
-    choose_ticks,
-    draw_curves,
-    needs_log,
-    wrap_svg,
-)
+from megarl.report.charts import NUM_COLOURS, Curve, draw_curves, needs_log
 from megarl.report.page import format_problems, format_table, format_tiles, wrap_page
 from megarl.report.record import HELDOUT, RunRecord, State
 from megarl.report.text import format_number, format_seconds
@@ -43,9 +31,6 @@ CHARTS = (
     ("derived/seconds", "Seconds per iteration", "all phases"),
 )
 """(metric, title, unit) of each chart; those that some run has are drawn"""
-LONGEST_NAME = 24
-ROW, LABEL = 30, 110
-"""Of the chart of an effect: height of a value, width of its name"""
 
 
 @dataclass(frozen=True)
@@ -186,7 +171,7 @@ def format_comparison(title: str, runs: Sequence[RunRecord]) -> str:
         *_format_failures([run for run in runs if run.state != State.done.value]),
         *format_problems([problem for run in runs for problem in run.problems]),
     ]
-    groups = json.dumps([coloring.group_of for coloring in colorings]).replace("<", "\\u003c")
+    groups = [coloring.group_of for coloring in colorings]
     folders = " ".join(f"<code>{escape(str(run.directory))}</code>" for run in runs[:2])
     more = f" and {len(runs) - 2} more" if len(runs) > 2 else ""
     return wrap_page(title, "", body, f"Written by megarl report from {folders}{more}", groups, "compare.js")
@@ -240,9 +225,7 @@ def _format_runs(
         shown = [_show(value) for value in (best, last.get("reward/mean"), last.get("length/mean"))]
         shown += [str(run.history.num_iterations), format_seconds(run.history.seconds)]
         yield from (f'<td class="number">{each}</td>' for each in shown)
-        # The table shows the values that are in the name; its last digits identify it.
-        name = run.name if len(run.name) <= LONGEST_NAME else f"…{run.name[-8:]}"
-        yield f'<td title="{escape(run.name)}"><code>{escape(name)}</code></td></tr>'
+        yield f"<td><code>{escape(run.name)}</code></td></tr>"
     yield "</tbody></table></div>"
 
 
@@ -293,16 +276,10 @@ def _format_effects(effects: Sequence[Effect], done: Sequence[RunRecord], parame
     spread = "Every setting has one seed, so that the share of chance in this is unknown."
     if any(level.seed_std is not None for level in levels):
         seeds = len({get_value(run, SEED) for run in done})
-        spread = f"The band is one standard deviation over the {seeds} seeds, within a setting of the other parameters."
-    yield (
-        "<p>Held-out reward at the end. A dot is a run that is done; the bar is the mean over the settings of the other"
-        f" parameters. {spread}</p>"
-    )
+        spread = f"± is one standard deviation over the {seeds} seeds, within a setting of the other parameters."
+    yield f"<p>Held-out reward at the end; a mean is over the settings of the other parameters. {spread}</p>"
     if not is_complete_grid(done, parameters):
         yield "<p>Not every combination is done: a mean may carry the effect of another parameter.</p>"
-    # One axis for all effects, so that their charts can be compared.
-    bounds = [level.mean + sign * (level.seed_std or 0.0) for level in levels for sign in (-1, 1)]
-    axis = build_axis([*bounds, *(point for level in levels for point in level.points)], LABEL, WIDTH - RIGHT, 0.04)
     yield '<div class="grid-of-charts effects">'
     heads = ("value", "runs", "mean", "± seeds", "lowest … highest")
     for effect in effects:
@@ -312,27 +289,5 @@ def _format_effects(effects: Sequence[Effect], done: Sequence[RunRecord], parame
             ends = f"{min(level.points):.3f} … {max(level.points):.3f}"
             rows.append((level.value, str(len(level.points)), f"{level.mean:.3f}", std, ends))
         table = format_table(heads, [[f'<td class="number">{escape(cell)}</td>' for cell in row] for row in rows])
-        yield f'<div class="card"><h3><code>{escape(effect.key)}</code></h3>{draw_effect(effect, axis)}{table}</div>'
+        yield f'<div class="card"><h3><code>{escape(effect.key)}</code></h3>{table}</div>'
     yield "</div>"
-
-
-def draw_effect(effect: Effect, x: Axis) -> str:
-    """A chart with a row per value: each run is a dot, the mean a bar, the spread over seeds a band around it."""
-    height = ROW * len(effect.levels) + BOTTOM
-    parts = []
-    for value in choose_ticks(x, 5):
-        at = x.place(value)
-        parts.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{height - BOTTOM}"/>')
-        text = format_number(value)
-        parts.append(f'<text class="tick" x="{at:.1f}" y="{height - 10}" text-anchor="middle">{text}</text>')
-    for row, level in enumerate(effect.levels):
-        middle, mean = ROW * row + ROW / 2, x.place(level.mean)
-        label = escape(level.value if len(level.value) <= 18 else f"{level.value[:17]}…")
-        parts.append(f'<text class="level" x="{LABEL - 10}" y="{middle + 4}" text-anchor="end">{label}</text>')
-        if level.seed_std is not None:
-            start, end = x.place(level.mean - level.seed_std), x.place(level.mean + level.seed_std)
-            size = f'width="{end - start:.1f}" height="18"'
-            parts.append(f'<rect class="band" x="{start:.1f}" y="{middle - 9}" {size} rx="3"/>')
-        parts += [f'<circle class="dot" cx="{x.place(point):.1f}" cy="{middle}" r="4"/>' for point in level.points]
-        parts.append(f'<line class="mean" x1="{mean:.1f}" x2="{mean:.1f}" y1="{middle - 11}" y2="{middle + 11}"/>')
-    return wrap_svg(WIDTH, height, parts)

@@ -19,6 +19,8 @@ from megarl.types import Metrics
 FILE_NAME = "metrics.jsonl"
 ITERATION = "iteration"
 MOST_POINTS = 600
+QUARTERS = ("0_25", "25_50", "50_75", "75_100")
+"""Of a response, as metrics name them; `megarl.algo.diagnostics.QUARTERS`, which this room may not import"""
 ONCE = ("start", "load")
 """Phases of a start, not of an iteration"""
 SECONDS = "derived/seconds"

@@ -36,7 +36,7 @@ function findNearest(list, wanted) {
 }
 // The newest value at or before the point; none before the first.
 function readSeries(series, point) {
-  const place = Array.isArray(series.i) ? findLast(series.i, point) : Math.min(point - series.i, series.v.length - 1);
+  const place = findLast(series.i, point);
   return place < 0 ? "" : show(series.v[place]);
 }
 function point(iteration) {

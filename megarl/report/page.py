@@ -4,8 +4,7 @@ import contextlib
 import json
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from html import escape
 from pathlib import Path
@@ -14,34 +13,19 @@ from typing import Any
 from megarl.config.errors import ConfigError
 from megarl.config.load import find_choices, list_preset_values
 from megarl.config.search_path import CONF_DIR, is_search_path, show_overrides
-from megarl.report.charts import (
-    CRITIC,
-    ENGINES,
-    LEARNING,
-    POLICY,
-    TIME_CHARTS,
-    Chart,
-    Picture,
-    build_curves,
-    draw_bars,
-    draw_curves,
-    draw_stack,
-    list_critic_pictures,
-    list_data,
-    list_gap_pictures,
-    name_metrics,
-    needs_log,
-)
+from megarl.report import charts
+from megarl.report.charts import Chart, Curve, Picture, build_curves, draw_curves, list_data, name_metrics, pile_up
 from megarl.report.metrics import SECONDS, History
 from megarl.report.record import STARTS_NAME, UNFINISHED, RunRecord, Start
 from megarl.report.signs import NUM_RULES, explain_mismatch, list_warnings
 from megarl.report.terminal import LOG_NAME
-from megarl.report.text import format_number, format_seconds
-from megarl.report.viewer import bin_lengths, format_viewer, load_responses
+from megarl.report.text import format_number, format_seconds, shorten
+from megarl.report.token_file import TRAIN
+from megarl.report.viewer import Record, dump_for_script, format_viewer, load_records
 
 HERE = Path(__file__).resolve().parent
 VIEWER_BYTES = 4_000_000
-"""Largest size of the section with the responses"""
+"""Most bytes of responses"""
 MOST_RECENT = 10
 """Points that a mean of the last iterations is over, at most"""
 LONGEST_VALUE = 300
@@ -49,21 +33,19 @@ LOGGED_ITERATION = re.compile(r"^(?:\S+ \S+ )?iteration (\d+)/\d+  ")
 """The line of an iteration in train.log, with or without its time"""
 
 
-def format_run_page(run: RunRecord, viewer_bytes: int = VIEWER_BYTES) -> str:
+def format_run_page(run: RunRecord) -> str:
     """The whole page."""
-    charts, responses = _Charts(run.history), load_responses(run.directory)
-    viewer = format_viewer(responses, viewer_bytes)
+    drawn, records, history = _Charts(run.history), load_records(run.directory, VIEWER_BYTES), run.history
+    viewer = format_viewer(records)
     body = [
         *_format_head(run),
         *_format_warnings(run),
-        *charts.format_section("Learning", LEARNING, _format_lengths(responses.list_lengths())),
-        *charts.format_section("Policy", POLICY),
-        *charts.format_section("Critic", CRITIC, map(_format_picture, list_critic_pictures(run.history))),
-        *charts.format_section(
-            "Trainer and rollout engine", ENGINES, map(_format_picture, list_gap_pictures(run.history))
-        ),
+        *drawn.format_section("Learning", charts.LEARNING, _picture_lengths(records)),
+        *drawn.format_section("Policy", charts.POLICY),
+        *drawn.format_section("Critic", charts.CRITIC, charts.list_critic_pictures(history)),
+        *drawn.format_section("Trainer and rollout engine", charts.ENGINES, charts.list_gap_pictures(history)),
         *_format_causes(run),
-        *charts.format_section("Time", TIME_CHARTS),
+        *drawn.format_section("Time", charts.TIME_CHARTS),
         *_format_configuration(run),
         *([f'<h2 id="responses">Responses</h2>{viewer}'] if viewer else []),
         *format_problems(run.problems),
@@ -71,13 +53,12 @@ def format_run_page(run: RunRecord, viewer_bytes: int = VIEWER_BYTES) -> str:
     heads = [line for line in body if line.startswith('<h2 id="')]
     links = [re.sub(r'<h2 id="(.*?)">(.*?)<.*', r'<a href="#\1">\2</a>', head, flags=re.DOTALL) for head in heads]
     find = '<input id="find" type="search" placeholder="find a metric" aria-label="find a metric">'
-    data = json.dumps(charts.data, separators=(",", ":")).replace("<", "\\u003c")
     footer = f"Written by megarl report from <code>{escape(str(run.directory))}</code>"
-    return wrap_page(run.name, f"<nav>{''.join(links)}{find}</nav>", body, footer, data, "page.js")
+    return wrap_page(run.name, f"<nav>{''.join(links)}{find}</nav>", body, footer, drawn.data, "page.js")
 
 
-def wrap_page(title: str, nav: str, body: Sequence[str], footer: str, data: str, script: str) -> str:
-    """A page with one style. data: JSON for the script, a file beside this one."""
+def wrap_page(title: str, nav: str, body: Sequence[str], footer: str, data: Any, script: str) -> str:
+    """A page with one style. data: for the script, a file beside this one."""
     return "\n".join(
         [
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
@@ -85,7 +66,7 @@ def wrap_page(title: str, nav: str, body: Sequence[str], footer: str, data: str,
             f"<title>{escape(title)}</title><style>{(HERE / 'page.css').read_text()}</style></head><body>{nav}<main>",
             *body,
             f"<footer>{footer}</footer></main>",
-            f'<script type="application/json" id="data">{data}</script>',
+            f'<script type="application/json" id="data">{dump_for_script(data)}</script>',
             # A module: its names are its own.
             f'<script type="module">{(HERE / script).read_text()}</script></body></html>\n',
         ]
@@ -123,12 +104,12 @@ class _Charts:
         self.data: dict[str, Any] = {"iterations": [point.last for point in points], "domain": self.domain}
         self.data["charts"] = []
 
-    def format_section(self, title: str, charts: Sequence[Chart], more: Iterable[str] = ()) -> Iterator[str]:
-        """Heading, cards, `more` cards, and a line for each chart that has no values but could have some."""
-        metrics = {chart.title: name_metrics(chart, self.history.names) for chart in charts}
-        cards = [self.format_chart(chart, metrics[chart.title]) for chart in charts if metrics[chart.title]]
-        cards += more
-        missing = [chart for chart in charts if chart.turn_on and not metrics[chart.title]]
+    def format_section(self, title: str, found: Sequence[Chart], pictures: Sequence[Picture] = ()) -> Iterator[str]:
+        """Heading, cards, and a line for each chart that has no values but could have some."""
+        metrics = {chart.title: name_metrics(chart, self.history.names) for chart in found}
+        cards = [self.format_chart(chart, metrics[chart.title]) for chart in found if metrics[chart.title]]
+        cards += map(_format_picture, pictures)
+        missing = [chart for chart in found if chart.turn_on and not metrics[chart.title]]
         if not cards and not missing:
             return
         yield f'<h2 id="{title.lower().replace(" ", "-")}">{escape(title)}</h2>'
@@ -139,40 +120,44 @@ class _Charts:
 
     def format_chart(self, chart: Chart, metrics: Mapping[str, str]) -> str:
         curves = build_curves(self.history, metrics, is_stack=chart.is_stack)
-        svg = draw_stack(curves, self.domain) if chart.is_stack else draw_curves(curves, self.domain, chart.floor)
-        is_log = needs_log([max(value, chart.floor) for curve in curves for _, value in curve.points])
+        shown = pile_up(curves) if chart.is_stack else curves
+        svg = draw_curves(shown, self.domain, chart.floor, is_stack=chart.is_stack)
+        is_log = charts.needs_log([max(value, chart.floor) for curve in curves for _, value in curve.points])
         unit = f"{chart.unit} (log scale)".strip() if is_log and not chart.is_stack else chart.unit
-        keys = "".join(
-            f'<span class="g{curve.group}" data-group="{curve.group}"><i class="swatch"></i>{escape(curve.label)}'
-            f' <b data-series="{number}">{format_number(curve.points[-1][1])}</b></span>'
-            for number, curve in enumerate(curves)
-        )
         self.data["charts"].append(list_data(curves))
         head = f"{escape(chart.title)} <span>{escape(unit)}</span><small>{escape(', '.join(metrics))}</small>"
-        return _format_card(head, svg, keys, mark_keys(chart.note), f' data-chart="{len(self.data["charts"]) - 1}"')
+        number = len(self.data["charts"]) - 1
+        return _format_card(head, svg, curves, mark_keys(chart.note), f' data-chart="{number}"')
 
 
-def _format_card(head: str, svg: str, keys: str, note: str, attributes: str = "") -> str:
+def _format_card(head: str, svg: str, curves: Sequence[Curve], note: str, attributes: str = "") -> str:
+    """attributes: where there are any, the legend has the newest values."""
+    keys = []
+    for number, curve in enumerate(curves):
+        value = f' <b data-series="{number}">{format_number(curve.points[-1][1])}</b>' if attributes else ""
+        key = f'<i class="swatch"></i>{escape(curve.label)}{value}'
+        keys.append(f'<span class="g{curve.group}" data-group="{curve.group}">{key}</span>')
     noted = f'<p class="note">{note}</p>' if note else ""
-    return f'<div class="card"{attributes}><h3>{head}</h3>{svg}<div class="keys">{keys}</div>{noted}</div>'
+    return f'<div class="card"{attributes}><h3>{head}</h3>{svg}<div class="keys">{"".join(keys)}</div>{noted}</div>'
 
 
 def _format_picture(picture: Picture) -> str:
-    keys = "".join(
-        f'<span class="g{curve.group}"><i class="swatch"></i>{escape(curve.label)}</span>' for curve in picture.curves
-    )
     svg = draw_curves(picture.curves, are_whole=picture.are_whole)
-    return _format_card(f"{escape(picture.title)} <span>{escape(picture.x)}</span>", svg, keys, escape(picture.note))
+    head = f"{escape(picture.title)} <span>{escape(picture.x)}</span>"
+    return _format_card(head, svg, picture.curves, escape(picture.note))
 
 
-def _format_lengths(lengths: Sequence[tuple[int, int, bool]]) -> Iterator[str]:
-    """lengths: (iteration, generated tokens, whether it is correct) of responses, of which the last third is shown."""
-    recent = lengths[len(lengths) * 2 // 3 :]
-    if recent:
-        bars = draw_bars(bin_lengths((size, is_correct) for _, size, is_correct in recent), (2, 6))
-        keys = '<span class="g2"><i class="swatch"></i>right</span><span class="g6"><i class="swatch"></i>wrong</span>'
-        note = f"{len(recent)} sampled responses of iterations {recent[0][0]} to {recent[-1][0]}."
-        yield _format_card("Length of right and wrong responses <span>generated tokens</span>", bars, keys, note)
+def _picture_lengths(records: Sequence[Record]) -> list[Picture]:
+    """Of the last third of the responses of training."""
+    trained = [record for record in records if record["kind"] == TRAIN]
+    recent, lengths = trained[len(trained) * 2 // 3 :], []
+    for record in recent:
+        num_observed = sum(end - start for start, end in record["observed"])
+        lengths.append((record["num_tokens"] - num_observed, bool(record["score"]["correct"])))
+    if not recent:
+        return []
+    note = f"{len(recent)} sampled responses of iterations {recent[0]['iteration']} to {recent[-1]['iteration']}."
+    return [charts.draw_lengths(lengths, note)]
 
 
 def _format_head(run: RunRecord) -> Iterator[str]:
@@ -238,45 +223,34 @@ def _add_recent(tiles: dict[str, str], history: History, name: str, metric: str)
         tiles[f"{name}, mean of the last iterations"] = shown
 
 
-@dataclass(frozen=True)
-class LoggedWarning:
-    text: str
-    count: int
-    """How often it is in the log"""
-    iteration: int | None
-    """The iteration that was logged before the last of them; None: none was"""
-
-
-def read_warnings(path: Path, most: int = 20, most_bytes: int = 4 * 2**20) -> Iterator[LoggedWarning]:
-    """The lines of a log that begin with "warning: ", each once, the newest `most` of them.
-
-    Of a log longer than most_bytes only its end is read.
+def read_warnings(path: Path, most: int = 20) -> list[tuple[str, int, int | None]]:
+    """(text, how often, iteration that was logged before the last of them) of the lines of a log that begin with
+    "warning: ", the newest `most` of them.
     """
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - most_bytes))
-        found: dict[str, LoggedWarning] = {}
-        iteration: int | None = None
-        for line in file.read().decode("utf-8", "replace").splitlines():
-            before, mark, text = line.partition("warning: ")
+    found: dict[str, tuple[str, int, int | None]] = {}
+    iteration: int | None = None
+    with contextlib.suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            before, mark, text = line.rstrip("\n").partition("warning: ")
             # A logger's time and level may stand before it.
             if mark and len(before) < 60 and (not before or before[0] in "[0123456789"):
-                count = found.pop(text).count if text in found else 0
-                found[text] = LoggedWarning(text, count + 1, iteration)
+                _, count, _ = found.pop(text, (text, 0, None))
+                found[text] = text, count + 1, iteration
             elif logged := LOGGED_ITERATION.search(line):
                 iteration = int(logged[1])
-        yield from list(found.values())[-most:]
+    return list(found.values())[-most:]
 
 
 def _format_warnings(run: RunRecord) -> Iterator[str]:
-    found, logged = list_warnings(run.history, run.config), list(read_warnings(run.directory / LOG_NAME))
+    found, logged = list_warnings(run.history, run.config), read_warnings(run.directory / LOG_NAME)
     yield '<h2 id="warnings">Warnings</h2>'
     for warned in found:
         yield f'<div class="warned"><b>{escape(warned.title)}</b> {mark_keys(warned.found)}.'
         yield f"<span>What to do: {mark_keys(warned.do)}.</span></div>"
-    for each in logged:
-        when = "" if each.iteration is None else f" after iteration {each.iteration}"
-        times = f", {each.count} times in all" if each.count > 1 else ""
-        yield f'<div class="warned logged"><b>Logged{when}{times}</b> {escape(each.text)}</div>'
+    for text, count, iteration in logged:
+        when = "" if iteration is None else f" after iteration {iteration}"
+        times = f", {count} times in all" if count > 1 else ""
+        yield f'<div class="warned logged"><b>Logged{when}{times}</b> {escape(text)}</div>'
     if not found and not logged:
         yield f"<p>None: {NUM_RULES} rules look at the recent iterations, and none of them applies.</p>"
 
@@ -358,8 +332,7 @@ def _format_key(key: str) -> str:
 
 def _format_value(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
-    shown = text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]} …"
-    return f"<td><code>{escape(shown)}</code></td>"
+    return f"<td><code>{escape(shorten(text, LONGEST_VALUE))}</code></td>"
 
 
 def _list_cells(start: Start) -> list[str]:
@@ -375,14 +348,13 @@ def _list_cells(start: Start) -> list[str]:
 
 def mark_keys(text: str) -> str:
     """The text with its keys and metrics, words with a dot or a slash inside, as code."""
-    return " ".join(_mark_word(word) for word in text.split(" "))
-
-
-def _mark_word(word: str) -> str:
-    core = word.strip("(),;:.")
-    inside = core.strip("0123456789.")
-    # Not the numbers of a formula.
-    if core[:1].isalpha() and any(mark in inside for mark in "./=_"):
-        before, _, after = word.partition(core)
-        return f"{escape(before)}<code>{escape(core)}</code>{escape(after)}"
-    return escape(word)
+    words = []
+    for word in text.split(" "):
+        core = word.strip("(),;:.")
+        # Not the numbers of a formula.
+        if core[:1].isalpha() and any(mark in core.strip("0123456789.") for mark in "./=_"):
+            before, _, after = word.partition(core)
+            words.append(f"{escape(before)}<code>{escape(core)}</code>{escape(after)}")
+        else:
+            words.append(escape(word))
+    return " ".join(words)

@@ -11,8 +11,7 @@ from math import inf
 from statistics import median_high
 from typing import Any
 
-from megarl.report.metric_names import QUARTERS
-from megarl.report.metrics import History
+from megarl.report.metrics import QUARTERS, History
 from megarl.report.text import format_number
 from megarl.types import Metrics
 

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from megarl.config.errors import ConfigError
 from megarl.config.schema.run import LoggerConfig
 from megarl.files import load_json_object
-from megarl.report.metric_names import METRICS
 
 # Commands that start nothing ask which sinks are there, and megarl.types imports torch.
 if TYPE_CHECKING:
@@ -168,8 +167,7 @@ class WandbSink:
             # Neither does it read what this process prints, nor the state of the repository in the current folder.
             settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
         )
-        for group in {metric.name.split("/")[0] for metric in METRICS}:
-            self._run.define_metric(f"{group}/*", step_metric=STEP)
+        self._run.define_metric("*", step_metric=STEP)
 
     def write(self, iteration: int, metrics: Metrics) -> None:
         self._run.log({STEP: iteration, **metrics})

@@ -216,15 +216,6 @@ def format_heldout(rewards: Sequence[tuple[int, float]]) -> str:
     return f"held-out reward: {', '.join(shown)}" + (f"; best {show(best)}" if best not in (first, last) else "")
 
 
-def fill_block(page: str, begin: str, end: str, content: str, name: str) -> str:
-    """The page with `content` between two marks that stay. Raises ValueError that names the page without them."""
-    head, found_begin, rest = page.partition(begin)
-    _, found_end, tail = rest.partition(end)
-    if not found_begin or not found_end:
-        raise ValueError(f"{name}: the lines {begin.strip()} and {end} must both be there")
-    return f"{head}{begin}{content}{end}{tail}"
-
-
 def make_printable(text: str) -> str:
     """The text with control characters escaped: a response must not move the cursor or break the line."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -25,12 +25,11 @@ failures longer than `LONGEST_TEXT` characters lose their middle.
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megarl.report.metrics import LineFile
@@ -44,19 +43,13 @@ SMALLEST_PIECE = 16
 """A response of which fewer tokens fit is left out"""
 LONGEST_CHARACTER = 4
 """Tokens that one character may be split into; UTF-8 has at most 4 bytes"""
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
-Range = tuple[int, int]
 
 
 class TokenFile(LineFile):
     """Appends to a tokens.jsonl; what it was given is on disk when a call returns."""
 
     def __init__(self, path: Path, num_records: int, max_bytes: int, decode: Callable[[list[int]], str | list[str]]):
-        """Open or create `path`, and cut off a half-written last line.
-
-        num_records, max_bytes: of each iteration, and of each evaluation. decode: a tokenizer's.
-        """
+        """num_records, max_bytes: of each iteration, and of each evaluation. decode: a tokenizer's."""
         super().__init__(path)
         self._num_records, self._max_bytes = num_records, max_bytes
         self._texts = TokenTexts(decode)
@@ -65,17 +58,10 @@ class TokenFile(LineFile):
         """The numbers of the samples of training to be written: `choose_samples`."""
         return choose_samples(rollout.samples, self._num_records)
 
-    def write(self, iteration: int, rollout: Rollout, rows: Sequence[int], fields: Mapping[str, Tensor]) -> None:
-        """Append these samples of an iteration. fields: float [len(rows), T] each, by their names in the line."""
-        self._write(iteration, TRAIN, rollout, rows, fields)
-
-    def write_heldout(self, iteration: int, rollout: Rollout) -> None:
-        """Append the first samples of an evaluation, whose prompts are the same each time."""
-        self._write(iteration, HELDOUT, rollout, range(min(self._num_records, len(rollout.samples))), {})
-
-    def _write(
-        self, iteration: int, kind: str, rollout: Rollout, rows: Sequence[int], fields: Mapping[str, Tensor]
+    def write(
+        self, iteration: int, rollout: Rollout, rows: Sequence[int], fields: Mapping[str, Tensor], kind: str = TRAIN
     ) -> None:
+        """Append these samples of an iteration. fields: float [len(rows), T] each, by their names in the line."""
         left, lines = self._max_bytes, list[str]()
         for place, row in enumerate(rows):
             head = {"iteration": iteration, "kind": kind, "sample": row, "weight_version": rollout.weight_version}
@@ -84,25 +70,29 @@ class TokenFile(LineFile):
             left -= len(lines[-1])
         self.append(lines)
 
+    def write_heldout(self, iteration: int, rollout: Rollout) -> None:
+        """Append the first samples of an evaluation, whose prompts are the same each time."""
+        self.write(iteration, rollout, range(min(self._num_records, len(rollout.samples))), {}, HELDOUT)
+
     def _format(
         self, head: Mapping[str, Any], sample: Sample, fields: Mapping[str, Sequence[float]], max_bytes: int
     ) -> str:
         """The line, with as many tokens as fit; "" where hardly any does. fields: may be longer than the response."""
-        response = sample.response
+        response, length = sample.response, len(sample.response)
         lists: dict[str, Sequence[Any]] = {"tokens": self._texts.list_texts(response.token_ids.tolist())}
         for name, values in {"rollout_logprobs": response.rollout_logprobs.tolist(), **fields}.items():
-            lists[name] = [_round(value) for value in values[: len(response)]]
+            lists[name] = [_round(value) for value in values[:length]]
         shared = {**head, **_describe(sample)}
-        num_kept = len(response)
+        num = length
         while True:
-            kept = _keep_ends(len(response), num_kept)
+            kept = [(0, length)] if num == length else [(0, num - num // 2), (length - num // 2, length)]
             cut = {name: [x for start, end in kept for x in values[start:end]] for name, values in lists.items()}
             line = f"{json.dumps({**shared, 'kept': kept, **cut}, allow_nan=False, separators=(',', ':'))}\n"
             if len(line) <= max_bytes:
                 return line
             # A tenth less than the mean token would allow: they differ.
-            num_kept = min(num_kept - 1, int(0.9 * num_kept * max_bytes / len(line)))
-            if num_kept < SMALLEST_PIECE:
+            num = min(num - 1, int(0.9 * num * max_bytes / len(line)))
+            if num < SMALLEST_PIECE:
                 return ""
 
 
@@ -115,20 +105,17 @@ class TokenTexts:
 
     def list_texts(self, token_ids: Sequence[int]) -> list[str]:
         texts: list[str] = []
-        place = 0
-        while place < len(token_ids):
-            text = self._cache.get(token_ids[place])
-            if text is None:
-                text = self._cache[token_ids[place]] = str(self._decode([token_ids[place]]))
-            num = 1
-            if REPLACEMENT in text:
-                for longer in range(2, LONGEST_CHARACTER + 1):
-                    joined = str(self._decode(list(token_ids[place : place + longer])))
-                    if REPLACEMENT not in joined:
-                        num, text = min(longer, len(token_ids) - place), joined
-                        break
-            texts += [""] * (num - 1) + [text]
-            place += num
+        while len(texts) < len(token_ids):
+            first = token_ids[len(texts)]
+            if first not in self._cache:
+                self._cache[first] = str(self._decode([first]))
+            num, text = 1, self._cache[first]
+            while "\N{REPLACEMENT CHARACTER}" in text and num < LONGEST_CHARACTER:
+                num += 1
+                text = str(self._decode(list(token_ids[len(texts) : len(texts) + num])))
+            if "\N{REPLACEMENT CHARACTER}" in text:
+                num, text = 1, self._cache[first]
+            texts += [""] * (min(num, len(token_ids) - len(texts)) - 1) + [text]
         return texts
 
 
@@ -138,9 +125,12 @@ def choose_samples(samples: Sequence[Sample], num: int) -> list[int]:
 
     So the same prompts are chosen whenever they come, in every run, and right and wrong responses to them.
     """
-    groups: dict[int, dict[str, int]] = {}
+    groups: dict[int, dict[tuple[bool, ...], int]] = {}
     for row, sample in enumerate(samples):
-        groups.setdefault(sample.group, {}).setdefault(name_outcome(sample), row)
+        is_cut = sample.response.finish_reason is FinishReason.length
+        failed = sample.score.failure is not None
+        outcome = (failed, is_cut and not failed, sample.score.correct and not (is_cut or failed))
+        groups.setdefault(sample.group, {}).setdefault(outcome, row)
 
     def rank(group: int) -> bytes:
         first = min(groups[group].values())
@@ -148,15 +138,6 @@ def choose_samples(samples: Sequence[Sample], num: int) -> list[int]:
 
     ordered = sorted(groups, key=lambda group: (rank(group), group))
     return [row for group in ordered for row in sorted(groups[group].values())][:num]
-
-
-def name_outcome(sample: Sample) -> str:
-    """failed (there is no reward), truncated (cut at the length limit), right or wrong."""
-    if sample.score.failure is not None:
-        return "failed"
-    if sample.response.finish_reason is FinishReason.length:
-        return "truncated"
-    return "right" if sample.score.correct else "wrong"
 
 
 def collect_fields(experience: Experience, samples: TrainingSamples, rows: Tensor) -> dict[str, Tensor]:
@@ -173,43 +154,23 @@ def collect_fields(experience: Experience, samples: TrainingSamples, rows: Tenso
 
 def _describe(sample: Sample) -> dict[str, Any]:
     prompt, response, score = sample.prompt, sample.response, sample.score
+    texts = {"answer": score.answer, "failure": score.failure}
+    texts = {name: None if text is None else shorten(text, LONGEST_TEXT) for name, text in texts.items()}
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], ~response.generated, [False]]).astype(np.int8))).tolist()
     return {
         "group": sample.group,
         "age": sample.age,
-        "prompt": {
-            "id": prompt.id,
-            "text": shorten(prompt.text, LONGEST_TEXT),
-            "answer": shorten(prompt.answer, LONGEST_TEXT),
-        },
-        "score": {
-            "reward": score.reward,
-            "correct": score.correct,
-            "details": dict(score.details),
-            "answer": None if score.answer is None else shorten(score.answer, LONGEST_TEXT),
-            "failure": None if score.failure is None else shorten(score.failure, LONGEST_TEXT),
-        },
+        "prompt": {"id": prompt.id, **{n: shorten(getattr(prompt, n), LONGEST_TEXT) for n in ("text", "answer")}},
+        "score": {"reward": score.reward, "correct": score.correct, "details": dict(score.details), **texts},
         "finish_reason": response.finish_reason.value,
         "num_tokens": len(response),
-        "observed": list(_find_ranges(~response.generated)),
+        "observed": list(zip(edges[::2], edges[1::2], strict=True)),
         "versions": list(zip(response.weight_versions.versions, response.weight_versions.ends, strict=True)),
         "turns": [
             {"start": turn.start, "end": turn.end, "reward": turn.reward, "details": dict(turn.details)}
             for turn in response.turns
         ],
     }
-
-
-def _keep_ends(length: int, num: int) -> list[Range]:
-    """The ranges of the first and the last tokens, `num` together."""
-    if num >= length:
-        return [(0, length)]
-    return [(0, num - num // 2), (length - num // 2, length)]
-
-
-def _find_ranges(flags: NDArray[np.bool_]) -> Iterator[Range]:
-    """(start, end) of each run of True."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8)))
-    return zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
 
 
 def _round(value: float) -> float | None:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from page_run import write_page_run, write_rollouts
+from page_run import write_page_run, write_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>\u202e\x07"
@@ -17,7 +17,7 @@ def pages(tmp_path_factory):
     """The page of one run and that of two, made by the command."""
     folder = tmp_path_factory.mktemp("pages")
     first = write_page_run(folder / "first")
-    write_rollouts(first, text=HOSTILE)
+    write_tokens(first, text=HOSTILE)
     (first / "train.log").write_text(f"warning: {HOSTILE}\n")
     second = write_page_run(folder / "second", 25, overrides=("algo=vapo", "algo.clip_high=0.4"))
     for out, arguments in (("one.html", [first]), ("two.html", [first, second])):

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from metric_table import find_metric
 from safetensors.torch import load_file
 
 from megarl.guard import find_shared_memory
-from megarl.report.metric_names import find_metric
 from megarl.report.metrics import load_metrics
 
 COMMAND = [sys.executable, "-m", "megarl.train", "algo.value_pretrain.steps=1", "train.eval_every=2"]

@@ -1,10 +1,9 @@
-"""The generated parts of the documentation: docs/configuration.md, docs/metrics.md, the objectives in algorithms.md.
+"""The generated parts of the documentation: docs/configuration.md and the objectives in algorithms.md.
 
     python tools/docs/generate.py            write them
     python tools/docs/generate.py --check    exit code 1, naming each file that is not current
 
-The configuration is read from the dataclasses of megarl/config/schema and the docstrings below their fields, the
-metrics from megarl/report/metric_names.py.
+The configuration is read from the dataclasses of megarl/config/schema and the docstrings below their fields.
 """
 
 import argparse
@@ -27,12 +26,9 @@ from megarl.config.load import load_config
 from megarl.config.schema.root import Config
 from megarl.config.schema.task import SCHEMAS
 from megarl.config.search_path import list_options
-from megarl.report.metric_names import METRICS, PEERS, PLACEHOLDER_TEXTS, UNITS
-from megarl.report.text import fill_block
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = ROOT / "docs" / "configuration.md"
-METRICS_PAGE = ROOT / "docs" / "metrics.md"
 ALGORITHMS = ROOT / "docs" / "algorithms.md"
 BEGIN = "<!-- begin objectives: made by tools/docs/generate.py -->\n"
 END = "<!-- end objectives -->"
@@ -55,36 +51,6 @@ python -m megarl.train --cfg job algo=grpo
 
 `null` switches a key off or leaves its value to be derived, as its text says.
 """
-
-
-METRICS_INTRODUCTION = """\
-# Metrics
-
-<!-- made by tools/docs/generate.py from megarl/report/metric_names.py; change the texts there -->
-
-Every number that a run logs, under the same name in `metrics.jsonl`, TensorBoard, Weights & Biases and MLflow
-([monitoring](monitoring.md)). An iteration has those that are defined for it: without a critic there is no `critic/*`,
-and held-out rewards only where `train.eval_every` is due.
-Formulas: [algorithms](algorithms.md#diagnostics). A name that ends in
-`_max` is the largest of the iteration's optimizer steps, and every other number of them is their mean.
-"""
-
-
-def render_metrics() -> str:
-    """docs/metrics.md."""
-    parts = [METRICS_INTRODUCTION, "| unit | meaning |\n| --- | --- |"]
-    parts += [f"| {unit} | {text} |" for unit, text in UNITS.items()]
-    parts += ["\n| in a name | stands for |\n| --- | --- |"]
-    parts += [f"| `{{{name}}}` | {text} |" for name, text in PLACEHOLDER_TEXTS.items()]
-    for group in dict.fromkeys(metric.name.split("/")[0] for metric in METRICS):
-        parts.append(f"\n## {group}\n\n| metric | unit | meaning |\n| --- | --- | --- |")
-        rows = [metric for metric in METRICS if metric.name.split("/")[0] == group]
-        parts += [f"| `{row.name}` | {row.unit} | {row.meaning} |" for row in rows]
-    parts.append(
-        "\n## In verl and TRL\n\nNumbers that mean the same.\n\n| here | verl | TRL (GRPO) |\n| --- | --- | --- |"
-    )
-    parts += [f"| `{name}` | {' | '.join(each and f'`{each}`' for each in theirs)} |" for name, theirs in PEERS.items()]
-    return "\n".join(parts) + "\n"
 
 
 def render_configuration() -> str:
@@ -255,7 +221,8 @@ def render_objectives() -> str:
 
 def render_algorithms() -> str:
     """docs/algorithms.md with the objectives put in."""
-    return fill_block(ALGORITHMS.read_text(), BEGIN, END, render_objectives(), str(ALGORITHMS))
+    head, rest = ALGORITHMS.read_text().split(BEGIN)
+    return f"{head}{BEGIN}{render_objectives()}{END}{rest.split(END)[1]}"
 
 
 def main() -> int:
@@ -263,7 +230,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     is_check = parser.parse_args().check
     stale = []
-    pages = (CONFIGURATION, render_configuration), (METRICS_PAGE, render_metrics), (ALGORITHMS, render_algorithms)
+    pages = (CONFIGURATION, render_configuration), (ALGORITHMS, render_algorithms)
     for file, render in pages:
         text = render()
         if file.is_file() and file.read_text() == text:

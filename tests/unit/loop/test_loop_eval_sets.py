@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from data_cases import build_byte_tokenizer
 from fakes.run import World
+from metric_table import find_metric
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.interfaces import Truncation
-from megarl.report.metric_names import find_metric
 from megarl.report.metrics import load_metrics
 from megarl.rollout.collector import EvalSet, build_eval_sets
 
@@ -32,7 +32,7 @@ def test_each_set_is_sampled_in_its_own_way_where_an_evaluation_is_due(tmp_path:
     found = {name for line in more.values() for name in line if name.startswith("eval/")}
     assert found == {f"eval/{each}/{name}" for each in ("greedy", "sampled") for name in names}
     assert [number for number, line in more.items() if "eval/greedy/correct" in line] == [0, 2]
-    assert all(find_metric(name).name.startswith("eval/{set}/") for name in found)
+    assert all(find_metric(name).startswith("eval/{set}/") for name in found)
     # They change nothing of the training.
     assert [line.get("reward/mean") for line in more.values()] == [line.get("reward/mean") for line in plain.values()]
 

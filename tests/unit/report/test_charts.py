@@ -5,16 +5,18 @@ import pytest
 from megarl.algo import diagnostics
 from megarl.report.charts import (
     LOWEST,
+    Chart,
     Curve,
     Picture,
     build_axis,
-    choose_ticks,
     draw_curves,
+    draw_lengths,
     list_critic_pictures,
+    name_metrics,
     needs_log,
+    pile_up,
 )
-from megarl.report.metric_names import QUARTERS
-from megarl.report.metrics import History
+from megarl.report.metrics import QUARTERS, History
 
 
 def make_line(iteration: int, **more: float) -> dict[str, float]:
@@ -90,11 +92,11 @@ def test_iterations_without_a_critic_are_left_out() -> None:
 
 
 def test_an_axis_has_round_ticks_within_it_also_where_all_values_are_equal():
-    assert choose_ticks(build_axis([0.13, 0.92], 0, 100)) == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    assert build_axis([0.13, 0.92], 0, 100).choose_ticks() == pytest.approx([0.2, 0.4, 0.6, 0.8])
     assert build_axis([0.0, 1.0], 200, 100).place(0.25) == 175
     flat = build_axis([3.0, 3.0], 0, 100)
     assert flat.low < 3 < flat.high
-    assert choose_ticks(flat)
+    assert flat.choose_ticks()
 
 
 def test_a_curve_is_drawn_where_its_points_are():
@@ -111,3 +113,24 @@ def test_a_few_values_far_above_the_others_make_a_chart_logarithmic():
     assert not needs_log([1.0, 0.5])
     text = draw_curves([Curve("r", 0, [(0, 1000.0), (1, 1.0), (2, 1.0)])])
     assert all(f">{label}</text>" in text for label in ("1", "10", "100", "1000"))
+
+
+def test_areas_stand_upon_one_another_and_a_missing_point_counts_as_0():
+    first, second = pile_up([Curve("a", 0, [(1, 2.0), (2, 1.0)]), Curve("b", 1, [(2, 4.0)])])
+    assert (first.points, first.ranges) == ([(1, 2.0), (2, 1.0)], [(0.0, 2.0), (0.0, 1.0)])
+    assert (second.points, second.ranges) == ([(1, 2.0), (2, 5.0)], [(2.0, 2.0), (1.0, 5.0)])
+    assert draw_curves([first, second], is_stack=True).count('class="area') == 2
+
+
+def test_lengths_of_right_and_wrong_responses_are_counted_in_bins_of_equal_width():
+    right, wrong = draw_lengths([(0, True), (9, True), (9, False)], "").curves
+    assert [point for point in right.points if point[1]] == [(0.0, 1), (9.0, 1)]
+    assert [point for point in wrong.points if point[1]] == [(9.0, 1)]
+    (right, _) = draw_lengths([(99, True)], "", num_bins=10).curves
+    assert (len(right.points), right.points[-1]) == (10, (90.0, 1))
+
+
+def test_a_star_stands_for_all_metrics_of_that_beginning_but_those_left_out():
+    chart = Chart("t", "", {"reward/*": "of *", "other": "one"}, without="mean std")
+    names = ["reward/mean", "reward/letters", "other", "another"]
+    assert name_metrics(chart, names) == {"reward/letters": "of letters", "other": "one"}

@@ -11,12 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-from page_run import Page, write_page_run, write_rollouts
+from page_run import Page, write_page_run, write_tokens
 
 from megarl.config.search_path import write_search_path
-from megarl.report.charts import Chart, name_metrics
 from megarl.report.page import (
-    LoggedWarning,
     find_changes,
     format_command,
     format_run_page,
@@ -25,7 +23,6 @@ from megarl.report.page import (
     read_warnings,
 )
 from megarl.report.record import OUTCOME_NAME, SILENT_S, is_run, load_run, load_starts, record_start
-from megarl.report.viewer import bin_lengths, load_responses
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -33,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
     folder = write_page_run(tmp_path_factory.mktemp("run") / "first", overrides=("algo=vapo", "algo.clip_high=0.4"))
-    write_rollouts(folder)
+    write_tokens(folder)
     return folder
 
 
@@ -124,26 +121,13 @@ def test_a_page_is_made_of_whatever_files_there_are(tmp_path, left):
 
 def test_files_nested_too_deeply_are_named_or_left_out(tmp_path):
     run_dir = write_page_run(tmp_path / "run", 3)
-    for name in ("run.json", "starts.jsonl", "tokens.jsonl", "rollouts.jsonl", "metrics.jsonl"):
+    for name in ("run.json", "starts.jsonl", "tokens.jsonl", "metrics.jsonl"):
         with (run_dir / name).open("a") as file:
             file.write("[" * 100_000 + "\n")
     run = load_run(run_dir)
     assert "Learning" in format_run_page(run)
     for name in ("starts.jsonl", "metrics.jsonl"):
         assert any(name in problem and "nested too deeply" in problem for problem in run.problems)
-
-
-def test_lengths_of_right_and_wrong_responses_are_counted(run_dir, tmp_path):
-    lengths = load_responses(run_dir).list_lengths()
-    bins = bin_lengths((size, is_correct) for _, size, is_correct in lengths)
-    by_length = {low: counts for low, counts in bins if any(counts)}
-    assert by_length == {float(10 + n): (40 * (n % 2), 40 * (1 - n % 2)) for n in range(8)}
-    # Without all rollouts the token records tell, without what was observed.
-    record = {"iteration": 7, "sample": 0, "prompt": {}, "score": {"correct": True}}
-    record |= {"kind": "train", "num_tokens": 9, "observed": [[2, 5]]}
-    lines = [record, {**record, "kind": "heldout"}, {**record, "observed": None}]
-    (tmp_path / "tokens.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert load_responses(tmp_path).list_lengths() == [(7, 6, True)]
 
 
 def test_hostile_text_is_escaped(tmp_path):
@@ -165,16 +149,10 @@ def test_warnings_of_a_log_are_counted_and_other_lines_are_not_taken_for_them(tm
         "iteration 4/9  reward 0.5\nwarning: third\n"
     )
     found = [("second", 1, 3), ("first", 2, 3), ("third", 2, 4)]
-    assert list(read_warnings(log)) == [LoggedWarning(*each) for each in found]
+    assert read_warnings(log) == found
     log.write_text("warning: at the start\n")
-    assert list(read_warnings(log)) == [LoggedWarning("at the start", 1, None)]
-    assert list(read_warnings(tmp_path / "none")) == []
-
-
-def test_a_star_stands_for_all_metrics_of_that_beginning_but_those_left_out():
-    chart = Chart("t", "", {"reward/*": "of *", "other": "one"}, without=("reward/mean",))
-    names = ["reward/mean", "reward/letters", "other", "another"]
-    assert name_metrics(chart, names) == {"reward/letters": "of letters", "other": "one"}
+    assert read_warnings(log) == [("at the start", 1, None)]
+    assert read_warnings(tmp_path / "none") == []
 
 
 def test_each_start_of_a_run_is_recorded_with_versions_and_hardware(tmp_path):

@@ -14,8 +14,7 @@ from megarl.config.load import compose_config, load_config
 from megarl.config.schema.run import LoggerConfig
 from megarl.config.values import list_values
 from megarl.report import charts, signs
-from megarl.report.metric_names import QUARTERS
-from megarl.report.metrics import History, derive_metrics
+from megarl.report.metrics import QUARTERS, History, derive_metrics
 from megarl.report.report import build_report
 from megarl.report.signs import BASELINES, NUM_RATIOS, PATIENCE, SIGNS, Watch, explain_mismatch, list_warnings
 

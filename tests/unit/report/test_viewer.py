@@ -7,12 +7,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from megarl.report import viewer
 from megarl.report.token_file import TokenFile
-from megarl.report.viewer import load_responses
-from megarl.rollout.rollout_file import RolloutWriter
+from megarl.report.viewer import format_viewer, load_records
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 
 HOSTILE = "</script><script>window.hacked = 1</script><!--<img src=x onerror='window.hacked = 1'>\u202e\x07\ud800[]"
@@ -41,72 +37,44 @@ class Page(HTMLParser):
             self.data.append(data)
 
 
-def make_rollout(text: str, num: int = 20) -> Rollout:
+def write_tokens(run_dir: Path, num_iterations: int, text: str = "a", num: int = 20) -> None:
     samples = []
     for group, correct in enumerate((True, False)):
         response = Response([ord("a")] * num, text, [-0.5] * num, [True] * num, [0] * num, FinishReason.stop)
         prompt = Prompt(f"p{group}", text, (1,), text)
         samples.append(Sample(prompt, response, Score(float(correct), correct, answer=text), group))
-    return Rollout(tuple(samples), 0)
-
-
-def write_tokens(run_dir: Path, num_iterations: int, text: str = "a", num: int = 20) -> None:
     with contextlib.closing(TokenFile(run_dir / "tokens.jsonl", 2, 100_000, lambda ids: text * len(ids))) as file:
         for iteration in range(num_iterations):
-            file.write(iteration, make_rollout(text, num), [0, 1], {})
+            file.write(iteration, Rollout(tuple(samples), 0), [0, 1], {})
 
 
-def format_viewer(run_dir: Path, max_bytes: int) -> str:
-    return viewer.format_viewer(load_responses(run_dir), max_bytes)
-
-
-def test_without_records_there_is_no_section(tmp_path: Path) -> None:
-    assert format_viewer(tmp_path, 1_000_000) == ""
-    (tmp_path / "tokens.jsonl").touch()
-    assert format_viewer(tmp_path, 1_000_000) == ""
-
-
-@pytest.mark.parametrize("name", ["tokens.jsonl", "rollouts.jsonl"])
-def test_hostile_text_stays_in_the_records(name: str, tmp_path: Path) -> None:
-    tags = []
-    for number, text in enumerate(("harmless", HOSTILE)):
-        run_dir = tmp_path / str(number)
-        if name == "tokens.jsonl":
-            write_tokens(run_dir, 2, text)
-        else:
-            with contextlib.closing(RolloutWriter(run_dir / name)) as writer:
-                writer.write(make_rollout(text), 1)
-        page = Page(format_viewer(run_dir, 1_000_000))
-        tags.append(page.tags)
-        for record in page.records:
-            shown = record["tokens"][0] if "tokens" in record else record["turns"][0]["text"]
-            assert shown == record["prompt"]["text"] == record["score"]["answer"] == text
-    assert tags[0] == tags[1]
-
-
-@pytest.mark.parametrize("read_whole", [0, 10**9])
-def test_a_section_never_has_more_bytes_than_allowed_and_shows_the_whole_run(
-    read_whole: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(viewer, "READ_WHOLE", read_whole)
-    monkeypatch.setattr(viewer, "TAIL", 3000)
-    write_tokens(tmp_path, 400)
-    everything = format_viewer(tmp_path, 10**9)
-    frame = len(viewer.format_frame(True).encode())
-    for room in (2_000, 20_000, 60_000):
-        section = format_viewer(tmp_path, frame + room)
-        assert len(section.encode()) <= frame + room < len(everything.encode())
-        iterations = [record["iteration"] for record in Page(section).records]
-        assert iterations == sorted(iterations)
-        assert iterations[-1] == 399
-    assert iterations[0] == 0
-    gaps = [after - before for before, after in itertools.pairwise(iterations)]
-    assert max(gaps) < 60
-    assert format_viewer(tmp_path, frame) == ""
-
-
-def test_the_line_that_a_run_is_writing_is_left_out(tmp_path: Path) -> None:
+def test_without_records_there_is_no_section_and_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+    assert format_viewer(load_records(tmp_path, 1_000_000)) == ""
     write_tokens(tmp_path, 3)
     path = tmp_path / "tokens.jsonl"
     path.write_bytes(path.read_bytes()[:-10])
-    assert [record["iteration"] for record in Page(format_viewer(tmp_path, 1_000_000)).records] == [0, 0, 1, 1, 2]
+    assert [record["iteration"] for record in load_records(tmp_path, 1_000_000)] == [0, 0, 1, 1, 2]
+
+
+def test_hostile_text_stays_in_the_records(tmp_path: Path) -> None:
+    tags = []
+    for number, text in enumerate(("harmless", HOSTILE)):
+        write_tokens(tmp_path / str(number), 2, text)
+        page = Page(format_viewer(load_records(tmp_path / str(number), 1_000_000)))
+        tags.append(page.tags)
+        for record in page.records:
+            assert record["tokens"][0] == record["prompt"]["text"] == record["score"]["answer"] == text
+    assert tags[0] == tags[1]
+
+
+def test_records_never_have_more_bytes_than_allowed_and_show_the_whole_run(tmp_path: Path) -> None:
+    write_tokens(tmp_path, 400, "<")
+    frame = len(format_viewer(load_records(tmp_path, 1_000_000)[:1]).encode())
+    for room in (3_000, 30_000, 90_000):
+        records = load_records(tmp_path, room)
+        assert len(format_viewer(records).encode()) <= frame + room
+        iterations = [record["iteration"] for record in records]
+        assert iterations == sorted(iterations)
+        assert iterations[-1] == 399
+    assert iterations[0] == 0
+    assert max(after - before for before, after in itertools.pairwise(iterations)) < 60

@@ -195,7 +195,7 @@ def test_the_page_has_a_verdict_for_each_experiment_and_says_what_was_not_run():
     table = text[text.index("### lite-ppo") :].splitlines()
     (row,) = [line for line in table if r"the sum of \|advantage\| |" in line]
     assert len(re.findall(r"(?<!\\)\|", row)) == 7
-    with pytest.raises(ValueError, match="must both be there"):
+    with pytest.raises(ValueError, match="not enough values"):
         page.fill_page("empty", "")
 
 

@@ -1,0 +1,35 @@
+"""docs/metrics.md, the table of every metric that a run logs, as the tests read it."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
+PLACEHOLDERS = {
+    "quarter": ("0_25|25_50|50_75|75_100", "0_25"),
+    "quartile": ("[1-4]", "1"),
+    "state": ("first|middle", "first"),
+    "baseline": ("group|batch", "group"),
+    "set": (r"[^{}\s/]+", "hard"),
+    "role": ("policy|critic|reference", "policy"),
+    "name": (r"[^{}\s]+", "anything"),
+}
+"""What may stand for each (a regular expression), and an example"""
+
+
+@cache
+def list_names() -> tuple[str, ...]:
+    """The names of the table; those without placeholders first, those that match anything last."""
+    before = PAGE.read_text(encoding="utf-8").partition("## In verl and TRL")[0]
+    names = re.findall(r"^\| `([\w{}]+/[\w{}/]+)` \|", before, re.MULTILINE)
+    return tuple(sorted(names, key=lambda name: ("{" in name, "{name}" in name, -name.count("/"))))
+
+
+def build_pattern(name: str) -> str:
+    parts = re.split(r"\{(\w+)\}", name)
+    return "".join(f"(?:{PLACEHOLDERS[part][0]})" if i % 2 else re.escape(part) for i, part in enumerate(parts))
+
+
+def find_metric(name: str) -> str | None:
+    """The most specific row for a logged name; None: it is not in the table."""
+    return next((row for row in list_names() if re.fullmatch(build_pattern(row), name)), None)
