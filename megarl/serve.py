@@ -12,13 +12,13 @@ from pathlib import Path
 from megarl.config.errors import ConfigError
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.run import RolloutConfig
+from megarl.cpu.serving import CpuServing
 from megarl.interfaces import DeadlineError
 from megarl.models.checkpoint import find_checkpoint
-from megarl.rollout.server import WEIGHT_LOADER, ServerError, SGLangServer, has_cuda, write_private
+from megarl.rollout.server import WEIGHT_LOADER, ServerError, SGLangServer, find_serving, write_private
 
 LEFT_OUT = (["--skip-tokenizer-init"], ["--custom-weight-loader", WEIGHT_LOADER])
 """Words of a rollout server's command line: this one takes messages, and its weights stay what they are"""
-CPU_TOKENS = 16384
 """Tokens of KV cache on a CPU, where SGLang's own choice would take most of the memory"""
 KEY = "MEGARL_SERVE_KEY"
 """The environment variable with the key that callers must send"""
@@ -59,7 +59,8 @@ def read_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=[dtype.value for dtype in Dtype], default="bfloat16")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of the server")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; without effect on a GPU")
-    parser.add_argument("--kv-cache-tokens", type=int, help=f"tokens of KV cache; default on a CPU {CPU_TOKENS}")
+    of_cache = f"tokens of KV cache; default on a CPU {CpuServing.default_tokens}"
+    parser.add_argument("--kv-cache-tokens", type=int, help=of_cache)
     parser.add_argument("--max-running-requests", type=int, default=128)
     parser.add_argument("--startup-deadline", type=float, default=600.0, help="seconds")
     parser.add_argument("--log", type=Path, help="file for the server's output; default: a new one in TMPDIR")
@@ -74,7 +75,7 @@ def build_server(arguments: argparse.Namespace, folder: Path) -> SGLangServer:
         tp=arguments.tp,
         num_threads=arguments.threads,
         max_running_requests=arguments.max_running_requests,
-        kv_cache_tokens=tokens if tokens is not None or has_cuda() else CPU_TOKENS,
+        kv_cache_tokens=tokens if tokens is not None else find_serving().default_tokens,
     )
     log, port, key = arguments.log or folder / "server.log", arguments.port or None, os.environ.get(KEY)
     checkpoint = find_checkpoint(arguments.model, "MODEL")

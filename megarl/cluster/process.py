@@ -1,7 +1,7 @@
 """What a process of a run sets up before its first work: its log file, its addresses, its GPUs and the cores near them.
 
 A process has its GPUs by the environment that it is started with: CUDA reads it once, at the first call of any kind,
-such as torch.cuda.is_available(), and what is set later has no effect. Copies to and from a GPU of another socket cross
+such as whether there is CUDA, and what is set later has no effect. Copies to and from a GPU of another socket cross
 the link between them.
 """
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import psutil
 import ray
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
 from megarl import timeline
 from megarl.cluster.calls import WorkerError, ask, wait_for
@@ -221,10 +221,9 @@ class RankProfiler:
             self._profile.stop()
             self._profile = None
         if with_operators:
-            on_gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
             # Otherwise Python's object of each event is built too, which takes minutes and gigabytes.
             fast = torch.profiler._ExperimentalConfig(trace_only=True)
-            self._profile = profile(activities=[ProfilerActivity.CPU, *on_gpu], experimental_config=fast)
+            self._profile = profile(experimental_config=fast)
             self._profile.start()
         timeline.start(process, record_function if with_operators else contextlib.nullcontext)
 

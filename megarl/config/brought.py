@@ -167,7 +167,7 @@ def choose_kinds(settings: RunSettings, composed: DictConfig, typed: Mapping[str
     if kinds.get("environment") and _name_type(composed, "environment") == settings.values["environment"]:
         del kinds["environment"]
     is_cpu = settings.values.get("cluster.gpus_per_node") == 0
-    if is_cpu and not any(key.split(".")[0] == "cluster" for key in typed) and composed.cluster.gpus_per_node != 0:
+    if is_cpu and not any(key.split(".")[0] == "cluster" for key in typed):
         kinds["cluster"] = "laptop"
     return kinds
 
@@ -190,7 +190,7 @@ def choose_values(
         keys += settings.list_keys("reward") if "reward" in kinds else []
         is_same_kind = _name_type(composed, "environment") == settings.values.get("environment")
         keys += settings.list_keys("environment") if is_same_kind and "environment" not in typed else []
-    if "cluster" in kinds or composed.cluster.gpus_per_node == 0 == settings.values.get("cluster.gpus_per_node"):
+    if settings.values.get("cluster.gpus_per_node") == composed.cluster.gpus_per_node == 0:
         keys += OF_A_CPU
     is_other = "data" in kinds and any(key in typed for key in OF_ONE_SET)
     left_out = {*OF_THE_CRITIC, *(OF_ONE_SET if is_other else ())}

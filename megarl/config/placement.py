@@ -125,9 +125,9 @@ def find_server_offload(config: Config) -> ServerOffload | None:
     """rollout.offload where it has an effect: where servers share GPUs with roles, or GPUs are not counted."""
     if not config.has_servers:
         return None
-    is_counted = config.cluster.gpus_per_node > 0
     slots = place(config.cluster, list_groups(config))
-    return None if is_counted and not is_sharing(slots) else config.rollout.offload
+    has_gpus = any(slot.gpus for slot in slots[SERVERS])
+    return None if has_gpus and not is_sharing(slots) else config.rollout.offload
 
 
 def take_turns(config: Config) -> bool:
@@ -150,7 +150,9 @@ def count_nodes(slots: Mapping[str, Sequence[DeviceSlot]]) -> int:
 def check_cluster(config: Config, command: str = "train") -> Iterator[str]:
     """Why the job cannot run on the cluster of its configuration, one message each."""
     cluster, groups = config.cluster, list_groups(config, command)
-    counts = (("num_nodes", cluster.num_nodes, 1), ("gpus_per_node", cluster.gpus_per_node, 0))
+    # On several nodes processes are placed by counting: GPUs, or how many each node without GPUs may have.
+    least_gpus = int(cluster.num_nodes > 1)
+    counts = (("num_nodes", cluster.num_nodes, 1), ("gpus_per_node", cluster.gpus_per_node, least_gpus))
     bad = [f"cluster.{key}: found {found}; it must be {least} or more" for key, found, least in counts if found < least]
     yield from bad
     if bad:
@@ -162,11 +164,10 @@ def check_cluster(config: Config, command: str = "train") -> Iterator[str]:
         )
     if cluster.num_nodes > 1:
         yield from _check_several_nodes(config)
-    if cluster.gpus_per_node:
-        yield from _check_size(cluster, groups)
-    is_colocated = cluster.placement is Placement.colocated and cluster.gpus_per_node > 0
-    syncs = command == "train" and config.has_servers
-    if syncs and is_colocated and cluster.hardware.gpu is not None and config.rollout.transport is Transport.split:
+    slots = place(cluster, groups)
+    yield from _check_size(cluster, groups, slots)
+    syncs = command == "train" and config.has_servers and config.rollout.transport is Transport.split
+    if syncs and cluster.placement is Placement.colocated and slots[SERVERS][0].gpus and cluster.hardware.gpu:
         yield (
             "rollout.transport: found split with cluster.placement=colocated, where policy and servers share GPUs: NCCL"
             " joins no two processes of one GPU; colocated, or disk"
@@ -203,20 +204,16 @@ def _check_several_nodes(config: Config) -> Iterator[str]:
         )
     if cluster.listen_host in ("127.0.0.1", "localhost", "::1"):
         yield f"cluster.listen_host: found {cluster.listen_host} {nodes}, whose processes do not reach it; auto does"
-    if cluster.gpus_per_node == 0:
-        yield (
-            f"cluster.gpus_per_node: found 0 {nodes}; processes are placed by counting them: the GPUs of a node, or on"
-            " nodes without GPUs the processes that each may have"
-        )
 
 
-def _check_size(cluster: ClusterConfig, groups: Sequence[Group]) -> Iterator[str]:
-    per_node = cluster.gpus_per_node
-    for group in groups:
-        if group.gpus_per_process > per_node:
-            yield f"rollout.tp: found {group.gpus_per_process}; a server is on one node, which has {per_node} GPUs"
-            return
-    needed = count_nodes(place(cluster, groups))
+def _check_size(
+    cluster: ClusterConfig, groups: Sequence[Group], slots: Mapping[str, Sequence[DeviceSlot]]
+) -> Iterator[str]:
+    per_node, largest = cluster.gpus_per_node, max(len(slot.gpus) for each in slots.values() for slot in each)
+    if largest > per_node:
+        yield f"rollout.tp: found {largest}; a server is on one node, which has {per_node} GPUs"
+        return
+    needed = count_nodes(slots)
     if needed <= cluster.num_nodes:
         return
     asked = " + ".join(f"{group.name} {group.num_gpus}" for group in groups)

@@ -1,5 +1,6 @@
 """Where the training engine computes: the GPU of this process, or without CUDA the CPU."""
 
+import importlib
 import os
 import socket
 from typing import Any
@@ -54,9 +55,12 @@ class Gpu:
     """Of torch.distributed, for the training ranks"""
     repeats = False
     """It computes the same from the same where it is asked to alone"""
+    pins_memory = True
+    """Host memory that is page-locked is copied faster"""
 
     @property
     def capability(self) -> tuple[int, int]:
+        """CUDA's; None without a GPU"""
         return torch.cuda.get_device_capability()
 
     def device(self) -> torch.device:
@@ -67,6 +71,29 @@ class Gpu:
 
     def take(self, rank: int, uuid: str | None) -> str | None:
         return take_gpu(rank, uuid)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def give_back(self) -> None:
+        """Give unused memory back, for the other processes on the GPU."""
+        torch.cuda.empty_cache()
+
+    def import_engine(self) -> None:
+        """Transformer Engine, which is installed: a half-installed package is found like a whole one. Raises
+        RuntimeError where that fails: Megatron would go on without it, or end with an error that does not name it.
+        """
+        try:
+            importlib.import_module("transformer_engine.pytorch")
+        except Exception as error:
+            raise RuntimeError(
+                f"Transformer Engine is installed and broken ({type(error).__name__}: {error}); make clean install"
+                " PLATFORM=cuda installs all of it, and without it megarl computes with plain torch layers"
+            ) from error
+
+    def measure_tflops(self, dtype: torch.dtype) -> float | None:
+        """Not measured: a GPU's peak is that of its data sheet."""
+        return None
 
     def take_random_state(self) -> dict[str, Any]:
         return {"cuda": torch.cuda.get_rng_state()}

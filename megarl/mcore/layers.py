@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.config.schema.roles import OptimizerConfig, ParallelConfig
-from megarl.mcore.device import device
+from megarl.mcore.device import Gpu, find_machine
 from megarl.mcore.router import ExpertLayer, Router
 from megarl.mcore.spec import WorkerSpec, has_transformer_engine
 from megarl.models.architecture import Architecture
@@ -60,7 +60,7 @@ class Layers:
 @functools.cache
 def find_layers() -> Layers:
     """Transformer Engine's where it can run, the local ones elsewhere."""
-    if torch.cuda.is_available() and has_transformer_engine():
+    if find_kernels().te:
         return Layers(
             "Transformer Engine's layers", _build_transformer_engine, _find_engine_output, "thd", groups_experts=True
         )
@@ -162,9 +162,11 @@ class Kernels:
 
 @functools.cache
 def find_kernels() -> Kernels:
+    if not isinstance(find_machine(), Gpu):
+        return Kernels()
     return Kernels(
-        gpu=device().type == "cuda",
-        te=find_layers().groups_experts,
+        gpu=True,
+        te=has_transformer_engine(),
         rope=rope_utils.fused_apply_rotary_pos_emb_thd is not None,
         permute=all(getattr(moe_utils, f"fused_{name}", None) is not None for name in _PERMUTE),
         apex=layers._grad_accum_fusion_available,

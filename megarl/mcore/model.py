@@ -179,7 +179,6 @@ def _own_fields(arch: Architecture, parallel: ParallelConfig, dtype: Dtype) -> d
         "variable_seq_lengths": True,
         # Weights come from the checkpoint.
         "perform_initialization": False,
-        "use_cpu_initialization": device().type == "cpu",
         # Losses are already divided by the global counts: gradients are pure sums over micro-batches and ranks.
         "calculate_per_token_loss": True,
         **build_expert_fields(arch, parallel),

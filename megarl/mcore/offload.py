@@ -14,7 +14,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megarl.config.schema.roles import Offload
-from megarl.mcore.device import device
+from megarl.mcore.device import device, find_machine
 
 PIECE_BYTES = 1 << 28
 """Host memory is taken in pieces of this size"""
@@ -78,7 +78,7 @@ class StorageOffloader:
             self._reserve(sum(size for _, size in parked))
             for content, host in self._pair(parked):
                 host.copy_(content, non_blocking=True)
-        _synchronize()
+        find_machine().synchronize()
         self._parked = parked
         for storage, _ in parked:
             storage.resize_(0)
@@ -92,7 +92,7 @@ class StorageOffloader:
         if self.keep:
             for content, host in self._pair(self._parked):
                 content.copy_(host, non_blocking=True)
-        _synchronize()
+        find_machine().synchronize()
         self._parked = []
 
     def _reserve(self, size: int) -> None:
@@ -102,7 +102,7 @@ class StorageOffloader:
         held = sum(host.numel() for host in self._hosts)
         while held < size:
             piece = min(PIECE_BYTES, size - held)
-            self._hosts.append(torch.empty(piece, dtype=torch.uint8, pin_memory=device().type == "cuda"))
+            self._hosts.append(torch.empty(piece, dtype=torch.uint8, pin_memory=find_machine().pins_memory))
             held += piece
 
     def _pair(self, parked: Sequence[tuple[torch.UntypedStorage, int]]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -120,11 +120,6 @@ class StorageOffloader:
 
 def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _synchronize() -> None:
-    if device().type == "cuda":
-        torch.cuda.synchronize()
 
 
 class OffloadManager:
@@ -171,9 +166,7 @@ class OffloadManager:
         if self.offload is Offload.all:
             self._weights.park(weights)
         drop_fp8_weights(self._models)
-        if device().type == "cuda":
-            # Give the memory back to the GPU, for the other processes on it.
-            torch.cuda.empty_cache()
+        find_machine().give_back()
 
 
 def uses_weights(verb: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,7 +4,6 @@ Plain data and checks, which import no Megatron: they run before any process is 
 """
 
 import functools
-import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -12,7 +11,6 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megarl.config.checks.roles import find_nearest_divisor
@@ -271,32 +269,19 @@ def find_token_multiple(spec: WorkerSpec) -> int:
 
 @functools.cache
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine is installed; it also needs CUDA to run.
-
-    With CUDA it is imported, because a half-installed package is found like a whole one. Raises RuntimeError where
-    that fails: Megatron would go on without it, or end with an error that does not name it.
-    """
+    """Whether Transformer Engine is installed; it also needs CUDA to run. Raises RuntimeError where it is broken."""
     # Not importlib.util.find_spec: without CUDA the import hook finds it nowhere.
     if PathFinder.find_spec("transformer_engine") is None:
         return False
-    if torch.cuda.is_available():
-        try:
-            importlib.import_module("transformer_engine.pytorch")
-        except Exception as error:
-            raise RuntimeError(
-                f"Transformer Engine is installed and broken ({type(error).__name__}: {error}); make clean install"
-                " PLATFORM=cuda installs all of it, and without it megarl computes with plain torch layers"
-            ) from error
+    find_machine().import_engine()
     return True
 
 
-def check_role_fields(
-    arch: Architecture, spec: WorkerSpec, in_worker: bool = False, on_gpu: bool = False
-) -> Iterator[str]:
+def check_role_fields(arch: Architecture, spec: WorkerSpec, in_worker: bool = False) -> Iterator[str]:
     """One message for each key of the role that the model or the machine cannot follow.
 
     in_worker: this process is the one that computes; without it only what holds on every machine is reported,
-    because the ranks may have GPUs where this process has none. on_gpu: the ranks are known to have GPUs.
+    because the ranks may have GPUs where this process has none.
     """
     role = spec.role.value
     if spec.router_replay:
@@ -312,17 +297,8 @@ def check_role_fields(
         )
     if spec.recompute is Recompute.full:
         yield from _check_recompute(role, arch, spec)
-    if on_gpu and spec.dtype is Dtype.float32 and spec.parallel.cp > 1 and has_transformer_engine():
-        # Of its backends only the unfused one computes in float32, and it has no context parallelism
-        # (transformer_engine/pytorch/attention/dot_product_attention/utils.py, get_attention_backend).
-        yield (
-            f"{role}.dtype: found float32 with {role}.parallel.cp={spec.parallel.cp}; on a GPU Transformer Engine's"
-            f" attention has no context parallelism in float32: {role}.dtype=bfloat16, or {role}.parallel.cp=1"
-        )
-    if spec.fp8:
-        capability = find_machine().capability
-        if in_worker or capability or not has_transformer_engine():
-            yield from find_fp8_problems(role, spec.fp8, spec.fp8_recipe, has_transformer_engine(), capability)
+    if in_worker or spec.fp8:
+        yield from check_engine(spec, has_transformer_engine(), find_machine().capability, in_worker)
 
 
 def _check_lora(arch: Architecture, spec: WorkerSpec, lora: LoraConfig) -> Iterator[str]:
@@ -362,20 +338,28 @@ def _check_recompute(role: str, arch: Architecture, spec: WorkerSpec) -> Iterato
         yield f"{role}.recompute_num_layers: found {found}; there are {where}"
 
 
-def find_fp8_problems(
-    role: str, fp8: Fp8, recipe: Fp8Recipe, with_te: bool, capability: tuple[int, int] | None
-) -> Iterator[str]:
-    """Why FP8 products of this recipe cannot be computed; nothing where they can.
+def check_engine(spec: WorkerSpec, with_te: bool, capability: tuple[int, int] | None, in_worker: bool) -> Iterator[str]:
+    """What Transformer Engine and the GPU do not compute of the role.
 
-    with_te: Transformer Engine is installed. capability: compute capability of the GPU, None without one.
-    Megatron itself would go on without FP8.
+    with_te: Transformer Engine is installed. capability: compute capability of the GPU of this process, None without
+    one. Of FP8 Megatron itself would go on without it.
     """
+    role = spec.role.value
+    if capability and with_te and spec.dtype is Dtype.float32 and spec.parallel.cp > 1:
+        # Of its backends only the unfused one computes in float32, and it has no context parallelism
+        # (transformer_engine/pytorch/attention/dot_product_attention/utils.py, get_attention_backend).
+        yield (
+            f"{role}.dtype: found float32 with {role}.parallel.cp={spec.parallel.cp}; on a GPU Transformer Engine's"
+            f" attention has no context parallelism in float32: {role}.dtype=bfloat16, or {role}.parallel.cp=1"
+        )
+    if spec.fp8 is None:
+        return
+    recipe, asked = spec.fp8_recipe, f"{role}.fp8: found {spec.fp8.value}"
     needed = COMPUTE_CAPABILITIES[recipe]
-    asked = f"{role}.fp8: found {fp8.value}"
     if not with_te:
         yield f"{asked}; it needs Transformer Engine, which is not installed (make install PLATFORM=cuda), or null"
     elif capability is None:
-        yield f"{asked}; it needs a GPU and there is none here; null computes without it"
+        yield from [f"{asked}; it needs a GPU and there is none here; null computes without it"] * in_worker
     elif capability < needed:
         others = [r.value for r, least in COMPUTE_CAPABILITIES.items() if capability >= least]
         hint = f"; {role}.fp8_recipe may be {' or '.join(others)} here" if others else "; null computes without it"

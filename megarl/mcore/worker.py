@@ -18,7 +18,7 @@ from megarl.config.schema.algo import KLEstimator, needs_full_kl
 from megarl.mcore import bridge, process_groups
 from megarl.mcore.batch import PackedBatch, build_batch
 from megarl.mcore.checkpoint_format import DESCRIPTION
-from megarl.mcore.device import Gpu, find_machine
+from megarl.mcore.device import find_machine
 from megarl.mcore.entries import Entry, write_config
 from megarl.mcore.hf import copy_description, write_hf_checkpoint
 from megarl.mcore.layers import choose_overlap, describe_fast_ways, find_layers
@@ -78,7 +78,7 @@ class MegatronWorker:
         machine.prepare(spec.dtype, deterministic=spec.deterministic, num_threads=spec.num_threads)
         self.spec = spec = choose_overlap(spec)
         self.arch = read_architecture(Path(spec.checkpoint))
-        problems = list(check_role_fields(self.arch, spec, in_worker=True, on_gpu=isinstance(machine, Gpu)))
+        problems = list(check_role_fields(self.arch, spec, in_worker=True))
         if problems:
             raise ValueError("; ".join(problems))
         deadline = spec.deadline_s + COLLECTIVE_GRACE_S

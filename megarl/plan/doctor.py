@@ -418,11 +418,9 @@ def find_need(config: Config, overrides: Sequence[str], assumed: Sequence[str] =
 
 
 def count_gpus(config: Config) -> int:
-    """The largest number of GPUs that the job uses on one node; all, on one node, where they are not counted."""
-    groups = list_groups(config)
-    if config.cluster.gpus_per_node == 0:
-        return sum(group.num_gpus for group in groups)
-    used = {(slot.node, gpu) for slots in place(config.cluster, groups).values() for slot in slots for gpu in slot.gpus}
+    """The largest number of GPUs that the job uses on one node; 0 where they are not counted."""
+    placed = place(config.cluster, list_groups(config))
+    used = {(slot.node, gpu) for slots in placed.values() for slot in slots for gpu in slot.gpus}
     nodes = [node for node, _ in used]
     return max((nodes.count(node) for node in set(nodes)), default=0)
 

@@ -92,7 +92,7 @@ def print_job(configs: Mapping[str, Config], command: str) -> None:
     cluster = config.cluster
     slots = place(cluster, list_groups(config, command))
     print(f"allocation: {allocation.num_nodes} nodes x {allocation.gpus_per_node} GPUs", file=sys.stderr)
-    for line in describe_seats(slots, cluster.gpus_per_node):
+    for line in describe_seats(slots):
         print(line, file=sys.stderr)
     used = count_nodes(slots)
     if used < allocation.num_nodes:
@@ -103,14 +103,14 @@ def print_job(configs: Mapping[str, Config], command: str) -> None:
     print(f"MEGARL_OBJECT_STORE_MB={cluster.object_store_mb}")
 
 
-def describe_seats(slots: Mapping[str, Sequence[DeviceSlot]], gpus_per_node: int) -> Iterator[str]:
+def describe_seats(slots: Mapping[str, Sequence[DeviceSlot]]) -> Iterator[str]:
     """`policy: 16 processes on nodes 1 to 2, 16 GPUs`, a line for each group."""
     for name, group in slots.items():
         if group:
             first, last = 1 + min(slot.node for slot in group), 1 + max(slot.node for slot in group)
             nodes = f"node {first}" if first == last else f"nodes {first} to {last}"
             gpus = len({(slot.node, gpu) for slot in group for gpu in slot.gpus})
-            counted = f", {gpus} GPU{'s' if gpus > 1 else ''}" if gpus_per_node else ""
+            counted = f", {gpus} GPU{'s' if gpus > 1 else ''}" if gpus else ""
             yield f"{name}: {len(group)} process{'es' if len(group) > 1 else ''} on {nodes}{counted}"
 
 

@@ -49,8 +49,7 @@ def try_import(name: str) -> str | None:
 
 
 def describe_torch(torch: Any) -> dict[str, Any]:
-    available = torch.cuda.is_available()
-    return {"torch": torch.__version__, "cuda": torch.version.cuda, "gpus": list(list_gpus(torch)) if available else []}
+    return {"torch": torch.__version__, "cuda": torch.version.cuda, "gpus": list(list_gpus(torch))}
 
 
 def list_gpus(torch: Any) -> Iterator[tuple[str, tuple[int, int], float]]:

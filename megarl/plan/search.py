@@ -286,9 +286,8 @@ def _list_larger(config: Config, name: str) -> Iterator[Values]:
         cuts = [{}, {f"{name}.parallel.tp": parallel.tp * factor, f"{name}.parallel.sp": True}]
         yield from ({**number, **cut} for cut in cuts)
         cluster = config.cluster
-        if cluster.gpus_per_node:
-            more = ceil(parallel.num_processes * (factor - 1) / cluster.gpus_per_node)
-            yield from ({**number, **cut, **_list_nodes(config, cluster.num_nodes + more)} for cut in cuts)
+        more = ceil(parallel.num_processes * (factor - 1) / cluster.gpus_per_node)
+        yield from ({**number, **cut, **_list_nodes(config, cluster.num_nodes + more)} for cut in cuts)
 
 
 def check_plan(config: Config, models: PlannedModels) -> list[str]:
@@ -298,7 +297,7 @@ def check_plan(config: Config, models: PlannedModels) -> list[str]:
     elsewhere only batches are checked. There Megatron is imported and its parameters are counted, which takes seconds,
     in a process that is in no process group.
     """
-    if config.cluster.hardware.gpu is None or config.cluster.gpus_per_node == 0:
+    if config.cluster.hardware.gpu is None:
         return check_batches(config, build_jobs(config, models, on_gpu=False))
     try:
         plan = build_plan(config, models)

@@ -6,8 +6,6 @@ sends to other ranks and does not hide behind the products (bytes over the link)
 tokens (starting kernels; with experts, waiting for the host, which counts the tokens of each expert).
 """
 
-import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
@@ -19,6 +17,7 @@ from megarl.config.placement import list_groups, place
 from megarl.config.schema.roles import Offload, ParallelConfig, Recompute, RecomputeMethod
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import ClusterConfig, HardwareConfig, Placement, RolloutConfig, Transport
+from megarl.mcore.device import find_machine
 from megarl.mcore.microbatches import count_layer_work
 from megarl.models.architecture import Architecture
 from megarl.plan import assumptions as a
@@ -446,30 +445,8 @@ def find_peak_tflops(config: Config) -> float | None:
     operations a second. By the data sheet, in bfloat16, of the GPUs that both have; without a GPU, in policy.dtype, of
     all cores of this machine, measured. None where cluster.hardware is not known.
     """
-    hardware = config.cluster.hardware
-    if not torch.cuda.is_available() and config.cluster.gpus_per_node == 0:
-        return measure_cpu_tflops(getattr(torch, config.policy.dtype.value))
-    if hardware.gpu is None or config.cluster.gpus_per_node == 0:
-        return None
-    slots = place(config.cluster, list_groups(config))
+    hardware, slots = config.cluster.hardware, place(config.cluster, list_groups(config))
     gpus = {(slot.node, gpu) for role in ("policy", "critic") for slot in slots.get(role, ()) for gpu in slot.gpus}
-    return hardware.bf16_tflops * len(gpus)
-
-
-def measure_cpu_tflops(dtype: torch.dtype) -> float:
-    """The best of a few products that fit into the caches, on one core, times the number of cores; some milliseconds.
-
-    In seconds of this thread's own, so that a busy machine has the same peak as an idle one.
-    """
-    size, before = 512, torch.get_num_threads()
-    matrix = torch.ones(size, size, dtype=dtype)
-    torch.set_num_threads(1)
-    seconds = []
-    try:
-        for _ in range(5):
-            start = time.thread_time()
-            matrix @ matrix
-            seconds.append(time.thread_time() - start)
-    finally:
-        torch.set_num_threads(before)
-    return float(2 * size**3 * len(os.sched_getaffinity(0)) / min(seconds) / 1e12)
+    if gpus:
+        return hardware.bf16_tflops * len(gpus) or None
+    return find_machine().measure_tflops(getattr(torch, config.policy.dtype.value))

@@ -11,14 +11,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from megarl.config.schema.run import RolloutConfig
 from megarl.interfaces import DeadlineError, TurnRequest
 from megarl.models.checkpoint import load_tokenizer
 from megarl.rollout.answers import load_expert_architecture, parse_answer
 from megarl.rollout.client import URGENT, ConnectionLostError, RequestError, SGLangClient, find_cause
-from megarl.rollout.server import find_stop_tokens, load_generation_spec
+from megarl.rollout.server import find_serving, find_stop_tokens, load_generation_spec
 from megarl.types import Response
 
 T = TypeVar("T")
@@ -219,7 +217,7 @@ class SGLangEngine(OnEventLoop):
 
     @property
     def depends_on_batch(self) -> bool:
-        return not torch.cuda.is_available()
+        return find_serving().depends_on_batch
 
     async def generate_turns(self, requests: Sequence[TurnRequest], take: Callable[[int, Response], None]) -> None:
         """Generate all turns; see `RolloutEngine`. Raises ValueError for a turn without tokens before it or with an id

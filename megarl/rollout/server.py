@@ -26,6 +26,7 @@ import httpx
 from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.run import RolloutConfig
+from megarl.cpu.serving import CpuServing
 from megarl.files import load_json_object
 from megarl.interfaces import UNPUBLISHED, DeadlineError
 from megarl.models.families import FAMILIES
@@ -362,7 +363,6 @@ def load_json(file: Path) -> dict[str, Any]:
         raise ConfigError([str(error)]) from error
 
 
-STANDINS = Path(__file__).parents[1] / "cpu" / "standins"
 MODELS = Path(__file__).parent / "models"
 GUARD = Path(__file__).parents[1] / "guard.py"
 TRACKER_WARNINGS = "ignore::UserWarning:multiprocessing.resource_tracker"
@@ -400,13 +400,42 @@ class ServerError(RuntimeError):
     """A server did not start or has ended; the message has its exit status and the end of its log."""
 
 
+class GpuServing:
+    """What a server needs on a GPU; without one `megarl.cpu.serving.CpuServing` has the same attributes."""
+
+    depends_on_batch = False
+    default_tokens: int | None = None
+    folders: tuple[str, ...] = ()
+
+    def check(self, config: RolloutConfig) -> Iterator[str]:
+        return check_attention(config)
+
+    def list_options(self, config: RolloutConfig) -> dict[str, Any]:
+        # By default SGLang replays prefill from graphs that keep their inputs by weak references, whose memory later
+        # ones may have taken: wrong numbers (sglang issue 37606). Their memory would also never be given back.
+        options: dict[str, Any] = {"cuda_graph_backend_prefill": "disabled"}
+        if config.offload is not None:
+            # Without it, as on a CPU, SGLang takes the same calls and keeps the memory.
+            options["enable_memory_saver"] = True
+        if config.dtype is Dtype.float32:
+            # On Hopper SGLang takes FlashAttention 3, whatever the dtype.
+            options["attention_backend"] = "triton"
+        return options
+
+    def prepare(self, environment: dict[str, str], config: RolloutConfig) -> dict[str, str]:
+        environment = ON_GPU | (FLOAT32_ON_GPU if config.dtype is Dtype.float32 else {}) | environment
+        if config.offload is not None:
+            prepare_memory_saver(environment)
+        return environment
+
+
 @functools.cache
-def has_cuda() -> bool:
+def find_serving() -> GpuServing | CpuServing:
     if not any(path.exists() for path in GPU_DEVICES):
-        return False  # without the seconds that the import of torch takes
+        return CpuServing()  # without the seconds that the import of torch takes
     import torch
 
-    return torch.cuda.is_available()
+    return GpuServing() if torch.cuda.is_available() else CpuServing()
 
 
 def build_command(
@@ -416,11 +445,8 @@ def build_command(
 
     Raises ConfigError for keys of `rollout.sglang` that SGLang does not have, or that do not take the dtype.
     """
-    problems = [*check_options(config.sglang), *(check_attention(config) if has_cuda() else ())]
-    problems += check_variables(os.environ)
-    if not has_cuda() and config.kv_cache_tokens is None:
-        # By default SGLang takes most of the machine's memory and zero-fills it for minutes.
-        problems.append("rollout.kv_cache_tokens: null; on a CPU it must be a number of tokens")
+    serving = find_serving()
+    problems = [*check_options(config.sglang), *serving.check(config), *check_variables(os.environ)]
     if config.offload is not None and os.environ.get(GRAPH_SAVER, "").lower() in ("1", "true", "yes", "y"):
         problems.append(
             f"{GRAPH_SAVER}: found {os.environ[GRAPH_SAVER]} in the environment; with rollout.offload servers give back"
@@ -448,23 +474,11 @@ def build_command(
     if config.max_staleness > 0:
         # Verification of a weight sync and evaluations do not wait for prefetched responses.
         options |= {"enable_priority_scheduling": True}
-    if has_cuda():
-        # By default SGLang replays prefill from graphs that keep their inputs by weak references, whose memory later
-        # ones may have taken: wrong numbers (sglang issue 37606). Their memory would also never be given back.
-        options |= {"cuda_graph_backend_prefill": "disabled"}
-        if config.offload is not None:
-            # Without it, as on a CPU, SGLang takes the same calls and keeps the memory.
-            options |= {"enable_memory_saver": True}
     if config.router_replay:
         # Requests that share cached tokens are all told the experts of the one that computed them last, which near a
         # tie are not those with which each sampled its first token.
         options |= {"enable_return_routed_experts": True, "disable_radix_cache": True}
-    options |= load_family_options(checkpoint)
-    # Where SGLang's own choice would not do: on Hopper it takes FlashAttention 3, whatever the dtype.
-    if not has_cuda():
-        options |= {"device": "cpu", "attention_backend": "torch_native"}
-    elif config.dtype is Dtype.float32:
-        options |= {"attention_backend": "triton"}
+    options |= load_family_options(checkpoint) | serving.list_options(config)
     return [sys.executable, "-m", "sglang.launch_server", *render_options(options | config.sglang)]
 
 
@@ -474,7 +488,8 @@ def build_environment(config: RolloutConfig, scratch: Path, *, shares_gpus: bool
     shares_gpus: with processes of training roles.
     """
     environment = dict(os.environ)
-    path = [str(MODELS)]
+    serving = find_serving()
+    path = [*serving.folders, str(MODELS)]
     environment |= {
         "TMPDIR": str(scratch),
         # SGLang compiles kernels with the `ninja` that it finds there; a wheel of ours brings it.
@@ -494,19 +509,7 @@ def build_environment(config: RolloutConfig, scratch: Path, *, shares_gpus: bool
         # Roles use more of some GPUs than of others. SGLang, which counts with the least that is free on any, takes
         # that for processes of somebody else and would refuse; where the GPUs are the server's own it is right.
         environment.setdefault("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "false")
-    if has_cuda():
-        environment = ON_GPU | (FLOAT32_ON_GPU if config.dtype is Dtype.float32 else {}) | environment
-        if config.offload is not None:
-            prepare_memory_saver(environment)
-    else:
-        path.insert(0, str(STANDINS))
-        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(config.num_threads or 1)}
-        # Threads that spin while they wait slow down other processes on the same cores.
-        environment["OMP_WAIT_POLICY"] = "PASSIVE"
-        # A split embedding would be compiled, for which torch needs Triton, of which there is only a stand-in.
-        environment["TORCHDYNAMO_DISABLE"] = "1"
-        if config.tp > 1:
-            environment["SGLANG_CPU_OMP_THREADS_BIND"] = bind_ranks(sorted(os.sched_getaffinity(0)), config.tp)
+    environment = serving.prepare(environment, config)
     if "PYTHONPATH" in os.environ:
         path.append(os.environ["PYTHONPATH"])
     return environment | {"PYTHONPATH": os.pathsep.join(path)}
@@ -583,11 +586,6 @@ def link_model(command: Sequence[str], scratch: Path) -> list[str]:
     link = scratch / "model"
     link.symlink_to(path)
     return [*command[:place], str(link), *command[place + 1 :]]
-
-
-def bind_ranks(cpus: Sequence[int], tp: int) -> str:
-    """The value of SGLANG_CPU_OMP_THREADS_BIND: one CPU per rank of a server, round robin where CPUs are fewer."""
-    return "|".join(str(cpus[rank % len(cpus)]) for rank in range(tp))
 
 
 class SGLangServer:

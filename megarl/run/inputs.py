@@ -363,7 +363,7 @@ def _check_megatron_options(config: Config, specs: dict[Role, WorkerSpec], model
     architectures = {role: models.critic_architecture if role is Role.critic else models.architecture for role in specs}
     for role, spec in specs.items():
         yield from check_layout(architectures[role], spec.parallel, f"{role.value}.parallel", spec.megatron)
-        yield from check_role_fields(architectures[role], spec, on_gpu=config.cluster.gpus_per_node > 0)
+        yield from check_role_fields(architectures[role], spec)
     if config.model.megatron:
         from megarl.mcore.model import check_options  # imports Megatron, which takes seconds
 

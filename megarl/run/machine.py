@@ -14,7 +14,7 @@ from megarl.config.placement import SERVERS, list_groups
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import ClusterConfig
-from megarl.cpu.dtype import computes_bfloat16
+from megarl.cpu.dtype import choose_dtype
 
 SHM = Path("/dev/shm")
 SHM_NEEDED_FROM = 10**10
@@ -70,7 +70,7 @@ def find_memory() -> int:
 
 def describe_slow_dtypes(config: Config) -> str:
     """The keys of roles and servers that a CPU computes in bfloat16 without instructions for it; empty for none."""
-    if config.cluster.gpus_per_node > 0 or computes_bfloat16():
+    if choose_dtype(config.cluster.gpus_per_node) == Dtype.bfloat16.value:
         return ""
     names = [group.name.replace(SERVERS, "rollout") for group in list_groups(config) if group.num_processes > 0]
     keys = [name for name in names if getattr(config, name).dtype is Dtype.bfloat16]

@@ -57,8 +57,9 @@ HOMES = {
 ASKS_FOR_CUDA = re.compile(
     r"uses_transformer_engine\(|has_transformer_engine\(\)|cuda\.is_available\(\)|has_cuda\(\)|device\(\)\.type"
     r"|gpus_per_node (?:==|!=|>|<) 0|\b(?:if|not|and|or) [\w.]*\bgpus_per_node\b(?! [<>=!])"
+    r"|isinstance\(.*\bGpu\)"
 )
-MOST_CUDA_CONDITIONS = 42
+MOST_CUDA_CONDITIONS = 12
 """Outside of cpu/, whose room is there for what differs without CUDA. It falls to 8: device, layers, server command,
 sender, dtype preset, placement and two to spare."""
 

@@ -13,15 +13,14 @@ from tiny_checkpoints import write_checkpoint
 
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import Dtype, Fp8, Fp8Recipe, ParallelConfig, Recompute, RecomputeMethod
-from megarl.mcore import spec as role_fields
 from megarl.mcore.spec import (
     COMPUTE_CAPABILITIES,
     ROLE_KEYS,
     Role,
     WorkerSpec,
     build_role_fields,
+    check_engine,
     check_role_fields,
-    find_fp8_problems,
     find_token_multiple,
     has_transformer_engine,
     read_architecture,
@@ -149,7 +148,8 @@ H100, B200, ADA, A100 = (9, 0), (10, 0), (8, 9), (8, 0)
 def test_fp8_is_refused_where_it_cannot_be_computed(
     recipe: str, with_te: bool, capability: tuple[int, int] | None, message: str | None
 ) -> None:
-    problems = list(find_fp8_problems("policy", Fp8.hybrid, Fp8Recipe(recipe), with_te, capability))
+    spec = build_spec(fp8=Fp8.hybrid, fp8_recipe=Fp8Recipe(recipe))
+    problems = list(check_engine(spec, with_te, capability, in_worker=True))
     assert len(problems) == (message is not None)
     assert message is None or message in problems[0]
 
@@ -194,27 +194,20 @@ def test_without_transformer_engine_fp8_is_an_error_before_and_in_the_worker(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "cp", "with_te", "on_gpu", "is_refused"),
+    ("dtype", "cp", "with_te", "capability", "is_refused"),
     [
-        (Dtype.float32, 2, True, True, True),
-        (Dtype.bfloat16, 2, True, True, False),
-        (Dtype.float32, 1, True, True, False),
-        (Dtype.float32, 2, False, True, False),
-        (Dtype.float32, 2, True, False, False),
+        (Dtype.float32, 2, True, (9, 0), True),
+        (Dtype.bfloat16, 2, True, (9, 0), False),
+        (Dtype.float32, 1, True, (9, 0), False),
+        (Dtype.float32, 2, False, (9, 0), False),
+        (Dtype.float32, 2, True, None, False),
     ],
 )
 def test_transformer_engine_has_no_context_parallelism_in_float32(
-    arch: Architecture,
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: Dtype,
-    cp: int,
-    with_te: bool,
-    on_gpu: bool,
-    is_refused: bool,
+    dtype: Dtype, cp: int, with_te: bool, capability: tuple[int, int] | None, is_refused: bool
 ) -> None:
-    monkeypatch.setattr(role_fields, "has_transformer_engine", lambda: with_te)
     spec = build_spec(dtype=dtype, parallel=ParallelConfig(num_processes=cp, cp=cp))
-    problems = list(check_role_fields(arch, spec, on_gpu=on_gpu))
+    problems = list(check_engine(spec, with_te, capability, in_worker=True))
     assert len(problems) == is_refused
     if is_refused:
         assert problems[0].startswith("reference.dtype: found float32 with reference.parallel.cp=2;")

@@ -37,7 +37,6 @@ from megarl.plan.seconds import (
     count_microbatches,
     describe_work,
     find_peak_tflops,
-    measure_cpu_tflops,
 )
 from megarl.plan.tables import describe_pretraining, describe_stop
 
@@ -326,5 +325,4 @@ def test_the_peak_of_gpus_is_that_of_the_data_sheet_for_each_that_policy_or_crit
 def test_without_a_gpu_the_peak_is_measured_with_the_threads_as_they_were():
     before = torch.get_num_threads()
     assert find_peak_tflops(load_config([])) > 0
-    assert measure_cpu_tflops(torch.float32) > 0
     assert torch.get_num_threads() == before

@@ -16,6 +16,7 @@ import pytest
 from megarl.config.errors import ConfigError
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.run import RolloutConfig, ServerOffload
+from megarl.cpu.serving import STANDINS, CpuServing, bind_ranks
 from megarl.ports import LOCAL_PORTS, pick_free_port
 from megarl.rollout import server
 from megarl.rollout.server import (
@@ -23,7 +24,6 @@ from megarl.rollout.server import (
     OWN_OPTIONS,
     ServerError,
     SGLangServer,
-    bind_ranks,
     build_command,
     check_attention,
     check_options,
@@ -39,6 +39,10 @@ FLOAT32 = {"dtype": Dtype.float32}
 GRAPHS = "cuda_graph_backend_prefill"
 SHARED = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"
 (LEAK_CHECK,) = server.ON_GPU
+
+
+def serve_on(monkeypatch: pytest.MonkeyPatch, cuda: bool) -> None:
+    monkeypatch.setattr(server, "find_serving", server.GpuServing if cuda else CpuServing)
 
 
 def build_words(directory: Path, **keys) -> list[str]:
@@ -137,7 +141,7 @@ def test_values_are_written_as_command_line_words():
     ],
 )
 def test_the_command_has_the_configurations_options_and_those_of_the_device(tmp_path, monkeypatch, cuda, keys, flags):
-    monkeypatch.setattr(server, "has_cuda", lambda: cuda)
+    serve_on(monkeypatch, cuda)
     words = build_words(tmp_path, **keys)
     assert words[words.index("--model-path") + 1] == str(tmp_path)
     found = dict(itertools.pairwise(words))
@@ -190,7 +194,7 @@ def test_a_model_whose_class_does_not_generate_is_refused_with_the_class_that_do
 
 
 def test_a_cache_without_a_size_on_a_cpu_and_a_directory_without_a_model_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(server, "has_cuda", lambda: False)
+    serve_on(monkeypatch, False)
     with pytest.raises(ConfigError, match=r"rollout.kv_cache_tokens: null; on a CPU it must be a number"):
         build_words(tmp_path, kv_cache_tokens=None)
     with pytest.raises(ConfigError, match=r"not a checkpoint directory: it has no config.json"):
@@ -203,10 +207,10 @@ def test_servers_find_the_programs_of_the_environment_that_starts_them_and_witho
     """Although it is not activated."""
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     for cuda in (True, False):
-        monkeypatch.setattr(server, "has_cuda", lambda cuda=cuda: cuda)
+        serve_on(monkeypatch, cuda)
         environment = server.build_environment(RolloutConfig(), tmp_path)
         assert environment["PATH"].split(":") == [str(Path(sys.executable).parent), "/usr/bin", "/bin"]
-        assert (str(server.STANDINS) in environment["PYTHONPATH"].split(":")) == (not cuda)
+        assert (str(STANDINS) in environment["PYTHONPATH"].split(":")) == (not cuda)
     found = shutil.which("ninja", path=environment["PATH"])
     assert found is None or Path(found).parent == Path(sys.executable).parent
 
@@ -230,7 +234,7 @@ def test_servers_find_the_programs_of_the_environment_that_starts_them_and_witho
 def test_the_environment_has_the_settings_of_the_device_where_the_job_has_none(
     tmp_path, monkeypatch, cuda, keys, options, name, expected, own
 ):
-    monkeypatch.setattr(server, "has_cuda", lambda: cuda)
+    serve_on(monkeypatch, cuda)
     monkeypatch.delenv(name, raising=False)
     assert server.build_environment(RolloutConfig(**keys), tmp_path, **options).get(name) == expected
     if own is not None:
@@ -254,7 +258,7 @@ def wheels(tmp_path, monkeypatch):
 def test_servers_with_offload_find_the_cuda_runtime_of_the_wheels(wheels, tmp_path, monkeypatch, offload):
     monkeypatch.setenv("LD_LIBRARY_PATH", "/site/lib")
     for cuda in (True, False):
-        monkeypatch.setattr(server, "has_cuda", lambda cuda=cuda: cuda)
+        serve_on(monkeypatch, cuda)
         found = server.build_environment(RolloutConfig(offload=offload), tmp_path)["LD_LIBRARY_PATH"].split(":")
         assert found[-1] == "/site/lib"
         assert (str(wheels) in found[:-1]) == (cuda and offload is not None)
@@ -264,7 +268,7 @@ def test_servers_with_offload_find_the_cuda_runtime_of_the_wheels(wheels, tmp_pa
 def test_expandable_segments_are_taken_from_servers_with_offload_and_from_nobody_else(
     wheels, tmp_path, monkeypatch, name
 ):
-    monkeypatch.setattr(server, "has_cuda", lambda: True)
+    serve_on(monkeypatch, True)
     for given, expected in (
         ("expandable_segments:True", None),
         ("max_split_size_mb:64,expandable_segments:True", "max_split_size_mb:64"),
