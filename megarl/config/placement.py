@@ -154,6 +154,8 @@ def check_cluster(config: Config, command: str = "train") -> Iterator[str]:
     least_gpus = int(cluster.num_nodes > 1)
     counts = (("num_nodes", cluster.num_nodes, 1), ("gpus_per_node", cluster.gpus_per_node, least_gpus))
     bad = [f"cluster.{key}: found {found}; it must be {least} or more" for key, found, least in counts if found < least]
+    if cluster.num_nodes > 1:
+        yield from _check_several_nodes(config)
     yield from bad
     if bad:
         return
@@ -162,8 +164,6 @@ def check_cluster(config: Config, command: str = "train") -> Iterator[str]:
             f"cluster.ray_address: found {cluster.ray_address!r}; it must be HOST:PORT, {AUTO} for the environment's"
             f" {RAY_ADDRESS}, or null for a Ray of this run"
         )
-    if cluster.num_nodes > 1:
-        yield from _check_several_nodes(config)
     slots = place(cluster, groups)
     yield from _check_size(cluster, groups, slots)
     syncs = command == "train" and config.has_servers and config.rollout.transport is Transport.split

@@ -128,16 +128,16 @@ H100, B200, ADA, A100 = (9, 0), (10, 0), (8, 9), (8, 0)
 @pytest.mark.parametrize(
     ("recipe", "with_te", "capability", "message"),
     [
-        ("tensorwise", False, H100, "policy.fp8: found hybrid; it needs Transformer Engine, which is not installed"),
-        ("tensorwise", True, None, "policy.fp8: found hybrid; it needs a GPU and there is none here"),
+        ("tensorwise", False, H100, "reference.fp8: found hybrid; it needs Transformer Engine, which is not installed"),
+        ("tensorwise", True, None, "reference.fp8: found hybrid; it needs a GPU and there is none here"),
         ("tensorwise", True, A100, "compute capability 8.9 or more, and this one has 8.0; null computes without it"),
-        ("blockwise", True, ADA, "policy.fp8_recipe may be tensorwise here"),
+        ("blockwise", True, ADA, "reference.fp8_recipe may be tensorwise here"),
         (
             "mxfp8",
             True,
             H100,
-            "policy.fp8_recipe: found mxfp8; it needs a GPU of compute capability 10.0 or more, and this one has 9.0;"
-            " policy.fp8_recipe may be tensorwise or blockwise here",
+            "reference.fp8_recipe: found mxfp8; it needs a GPU of compute capability 10.0 or more, and this one has 9.0;"
+            " reference.fp8_recipe may be tensorwise or blockwise here",
         ),
         ("tensorwise", True, H100, None),
         ("tensorwise", True, ADA, None),
