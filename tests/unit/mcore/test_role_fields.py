@@ -136,7 +136,7 @@ H100, B200, ADA, A100 = (9, 0), (10, 0), (8, 9), (8, 0)
             "mxfp8",
             True,
             H100,
-            "reference.fp8_recipe: found mxfp8; it needs a GPU of compute capability 10.0 or more, and this one has 9.0;"
+            "fp8_recipe: found mxfp8; it needs a GPU of compute capability 10.0 or more, and this one has 9.0;"
             " reference.fp8_recipe may be tensorwise or blockwise here",
         ),
         ("tensorwise", True, H100, None),
