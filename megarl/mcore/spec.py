@@ -342,7 +342,7 @@ def check_engine(spec: WorkerSpec, with_te: bool, capability: tuple[int, int] | 
     """What Transformer Engine and the GPU do not compute of the role.
 
     with_te: Transformer Engine is installed. capability: compute capability of the GPU of this process, None without
-    one. Of FP8 Megatron itself would go on without it.
+    one.
     """
     role = spec.role.value
     if capability and with_te and spec.dtype is Dtype.float32 and spec.parallel.cp > 1:
@@ -352,14 +352,19 @@ def check_engine(spec: WorkerSpec, with_te: bool, capability: tuple[int, int] | 
             f"{role}.dtype: found float32 with {role}.parallel.cp={spec.parallel.cp}; on a GPU Transformer Engine's"
             f" attention has no context parallelism in float32: {role}.dtype=bfloat16, or {role}.parallel.cp=1"
         )
-    if spec.fp8 is None:
-        return
-    recipe, asked = spec.fp8_recipe, f"{role}.fp8: found {spec.fp8.value}"
-    needed = COMPUTE_CAPABILITIES[recipe]
+    if spec.fp8 and (in_worker or capability or not with_te):
+        yield from find_fp8_problems(role, spec.fp8, spec.fp8_recipe, with_te, capability)
+
+
+def find_fp8_problems(
+    role: str, fp8: Fp8, recipe: Fp8Recipe, with_te: bool, capability: tuple[int, int] | None
+) -> Iterator[str]:
+    """Why FP8 products of this recipe cannot be computed; Megatron itself would go on without FP8."""
+    needed, asked = COMPUTE_CAPABILITIES[recipe], f"{role}.fp8: found {fp8.value}"
     if not with_te:
         yield f"{asked}; it needs Transformer Engine, which is not installed (make install PLATFORM=cuda), or null"
     elif capability is None:
-        yield from [f"{asked}; it needs a GPU and there is none here; null computes without it"] * in_worker
+        yield f"{asked}; it needs a GPU and there is none here; null computes without it"
     elif capability < needed:
         others = [r.value for r, least in COMPUTE_CAPABILITIES.items() if capability >= least]
         hint = f"; {role}.fp8_recipe may be {' or '.join(others)} here" if others else "; null computes without it"

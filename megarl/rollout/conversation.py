@@ -298,7 +298,7 @@ def load_parser(
     tools: their schemas. parser: SGLang's name; None: as `find_parser` finds it for the chat template `template` and
     the tokenizer's added `tokens`. Raises ValueError for a parser that SGLang does not have, or where none is found.
     """
-    from megarl.rollout.server import STANDINS  # The server reads a chat template with what stands here.
+    from megarl.cpu.serving import STANDINS  # The server reads a chat template with what stands here.
 
     os.environ["SGLANG_FORWARD_UNKNOWN_TOOLS"] = "true"  # A call of an unknown tool is answered, too.
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # This process sees no GPU.

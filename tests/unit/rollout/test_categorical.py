@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from megarl.rollout.server import STANDINS
+from megarl.cpu.serving import STANDINS
 
 
 @pytest.fixture(scope="module")

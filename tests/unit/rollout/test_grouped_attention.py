@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from megarl.rollout.server import STANDINS
+from megarl.cpu.serving import STANDINS
 
 
 @pytest.fixture(scope="module")

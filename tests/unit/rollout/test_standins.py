@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megarl.rollout.server import STANDINS
+from megarl.cpu.serving import STANDINS
 
 
 def run(code: str) -> str:
