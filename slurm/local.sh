@@ -10,7 +10,7 @@ local_job() {
   print_command sbatch "${options[@]}" slurm/train.sh "${rest[@]}"
   sed -n 's/^#SBATCH/   /p' "$MEGARL_HOME/slurm/train.sh"
   echo
-  echo "1. The configuration against the allocation, and every node: its GPUs, model.path, a Ray that was left; data, reward."
+  echo "1. The configuration against the allocation, and every node: its GPUs, model.path, a Ray that was left."
   print_command "${check_job[@]}"
   print_command "${check_nodes[@]}"
   print_command "${compare_nodes[@]}"
@@ -104,7 +104,7 @@ compose_job() {
 }
 
 check_composed() {
-  "$MEGARL_PYTHON" -m megarl.plan.preflight job "--command=$command" "${arguments[@]}" | sed 's/^/    /'
+  "$MEGARL_PYTHON" -m megarl.plan.doctor --job "--command=$command" "${arguments[@]}" | sed 's/^/    /'
 }
 
 # Seconds of a time as sbatch takes it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S; 0 where there is none.

@@ -263,9 +263,9 @@ build_commands() {
     --nodelist="$(IFS=,; echo "${nodes[*]:1}")")
   # One node's Ray that ends ends all.
   ray=(--job-name=ray --kill-on-bad-exit=1)
-  check_job=("${on_head[@]}" "${inside[@]}" "$MEGARL_PYTHON" -m megarl.plan.preflight job "--command=$command" "${arguments[@]}")
-  check_nodes=("${on_all[@]}" "${inside[@]}" "$MEGARL_PYTHON" -m megarl.plan.preflight node "--command=$command" "${arguments[@]}")
-  compare_nodes=("${on_head[@]}" "${inside[@]}" "$MEGARL_PYTHON" -m megarl.plan.preflight compare "--command=$command" "${arguments[@]}")
+  check_job=("${on_head[@]}" "${inside[@]}" "$MEGARL_PYTHON" -m megarl.plan.doctor --job "--command=$command" "${arguments[@]}")
+  check_nodes=("${on_all[@]}" "${inside[@]}" "$MEGARL_PYTHON" -m megarl.plan.doctor --node "--command=$command" "${arguments[@]}")
+  compare_nodes=("${on_head[@]}" "${inside[@]}" "$MEGARL_PYTHON" -m megarl.plan.doctor --compare "--command=$command" "${arguments[@]}")
   start_head=("${on_head[@]}" "${ray[@]}" "${inside[@]}" bash "$MEGARL_HOME/slurm/node.sh")
   start_others=("${on_others[@]}" "${ray[@]}" "${inside[@]}" bash "$MEGARL_HOME/slurm/node.sh")
   start_driver=("${on_head[@]}" --job-name=driver "${inside[@]}" env "MEGARL_MARK=$driver_mark" "$MEGARL_PYTHON" -m "megarl.$command" "${arguments[@]}")

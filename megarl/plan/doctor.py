@@ -2,433 +2,290 @@
 
 Exit code 0: it can. 1: something is missing or wrong. 2: the configuration itself is wrong.
 
-The facts of the machine come from metadata, commands, and imports in processes of their own; they are judged by what
-the configuration needs.
+slurm/train.sh asks this of a job before Ray starts, with --command=NAME for what the job runs, if not train. Problems
+end it with code 2; nothing of it imports torch or Ray.
+
+--job      compares the configuration with the allocation; prints settings for train.sh as NAME=VALUE
+--node     prints what this node has, as a line of JSON
+--compare  compares the lines of all nodes, from stdin
 """
 
 import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 import re
-import resource
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import psutil
-from packaging.requirements import InvalidRequirement, Requirement
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from megarl.algo.registry import needs_critic
 from megarl.config.errors import ConfigError
-from megarl.config.load import load
-from megarl.config.placement import list_groups, place
+from megarl.config.evaluation_sets import expand_sets, load_configs
+from megarl.config.load import load, load_config
+from megarl.config.placement import check_allocation, check_cluster, count_nodes, list_groups, place, read_allocation
+from megarl.config.roll import rewrite_overrides
 from megarl.config.schema.roles import ModelSource
 from megarl.config.schema.root import Config
-from megarl.config.schema.run import LEAST_OF_KIND
+from megarl.config.schema.run import LEAST_OF_KIND, ClusterConfig
 from megarl.config.search_path import take_config_dirs
 from megarl.run.command import end_with_closed_pipe, end_with_config_error
+from megarl.run.machine import check_machine, check_object_store
+from megarl.run.resume import take_resume
 from megarl.task.sandbox import PROTECTIONS, find_protections
 
-LOCKS = Path(__file__).resolve().parents[1] / "tools" / "install"
-PLATFORMS = ("cpu", "cuda")
-PROBED = (("torch",), ("ray",))
-"""Modules to import, those of a tuple in one process; with a torch for CUDA, the CUDA packages are imported too"""
-PROBE_DEADLINE_S = 90.0
-"""Deadline of all imports; from a cold network file system torch alone takes many seconds"""
-COMMAND_DEADLINE_S = 5.0
 TRAIN = Path(__file__).resolve().parents[1] / "slurm" / "train.sh"
-IN_A_JOB = "SLURM_JOB_NUM_NODES"
 KEYS = {"nodes": "cluster.num_nodes", "gpus-per-node": "cluster.gpus_per_node"}
 """The key of conf/cluster/slurm.yaml that each option of sbatch sets"""
-CLUSTERS_OF_ANY_NODES = ("laptop", "slurm")
-"""Options of the cluster group that also run on nodes without GPUs"""
+DESCRIBE_TORCH = """
+import json, torch
+gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+print(json.dumps([torch.version.cuda, [(gpu.name, gpu.total_memory / 1e9) for gpu in gpus]]))
+"""
+LOAD_MEMORY_SAVER = (
+    "import sys; from megarl.rollout.server import find_preload_problem; sys.exit(find_preload_problem())"
+)
+"""Servers with rollout.offload preload it instead of importing it"""
+CUDA_MODULES = ("megatron.core", "transformer_engine.pytorch", "sgl_kernel", "flashinfer", "apex")
 FOR_CUDA = ("sglang-kernel", "flashinfer-python", "triton", "torchvision")
 """Packages that SGLang imports on a GPU; on a CPU there are stand-ins"""
-TRANSFORMER_ENGINE, ITS_MODULE = "transformer-engine", "transformer_engine.pytorch"
-DRIVER_LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
-"""What only NVIDIA's driver installs"""
-MANY_FILES = 65536
-FEWEST_FILES = 4096
+DRIVER_LIBRARY = re.compile(r"libcuda\.so\.1|libnvidia-ml\.so\.1")
+IMPORTS_S, COMMAND_S = 90.0, 30.0
+"""Deadlines: of all imports (from a cold network file system torch alone takes many seconds), and of a command"""
 LEAST_TMP_GB = 2.0
 """For Ray's session and the servers' scratch folders"""
-SHOWN = (
-    *("torch", "megatron-core", "transformer-engine", "apex", "sglang", "sglang-kernel", "flashinfer-python"),
-    *("flash-attn-4", "ray", "hydra-core", "transformers"),
-)
-MODULES = {"megatron-core": "megatron.core", "transformer-engine": "transformer_engine.pytorch"} | {
-    "sglang-kernel": "sgl_kernel", "flashinfer-python": "flashinfer",
-}  # fmt: skip
-"""The module of a distribution, where it has another name"""
-WIDTH = 120
-INDENT = 9
-EXIT_MISSING = 1
+LATER = "cluster.ray_address=first-node:0"
+"""A placeholder for the address that train.sh knows once Ray runs"""
+NOTE, MISSING, WRONG = "note", "missing", "wrong"
 
 
-class ApexKind(Enum):
-    """The two projects named apex."""
-
-    nvidia = "NVIDIA's, with its kernels"
-    python_only = "NVIDIA's, without its kernels"
-    other = "not NVIDIA's"
-
-
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     name: str
-    capability: tuple[int, int]
     memory_gb: float
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A model that the configuration starts from."""
-
-    key: str
-    asked: str
-    problem: str | None
-    """None: it exists, or the first run creates it here"""
-    remedy: str | None = None
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What is found on this machine."""
-
-    versions: dict[str, str]
-    """The version of every installed distribution, by canonical name"""
-    requirements: tuple[str, ...]
-    """Requirements in megarl's metadata, with the extra sglang; empty: megarl itself is not installed"""
-    pins: dict[str, dict[str, str]]
-    """The versions in tools/install/PLATFORM.lock, by platform (cpu, cuda) and distribution"""
-    apex: ApexKind | None
-    checkpoints: tuple[Checkpoint, ...]
-    system: str
-    python: str
-    num_cores: int
-    memory_gb: float
-    driver: str | None
-    """Version of NVIDIA's driver by nvidia-smi; None: there is none"""
-    compiler: str | None
-    nvcc: str | None
-    """CUDA's compiler, where SGLang looks for it; None: there is none"""
-    nvcc_cuda: str | None
-    """Its CUDA version, such as 13.0; None: it does not say"""
-    ninja: str | None
-    """On the PATH of the servers, which has the folder of this Python first"""
-    python_header: Path
-    has_python_header: bool
-    shm_free_gb: float
-    tmp_free_gb: float
-    open_files: tuple[int, int]
-    """Soft and hard limit"""
-    slurm: str | None
-    """Output of `sbatch --version`"""
-    slurm_job: str | None
-    hub_cache: Path
-    num_cached_models: int
-    sandbox: tuple[str, ...] = ()
-    """What keeps programs that a model wrote from the machine, of megarl.task.sandbox.PROTECTIONS"""
-    torch_version: str | None = None
-    """By its import; None: torch is not installed, or is broken"""
-    torch_cuda: str | None = None
-    """The CUDA version that torch was built for; None: a CPU build"""
-    gpus: tuple[Gpu, ...] = ()
-    problems: dict[str, str] = field(default_factory=dict)
-    """Why a module could not be imported, in one line, by module; without those that are not installed"""
-
-
-@dataclass(frozen=True)
-class Need:
-    """The needs of the chosen configuration on one node."""
-
-    cluster: str | None
-    """The option of the cluster group, where the command line chooses one"""
-    cuda: tuple[str, ...] = ()
-    """Settings that need a GPU, as key=value; empty: a CPU suffices"""
-    num_gpus: int = 0
-    """GPUs that this machine must have; 0 without `cuda`"""
-    fp8: tuple[tuple[str, str, str], ...] = ()
-    """(role, format, recipe) of each role that computes in FP8"""
-    object_store_gb: float = 0.0
-    gpu: str | None = None
-    """The GPU model that the job is planned for (cluster.hardware); None: not known"""
-    gpu_memory_gb: float = 0.0
-    """Memory of that GPU model"""
-    assumed: tuple[str, ...] = ()
-    """Settings, as key=value, assumed instead of those of a Slurm job, where there is no job yet"""
-
-
-class Level(Enum):
-    note = "note"
-    missing = "missing"
-    wrong = "wrong"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A problem or a note. A note does not keep the configuration from running."""
-
-    level: Level
+class Finding(NamedTuple):
+    level: str
+    """NOTE, which stops nothing, MISSING or WRONG"""
     text: str
     remedy: str | None = None
     """The command to run, or the key to set"""
 
 
-class Probe:
-    """Imports in processes of their own, which run while other facts are gathered."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "megarl.plan.probe"]
-        environment = {**os.environ, "RAY_DEDUP_LOGS": "0", "PYTHONWARNINGS": "ignore"}
-        self._running, self._folder = [], tempfile.TemporaryDirectory(prefix="megarl-doctor-")
-        for number, names in enumerate(PROBED):
-            # Files, not pipes, which a child of a killed process would hold open.
-            written = Path(self._folder.name, f"{number}.out"), Path(self._folder.name, f"{number}.err")
-            with written[0].open("w") as output, written[1].open("w") as errors:
-                process = subprocess.Popen([*command, *names], stdout=output, stderr=errors, env=environment)
-            self._running.append((process, *written))
-        self._end = time.monotonic() + PROBE_DEADLINE_S
-
-    def collect(self) -> dict[str, Any]:
-        """Wait for the imports; returns the fields of `Facts` that they tell. One that hangs or crashes becomes a
-        problem like any other.
-        """
-        found: dict[str, Any] = {}
-        problems: dict[str, str] = {}
-        for process, output, errors in self._running:
-            module, reason = "python", None
-            try:
-                process.wait(max(0.0, self._end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                # Not waited for: one that hangs in the kernel does not end.
-                process.kill()
-                reason = f"its import did not end within {PROBE_DEADLINE_S:.0f} s"
-            complete = output.read_text(errors="replace").rpartition("\n")[0].splitlines()
-            lines = [json.loads(line) for line in complete if line.startswith("{")]
-            last = (errors.read_text(errors="replace").strip().splitlines() or ["without a message"])[-1]
-            for line in lines:
-                module = line.get("begins", module)
-                if line.get("problem"):
-                    problems[line["module"]] = line["problem"]
-                if "torch" in line:
-                    gpus = tuple(Gpu(name, tuple(capability), memory) for name, capability, memory in line["gpus"])
-                    found = {"torch_version": line["torch"], "torch_cuda": line["cuda"], "gpus": gpus}
-            if reason or process.returncode:
-                problems[module] = reason or f"its import ended the process with {process.returncode}: {last}"
-        self._folder.cleanup()
-        return found | {"problems": problems}
+@dataclass(frozen=True)
+class Machine:
+    versions: Mapping[str, str]
+    """The version of every installed distribution, by canonical name"""
+    problems: Mapping[str, str]
+    """Why a module could not be imported, in one line; without those that are not installed"""
+    torch_cuda: str | None
+    """The CUDA version that torch was built for; None: a CPU build, or no torch"""
+    gpus: Sequence[Gpu]
+    driver: str | None
+    compilers: Mapping[str, str | None]
+    """The paths of cc, Python.h, ninja and nvcc; None where one is not found"""
+    nvcc_cuda: str | None
+    """CUDA version of nvcc, such as 13.0"""
+    tmp_free_gb: float
+    slurm: str | None
+    """Output of `sbatch --version`"""
 
 
-def find_versions() -> dict[str, str]:
-    found: dict[str, str] = {}
+def find_machine() -> Machine:
+    versions: dict[str, str] = {}
     for each in importlib.metadata.distributions():
-        name = each.metadata["Name"]  # None where a folder is half removed
-        if name:
+        if name := each.metadata["Name"]:  # None where a folder is half removed
             # The first on sys.path is the one that is imported.
-            found.setdefault(canonicalize_name(name), each.version)
-    return found
-
-
-def find_requirements() -> tuple[str, ...]:
-    """megarl's requirements without their markers and without those of extras other than sglang."""
-    try:
-        lines = importlib.metadata.requires("megarl") or []
-    except importlib.metadata.PackageNotFoundError:
-        return ()
-    split = [line.partition(";") for line in lines]
-    return tuple(need.strip() for need, _, marker in split if "extra" not in marker or "sglang" in marker)
-
-
-def read_pins(lock: Path) -> dict[str, str]:
-    """The versions in a lock file; empty where the file is missing."""
-    if not lock.is_file():
-        return {}
-    lines = (line.split("#")[0].strip() for line in lock.read_text().splitlines())
-    return {
-        canonicalize_name(name): version for name, mark, version in (line.partition("==") for line in lines) if mark
-    }
-
-
-def find_apex() -> ApexKind | None:
-    """Which of the two projects `import apex` would find, by its folders: its code is not run."""
-    spec = importlib.util.find_spec("apex")
-    if spec is None:
-        return None
-    folders = [Path(folder) for folder in spec.submodule_search_locations or []]
-    if not any((folder / "multi_tensor_apply").is_dir() for folder in folders):
-        return ApexKind.other
-    return ApexKind.nvidia if importlib.util.find_spec("amp_C") else ApexKind.python_only
-
-
-def find_checkpoints(config: Config) -> Iterator[Checkpoint]:
-    model = config.model
-    if model.source is ModelSource.path:
-        yield locate("model.path", model.path)
-    elif model.source is ModelSource.smollm2:
-        from megarl.models.checkpoint import find_gguf
-
-        yield Checkpoint("model.source", "smollm2", get_problem(find_gguf))
-    else:
-        yield Checkpoint("model.source", "random weights", None)
-    if needs_critic(config.algo) and config.critic.init is not None:
-        yield locate("critic.init", config.critic.init)
-
-
-def locate(key: str, path: str | None) -> Checkpoint:
-    from megarl.models.checkpoint import find_checkpoint
-
-    problem = get_problem(lambda: find_checkpoint(path, key, may_download=False))
-    is_name = path is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", path) is not None
-    remedy = f"hf download {path}, with HF_HOME where every node sees it; or {key}=DIRECTORY"
-    return Checkpoint(key, str(path), problem, remedy if is_name else f"{key}=DIRECTORY, or a name in that cache")
-
-
-def find_damage(config: Config, checkpoints: tuple[Checkpoint, ...]) -> tuple[Checkpoint, ...]:
-    """These checkpoints, which are all there, with what is wrong with their tensors, read from the files' headers.
-
-    A package that cannot be imported is said of the package.
-    """
-    if any(checkpoint.problem is not None for checkpoint in checkpoints):
-        return checkpoints
-    try:
-        from megarl.run.inputs import load_models
-    except Exception:
-        return checkpoints
-    damage = get_problem(lambda: load_models(config)) or ""
-    return tuple(
-        replace(found, problem=damage, remedy="download or convert it anew") if damage.startswith(found.key) else found
-        for found in checkpoints
-    )
-
-
-def get_problem(find: Callable[[], object]) -> str | None:
-    """The error that `find` raises, in one line; None where it raises none."""
-    try:
-        find()
-    except ConfigError as error:
-        return error.problems[0]
-    except Exception as error:  # for example of a broken package that it imports
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return None
-
-
-def gather(config: Config, probe: Probe) -> Facts:
-    try:
-        system = platform.freedesktop_os_release().get("PRETTY_NAME", platform.system())
-    except OSError:
-        system = platform.system()
-    try:
-        from huggingface_hub.constants import HF_HUB_CACHE
-    except Exception:  # its absence is reported with the packages
-        HF_HUB_CACHE = str(Path.home() / ".cache" / "huggingface" / "hub")
-    header, nvcc = Path(sysconfig.get_path("include")) / "Python.h", find_nvcc()
-    release = re.search(r"release (\d+\.\d+)", " ".join(ask_lines(nvcc, "--version") or ())) if nvcc else None
-    return Facts(
-        versions=find_versions(),
-        requirements=find_requirements(),
-        pins={name: read_pins(LOCKS / f"{name}.lock") for name in PLATFORMS},
-        apex=find_apex(),
-        checkpoints=find_damage(config, tuple(find_checkpoints(config))),
-        system=f"{system}, {platform.machine()}",
-        python=f"{platform.python_version()} ({sys.prefix})",
-        num_cores=len(os.sched_getaffinity(0)),
-        memory_gb=psutil.virtual_memory().total / 1e9,
-        driver=ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        compiler=shutil.which("cc") or shutil.which("gcc"),
-        nvcc=nvcc,
-        nvcc_cuda=release[1] if release else None,
-        ninja=shutil.which("ninja", path=os.pathsep.join([str(Path(sys.executable).parent), *os.get_exec_path()])),
-        python_header=header,
-        has_python_header=header.is_file(),
-        shm_free_gb=find_free_gb("/dev/shm"),
-        tmp_free_gb=find_free_gb(tempfile.gettempdir()),
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
-        slurm=ask("sbatch", "--version"),
-        slurm_job=os.environ.get("SLURM_JOB_ID"),
-        hub_cache=Path(HF_HUB_CACHE),
-        num_cached_models=len(list(Path(HF_HUB_CACHE).glob("models--*"))),
-        sandbox=find_protections(),
-        **probe.collect(),
-    )
-
-
-def find_nvcc() -> str | None:
-    """Where SGLang (kernels/jit/utils/compile/toolchain.py) and FlashInfer look: CUDA_HOME, PATH, /usr/local/cuda."""
+            versions.setdefault(canonicalize_name(name), each.version)
+    printed, problems = run_programs({"torch": DESCRIBE_TORCH, "ray": "import ray"})
+    cuda, gpus = json.loads(printed["torch"].splitlines()[-1]) if "torch" in printed else (None, [])
+    if cuda:
+        there = [name for name in CUDA_MODULES if importlib.util.find_spec(name.split(".")[0])]
+        # torch first, which loads NCCL for Transformer Engine.
+        programs = {name: f"import torch, {name}" for name in there}
+        problems |= run_programs(programs | ({"torch_memory_saver": LOAD_MEMORY_SAVER} if gpus else {}))[1]
+    # Where SGLang (kernels/jit/utils/compile/toolchain.py) and FlashInfer look.
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if home:
-        return shutil.which(f"{home}/bin/nvcc")
-    return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    nvcc = shutil.which(f"{home}/bin/nvcc" if home else "nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    release = re.search(r"release (\d+\.\d+)", " ".join(ask(nvcc, "--version") or ())) if nvcc else None
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    own_first = os.pathsep.join([str(Path(sys.executable).parent), *os.get_exec_path()])
+    return Machine(
+        versions=versions,
+        problems=problems,
+        torch_cuda=cuda,
+        gpus=[Gpu(*each) for each in gpus],
+        driver=next(iter(ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or ()), None),
+        compilers={
+            "cc": shutil.which("cc") or shutil.which("gcc"),
+            "Python.h": str(header) if header.is_file() else None,
+            "ninja": shutil.which("ninja", path=own_first),
+            "nvcc": nvcc,
+        },
+        nvcc_cuda=release[1] if release else None,
+        tmp_free_gb=shutil.disk_usage(tempfile.gettempdir()).free / 1e9,
+        slurm=next(iter(ask("sbatch", "--version") or ()), None),
+    )
 
 
-def find_free_gb(folder: str) -> float:
-    try:
-        return shutil.disk_usage(folder).free / 1e9
-    except OSError:
-        return 0.0
+def run_programs(programs: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """What each Python program printed, and why it failed, in one line; one that hangs or crashes affects no other."""
+    running, printed, problems = {}, dict[str, str](), dict[str, str]()
+    for name, program in programs.items():
+        # A file, not a pipe, which a child of a killed process would hold open.
+        said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        command = [sys.executable, "-W", "ignore", "-c", program]
+        running[name] = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT), said
+    end = time.monotonic() + IMPORTS_S
+    for name, (process, said) in running.items():
+        try:
+            code = process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()  # Not waited for: one that hangs in the kernel does not end.
+            problems[name] = f"its import did not end within {IMPORTS_S:.0f} s"
+            continue
+        said.seek(0)
+        text = said.read()
+        if code == 0:
+            printed[name] = text
+        else:
+            # What follows the frames of a traceback.
+            last = " ".join(re.split(r"^  .*\n", text, flags=re.MULTILINE)[-1].split())[:160]
+            problems[name] = last if code > 0 else f"its import ended the process with {code}: {last}"
+    return printed, problems
 
 
-def ask(*command: str) -> str | None:
-    """The first line that a command prints; None where there is none."""
-    return next(iter(ask_lines(*command) or ()), None)
-
-
-def ask_lines(*command: str, deadline_s: float = COMMAND_DEADLINE_S) -> list[str] | None:
+def ask(*command: str) -> list[str] | None:
     """The lines that a command prints; None where it is not installed, fails or takes too long."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return [line.strip() for line in done.stdout.strip().splitlines()]
 
 
-def find_need(config: Config, overrides: Sequence[str], assumed: Sequence[str] = ()) -> Need:
-    """The needs of `config`, composed from these overrides and those assumed of a Slurm job."""
-    cluster = find_choice(overrides, "cluster")
-    roles = {"policy": config.policy, **({"critic": config.critic} if needs_critic(config.algo) else {})}
-    fp8 = tuple((name, role.fp8.value, role.fp8_recipe.value) for name, role in roles.items() if role.fp8)
-    hardware = config.cluster.hardware
-    cuda = [f"cluster.hardware.gpu={hardware.gpu}"] if hardware.gpu is not None else []
-    if cluster is not None and cluster not in CLUSTERS_OF_ANY_NODES:
-        cuda = [f"cluster={cluster}"]
-    cuda += [f"{name}.fp8={kind}" for name, kind, _ in fp8]
-    if config.rollout.kv_cache_tokens is None and config.has_servers:
-        cuda.append("rollout.kv_cache_tokens=null")
-    return Need(
-        cluster=cluster,
-        cuda=tuple(cuda),
-        num_gpus=count_gpus(config) if cuda else 0,
-        fp8=fp8,
-        gpu=hardware.gpu,
-        gpu_memory_gb=hardware.memory_gib * 2**30 / 1e9,
-        object_store_gb=config.cluster.object_store_mb * 2**20 / 1e9,
-        assumed=tuple(assumed),
-    )
+def judge(machine: Machine, config: Config, cluster: str | None) -> Iterator[Finding]:
+    """What keeps the configuration from running on the machine, in the order in which to resolve it.
+
+    cluster: the option of the cluster group, where the command line chooses one.
+    """
+    needs = list_cuda_needs(config, cluster)
+    install = f"make install{' PLATFORM=cuda' if needs or machine.torch_cuda else ''}"
+    for line in importlib.metadata.requires("megarl") or []:
+        need = Requirement(line)
+        if need.marker is None or need.marker.evaluate({"extra": "sglang"}):
+            version = machine.versions.get(canonicalize_name(need.name))
+            if version is None:
+                yield Finding(MISSING, f"{need.name}{need.specifier} is not installed", install)
+            elif not need.specifier.contains(version, prereleases=True):
+                yield Finding(WRONG, f"{need.name}{need.specifier} is needed: found {version}", install)
+    for module, problem in machine.problems.items():
+        if DRIVER_LIBRARY.search(problem) and not machine.gpus:
+            yield Finding(NOTE, f"{module} was not tested; only NVIDIA's driver has what it loads: {problem}")
+        else:
+            # What is installed is not installed again without `clean`.
+            yield Finding(WRONG, f"{module} is broken: {problem}", install.replace("make", "make clean"))
+    if needs:
+        yield from check_gpus(machine, config, ", ".join(needs))
+    if needs or machine.gpus:
+        yield from check_cuda_packages(machine)
+    if machine.tmp_free_gb < LEAST_TMP_GB:
+        text = (
+            f"the temporary folder has {machine.tmp_free_gb:.1f} GB free; Ray and the servers need {LEAST_TMP_GB:.0f}"
+        )
+        yield Finding(WRONG, text, "free some, or TMPDIR on another disk")
+    if cluster == "slurm" and machine.slurm is None and "SLURM_JOB_ID" not in os.environ:
+        yield Finding(MISSING, "cluster=slurm, and there are no Slurm commands here", "start it on a login node")
 
 
-def count_gpus(config: Config) -> int:
-    """The largest number of GPUs that the job uses on one node; 0 where they are not counted."""
-    placed = place(config.cluster, list_groups(config))
-    used = {(slot.node, gpu) for slots in placed.values() for slot in slots for gpu in slot.gpus}
-    nodes = [node for node, _ in used]
-    return max((nodes.count(node) for node in set(nodes)), default=0)
+def list_cuda_needs(config: Config, cluster: str | None) -> list[str]:
+    """The settings that need a GPU, as key=value; empty: a CPU suffices."""
+    gpu = config.cluster.hardware.gpu
+    needs = [f"cluster.hardware.gpu={gpu}"] if gpu is not None else []
+    if cluster not in (None, "laptop", "slurm"):
+        needs = [f"cluster={cluster}"]
+    roles = {"policy": config.policy} | ({"critic": config.critic} if needs_critic(config.algo) else {})
+    needs += [f"{name}.fp8={role.fp8.value}" for name, role in roles.items() if role.fp8]
+    return needs + ["rollout.kv_cache_tokens=null"] * (config.has_servers and config.rollout.kv_cache_tokens is None)
 
 
-def find_choice(overrides: Sequence[str], group: str) -> str | None:
-    """The last option chosen of a group; None: none was."""
-    chosen = [value for name, _, value in (text.partition("=") for text in overrides) if name == group]
-    return chosen[-1] if chosen else None
+def check_gpus(machine: Machine, config: Config, needs: str) -> Iterator[Finding]:
+    """Check for as many GPUs as the job has on one node, and for a torch that can use them."""
+    gpus, hardware, slots = machine.gpus, config.cluster.hardware, place(config.cluster, list_groups(config))
+    number = len({gpu for own in slots.values() for slot in own if slot.node == 0 for gpu in slot.gpus})
+    if "torch" in machine.versions and machine.torch_cuda is None:
+        text = f"a torch for CUDA ({needs}): found {machine.versions['torch']}, a CPU build"
+        yield Finding(MISSING, text, "make install PLATFORM=cuda, or the image of slurm/Dockerfile")
+    if not gpus:
+        seen = f"driver {machine.driver}, which torch cannot use" if machine.driver else "no NVIDIA driver"
+        remedy = "run it on a node with GPUs (sbatch slurm/train.sh); on a CPU cluster=laptop and a small model"
+        if machine.driver and machine.torch_cuda:
+            remedy = f"a driver for CUDA {machine.torch_cuda} (of CUDA 13: 580 or newer), or GPUs that are visible"
+        yield Finding(MISSING, f"{number} GPUs on one node ({needs}): found none, {seen}", remedy)
+    elif len(gpus) < number:
+        remedy = "more nodes or GPUs, fewer processes and servers, or cluster.placement=colocated"
+        yield Finding(MISSING, f"{number} GPUs on one node: found {len(gpus)}", remedy)
+    elif gpus[0].memory_gb < LEAST_OF_KIND * (planned := hardware.memory_gib * 2**30 / 1e9):
+        text = f"{gpus[0].name} has {gpus[0].memory_gb:.0f} GB; the job is planned for {hardware.gpu}, {planned:.0f} GB"
+        yield Finding(NOTE, text, "the cluster= of these GPUs, or cluster.hardware.gpu and .memory_gib")
+
+
+def check_cuda_packages(machine: Machine) -> Iterator[Finding]:
+    """Check what a GPU is used with, and what compiles kernels during a run."""
+    install, cuda, nvcc = "make install PLATFORM=cuda", machine.torch_cuda, machine.compilers["nvcc"]
+    if absent := [name for name in FOR_CUDA if name not in machine.versions]:
+        yield Finding(MISSING, f"SGLang's needs on a GPU: {', '.join(absent)}", install)
+    if "transformer-engine" not in machine.versions:
+        yield Finding(
+            NOTE, "without Transformer Engine policy and critic compute with slower layers, of torch", install
+        )
+    for name in ("cc", "Python.h", "ninja"):
+        if machine.compilers[name] is None:
+            remedy = install if name == "ninja" else "apt-get install gcc libc6-dev python3-dev"
+            yield Finding(MISSING, f"{name}, with which kernels are compiled during a run, is not here", remedy)
+    if cuda is not None and (nvcc is None or (machine.nvcc_cuda or "").split(".")[0] != cuda.split(".")[0]):
+        text = f"nvcc of CUDA {cuda}, with which the servers compile kernels: found {nvcc} {machine.nvcc_cuda or ''}"
+        yield Finding(MISSING, text.rstrip(), f"apt-get install cuda-toolkit-{cuda.replace('.', '-')}, or CUDA_HOME")
+
+
+def check_models(config: Config, command: str = "train") -> Iterator[Finding]:
+    """The models that the configuration starts from and that this machine does not have."""
+    from megarl.models.checkpoint import find_checkpoint
+
+    paths = {"model.path": config.model.path} if config.model.source is ModelSource.path else {}
+    if needs_critic(config.algo) and config.critic.init is not None and command == "train":
+        paths["critic.init"] = config.critic.init
+    for key, path in paths.items():
+        try:
+            find_checkpoint(path, key, may_download=False)
+        except ConfigError as error:
+            yield Finding(MISSING, error.problems[0])
+
+
+def check_tensors(config: Config) -> Iterator[Finding]:
+    """What is wrong with the tensors of models that are there, by the headers of their files."""
+    try:
+        from megarl.run.inputs import load_models
+
+        load_models(config)
+    except ConfigError as error:
+        yield Finding(WRONG, error.problems[0], "download or convert it anew")
+    except ImportError:
+        return  # The broken package has been named.
 
 
 def assume_allocation(overrides: Sequence[str], environment: Mapping[str, str], script: Path = TRAIN) -> list[str]:
@@ -436,328 +293,166 @@ def assume_allocation(overrides: Sequence[str], environment: Mapping[str, str], 
 
     Overrides from the script's #SBATCH lines, for keys that are not given; empty in a job and for other clusters.
     """
-    if find_choice(overrides, "cluster") != "slurm" or environment.get(IN_A_JOB) or not script.is_file():
+    if find_cluster(overrides) != "slurm" or environment.get("SLURM_JOB_NUM_NODES") or not script.is_file():
         return []
     given = {text.partition("=")[0].lstrip("+") for text in overrides}
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\d+)$", script.read_text(), flags=re.MULTILINE))
     return [f"{key}={options[name]}" for name, key in KEYS.items() if name in options and key not in given]
 
 
-def judge(facts: Facts, need: Need) -> list[Finding]:
-    """All findings, in the order in which to resolve them."""
-    checks = (
-        *(check_megarl, check_imports, check_cuda, check_cuda_packages, check_fp8, check_apex),
-        *(check_checkpoints, check_memory, check_slurm),
-    )
-    return [finding for check in checks for finding in check(facts, need)]
+def find_cluster(overrides: Sequence[str]) -> str | None:
+    return next((text.removeprefix("cluster=") for text in reversed(overrides) if text.startswith("cluster=")), None)
 
 
-def choose_platform(facts: Facts, need: Need) -> str:
-    """The platform whose lock file applies: cuda where torch is built for it, or the configuration needs a GPU."""
-    return "cuda" if need.cuda or facts.torch_cuda else "cpu"
-
-
-def name_install(facts: Facts, need: Need) -> str:
-    return "make install PLATFORM=cuda" if choose_platform(facts, need) == "cuda" else "make install"
-
-
-def check_megarl(facts: Facts, need: Need) -> Iterator[Finding]:
-    """Check the installed versions against the requirements of pyproject.toml."""
-    if not facts.requirements:
-        yield Finding(Level.missing, "megarl itself is not installed", name_install(facts, need))
-    absent, other = [], []
-    for text in facts.requirements:
-        try:
-            requirement = Requirement(text)
-        except InvalidRequirement:  # a newer metadata format than packaging supports
-            continue
-        version = facts.versions.get(canonicalize_name(requirement.name))
-        if version is None:
-            absent.append(str(requirement))
-        elif not requirement.specifier.contains(version, prereleases=True):
-            other.append(f"{requirement} (found {version})")
-    if absent:
-        yield Finding(Level.missing, f"not installed: {join(absent)}", name_install(facts, need))
-    if other:
-        yield Finding(Level.wrong, f"other versions than megarl needs: {join(other)}", name_install(facts, need))
-
-
-def check_imports(facts: Facts, need: Need) -> Iterator[Finding]:
-    problems = facts.problems
-    waiting = [module for module, problem in problems.items() if needs_driver(facts, problem)]
-    for module, problem in problems.items():
-        if module not in waiting:
-            text = problem if len(problem) <= 160 else f"{problem[:157]}..."
-            # What is installed is not installed again without `clean`.
-            remedy = name_install(facts, need).replace("make install", "make clean install")
-            yield Finding(Level.wrong, f"{module} is broken: {text}", remedy)
-    if waiting:
-        yield Finding(
-            Level.note,
-            f"not tested, as only NVIDIA's driver has what they load ({DRIVER_LIBRARIES[0]}): {join(waiting)}",
-        )
-
-
-def needs_driver(facts: Facts, problem: str) -> bool:
-    """Whether an import failed for want of a driver alone, on a machine that has none."""
-    return not facts.gpus and any(name in problem for name in DRIVER_LIBRARIES)
-
-
-def check_cuda(facts: Facts, need: Need) -> Iterator[Finding]:
-    """Check for GPUs and a torch that can use them, where the configuration needs them."""
-    if not need.cuda:
-        return
-    why = join(need.cuda)
-    if facts.torch_version is not None and facts.torch_cuda is None:
-        yield Finding(
-            Level.missing,
-            f"a torch for CUDA ({why}): found {facts.torch_version}, a CPU build",
-            "make install PLATFORM=cuda, or the image of slurm/Dockerfile",
-        )
-    if not facts.gpus:
-        driver = facts.driver
-        seen = f"driver {driver}, which torch cannot use" if driver else "no NVIDIA driver"
-        remedy = "run it on a node with GPUs (sbatch slurm/train.sh); on a CPU cluster=laptop and a small model"
-        if driver and facts.torch_cuda:
-            remedy = f"a driver for CUDA {facts.torch_cuda} (of CUDA 13: 580 or newer), or GPUs that are visible"
-        yield Finding(Level.missing, f"{need.num_gpus} GPUs on one node ({why}): found none, {seen}", remedy)
-    elif len(facts.gpus) < need.num_gpus:
-        yield Finding(
-            Level.missing,
-            f"{need.num_gpus} GPUs on one node: found {len(facts.gpus)}",
-            "more nodes or GPUs, fewer processes and servers, or cluster.placement=colocated",
-        )
-    elif len({gpu.name for gpu in facts.gpus}) > 1:
-        names = join(sorted({gpu.name for gpu in facts.gpus}))
-        yield Finding(Level.wrong, f"GPUs of several kinds: {names}", "CUDA_VISIBLE_DEVICES with those of one kind")
-    elif facts.gpus[0].memory_gb < LEAST_OF_KIND * need.gpu_memory_gb:
-        gpu = facts.gpus[0]
-        yield Finding(
-            Level.note,
-            f"{gpu.name} has {gpu.memory_gb:.0f} GB; the job is planned for {need.gpu}, {need.gpu_memory_gb:.0f} GB",
-            "the cluster= of these GPUs, or cluster.hardware.gpu and .memory_gib",
-        )
-
-
-def check_cuda_packages(facts: Facts, need: Need) -> Iterator[Finding]:
-    """Check the CUDA packages, also where the configuration does not need the GPU: one that is there is used."""
-    if not need.cuda and not facts.gpus:
-        return
-    absent = [name for name in FOR_CUDA if name not in facts.versions]
-    if absent:
-        yield Finding(Level.missing, f"SGLang's needs on a GPU: {join(absent)}", "make install PLATFORM=cuda")
-    if TRANSFORMER_ENGINE not in facts.versions and not need.fp8:
-        yield Finding(
-            Level.note,
-            "without Transformer Engine policy and critic compute with plain torch layers, slower",
-            "make install PLATFORM=cuda",
-        )
-    yield from check_compilers(facts)
-
-
-def check_compilers(facts: Facts) -> Iterator[Finding]:
-    """Check what compiles kernels during a run: Triton's C compiler, and nvcc and ninja of SGLang and FlashInfer."""
-    tools = [] if facts.compiler else ["a C compiler (cc)"]
-    tools += [] if facts.has_python_header else [str(facts.python_header)]
-    if tools:
-        version = ".".join(facts.python.split(".")[:2])
-        yield Finding(
-            Level.missing,
-            f"{join(tools)}, with which Triton compiles kernels during a run",
-            f"apt-get install gcc libc6-dev python{version}-dev",
-        )
-    if facts.ninja is None:
-        yield Finding(Level.missing, "ninja, with which the servers compile kernels", "make install PLATFORM=cuda")
-    wanted = facts.torch_cuda
-    if wanted is None:
-        return
-    remedy = f"apt-get install cuda-toolkit-{wanted.replace('.', '-')}, or its module; CUDA_HOME where it is elsewhere"
-    if facts.nvcc is None:
-        yield Finding(Level.missing, f"nvcc of CUDA {wanted}, with which the servers compile kernels", remedy)
-    elif facts.nvcc_cuda is None or facts.nvcc_cuda.split(".")[0] != wanted.split(".")[0]:
-        found = f"is of CUDA {facts.nvcc_cuda}" if facts.nvcc_cuda else "says no version"
-        yield Finding(Level.wrong, f"{facts.nvcc} {found}, and torch is built for CUDA {wanted}", remedy)
-
-
-def check_fp8(facts: Facts, need: Need) -> Iterator[Finding]:
-    if not need.fp8 or facts.torch_version is None:
-        return
-    # Imports torch, for which only these configurations pay again.
-    from megarl.config.schema.roles import Fp8, Fp8Recipe
-    from megarl.mcore.spec import find_fp8_problems
-
-    if ITS_MODULE in facts.problems:
-        return  # check_imports says so
-    with_te = TRANSFORMER_ENGINE in facts.versions
-    capability = min((gpu.capability for gpu in facts.gpus), default=None)
-    for role, kind, recipe in need.fp8:
-        for problem in find_fp8_problems(role, Fp8(kind), Fp8Recipe(recipe), with_te, capability):
-            yield Finding(Level.missing, problem)
-
-
-def check_apex(facts: Facts, need: Need) -> Iterator[Finding]:
-    if facts.apex is ApexKind.other:
-        yield Finding(
-            Level.wrong,
-            "apex is not NVIDIA's (PyPI's is another project), and Megatron takes it for that",
-            "pip uninstall apex",
-        )
-    if choose_platform(facts, need) == "cuda" and facts.apex is ApexKind.python_only:
-        yield Finding(
-            Level.note,
-            "NVIDIA's apex has no kernels, so that Megatron cannot use it",
-            "build it where nvcc is (slurm/Dockerfile)",
-        )
-
-
-def check_checkpoints(facts: Facts, need: Need) -> Iterator[Finding]:
-    for each in facts.checkpoints:
-        if each.problem is not None:
-            yield Finding(Level.missing, each.problem, each.remedy)
-
-
-def check_memory(facts: Facts, need: Need) -> Iterator[Finding]:
-    """Check shared memory, the temporary folder and the limit of open files."""
-    if facts.shm_free_gb < need.object_store_gb:
-        yield Finding(
-            Level.wrong,
-            f"/dev/shm has {facts.shm_free_gb:.1f} GB free; Ray's object store takes {need.object_store_gb:.1f} GB"
-            " (cluster.object_store_mb)",
-            "a smaller cluster.object_store_mb; docker run --shm-size=64g or --ipc=host",
-        )
-    if facts.tmp_free_gb < LEAST_TMP_GB:
-        yield Finding(
-            Level.wrong,
-            f"the temporary folder has {facts.tmp_free_gb:.1f} GB free; Ray and the servers need {LEAST_TMP_GB:.0f}",
-            "free some, or TMPDIR on another disk",
-        )
-    soft, hard = facts.open_files
-    if need.cuda and 0 <= soft < FEWEST_FILES:
-        level = Level.wrong if 0 <= hard < FEWEST_FILES else Level.note
-        text = f"{soft} open files are allowed (at most {hard}); Ray on a cluster wants {MANY_FILES}"
-        yield Finding(level, text, f"ulimit -n {MANY_FILES if hard < 0 else min(hard, MANY_FILES)}")
-
-
-def check_slurm(facts: Facts, need: Need) -> Iterator[Finding]:
-    if need.assumed:
-        yield Finding(
-            Level.note,
-            f"this is not a Slurm job; it is checked against the request of slurm/train.sh: {join(need.assumed)}",
-            "set these keys if you request other numbers from sbatch",
-        )
-    if need.cluster == "slurm" and facts.slurm is None and facts.slurm_job is None:
-        yield Finding(
-            Level.missing,
-            "cluster=slurm, and there are no Slurm commands here",
-            "start it on a login node of the cluster; without Slurm another cluster=",
-        )
-
-
-def join(names: Sequence[str]) -> str:
-    return ", ".join(names)
-
-
-def render(title: str, facts: Facts, need: Need, findings: Sequence[Finding]) -> list[str]:
-    """The lines of the text, of at most WIDTH characters where the machine's own names are not longer."""
-    return [
-        f"megarl doctor: {title}",
-        "",
-        *_render_packages(facts, choose_platform(facts, need)),
-        "",
-        *_render_machine(facts),
-        "",
-        *_render_findings(findings),
-    ]
-
-
-def _render_packages(facts: Facts, platform: str) -> Iterator[str]:
-    pins = facts.pins.get(platform, {})
-    yield f"{'package':<20}{'here':<16}{platform}.lock"
-    for name in SHOWN:
-        version, pin = facts.versions.get(name), pins.get(name)
-        line = f"{name:<20}{version or '-':<16}{pin or '-':<16}{_remark(facts, name, version, pin)}"
-        yield line.rstrip()
-
-
-def _remark(facts: Facts, name: str, version: str | None, pin: str | None) -> str:
-    problem = facts.problems.get(MODULES.get(name, name))
-    if problem is not None:
-        return "needs the driver" if needs_driver(facts, problem) else "broken"
-    if name == "apex":
-        return "optional: NVIDIA's, from source" if facts.apex is None else facts.apex.value
-    if version is None:
-        return "not there" if pin else "for CUDA alone"
-    if name == "torch" and facts.torch_version is not None:
-        build = f"CUDA {facts.torch_cuda}" if facts.torch_cuda else "CPU build"
-        return build if version.partition("+")[0] == pin else f"{build}, another version"
-    return "" if version == pin or pin is None else "another version"
-
-
-def _render_machine(facts: Facts) -> Iterator[str]:
-    gpus = facts.gpus
-    kinds = sorted({f"{gpu.name} ({gpu.memory_gb:.0f} GB)" for gpu in gpus})
-    job = f", in job {facts.slurm_job}" if facts.slurm_job else ""
-    soft, hard = ("unlimited" if limit < 0 else str(limit) for limit in facts.open_files)
-    models = [f"{each.key}: {each.asked}{'' if each.problem is None else ', NOT FOUND'}" for each in facts.checkpoints]
-    lacking = [name for name in PROTECTIONS if name not in facts.sandbox]
+def render(machine: Machine, findings: Sequence[Finding]) -> Iterator[str]:
+    """The lines of the report."""
+    kinds = sorted({f"{gpu.name} ({gpu.memory_gb:.0f} GB)" for gpu in machine.gpus})
+    sandbox, build = find_protections(), f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "a CPU build"
+    packages = ("torch", "megatron-core", "transformer-engine", "sglang", "ray")
     rows = {
-        "system": f"{facts.system}, {facts.num_cores} cores, {facts.memory_gb:.0f} GB; Python {facts.python}",
-        "GPUs": (f"{len(gpus)} x {', '.join(kinds)}" if gpus else "none")
-        + (f"; driver {facts.driver}" if facts.driver else "; no NVIDIA driver"),
-        "compiler": f"{facts.compiler or 'none'}; Python.h {'found' if facts.has_python_header else 'not found'};"
-        f" nvcc {f'{facts.nvcc} ({facts.nvcc_cuda})' if facts.nvcc else 'none'}; ninja {facts.ninja or 'none'}",
-        "Slurm": f"{facts.slurm or 'not found'}{job}",
-        "limits": f"/dev/shm {facts.shm_free_gb:.1f} GB free, temporary folder {facts.tmp_free_gb:.1f} GB free,"
-        f" open files {soft} (at most {hard})",
-        "model": "; ".join(models),
-        "HF cache": f"{facts.hub_cache}, {facts.num_cached_models} models",
-        "sandbox": ", ".join(facts.sandbox or ["limits only"]) + f"; not here: {', '.join(lacking)}" * bool(lacking),
+        "packages": ", ".join(f"{name} {machine.versions.get(name, '-')}" for name in packages) + f"; torch is {build}",
+        "system": f"{len(os.sched_getaffinity(0))} cores, {psutil.virtual_memory().total / 1e9:.0f} GB; {sys.prefix}",
+        "GPUs": f"{len(machine.gpus)} x {', '.join(kinds)}; driver {machine.driver}" if kinds else "none",
+        "compilers": ", ".join(f"{name} {path or '-'}" for name, path in machine.compilers.items()),
+        "Slurm": machine.slurm or "not found",
+        "sandbox": ", ".join(name if name in sandbox else f"no {name}" for name in PROTECTIONS),
     }
-    yield from (f"{name:<10}{text}" for name, text in rows.items())
+    lines = [f"{name:<11}{text}" for name, text in rows.items()]
+    for level, text, remedy in findings:
+        lines.append(f"{level:<11}{text}{f' -> {remedy}' if remedy else ''}")
+    for line in lines:
+        yield from textwrap.wrap(line, 120, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False)
+    stopping = sum(finding.level != NOTE for finding in findings)
+    yield f"it cannot run here: {stopping} missing or wrong" if stopping else "it can run here"
 
 
-def _render_findings(findings: Sequence[Finding]) -> Iterator[str]:
-    for finding in findings:
-        remedy = f" -> {finding.remedy}" if finding.remedy else ""
-        yield from textwrap.wrap(
-            f"{finding.level.value:<{INDENT}}{finding.text}{remedy}",
-            WIDTH,
-            subsequent_indent=" " * INDENT,
-            break_long_words=False,
-            break_on_hyphens=False,
-            replace_whitespace=False,
-        )
-    stopping = count_stopping(findings)
-    if stopping:
-        yield f"it cannot run here: {stopping} {'thing is' if stopping == 1 else 'things are'} missing or wrong"
+def check_job(config: Config, command: str) -> Iterator[str]:
+    """The problems of the configuration in this allocation; where there are none, its settings and places are printed:
+    the settings for train.sh to stdout, the places of the processes to stderr.
+    """
+    cluster, allocation = config.cluster, read_allocation(os.environ)
+    problems = [*check_allocation(cluster, allocation), *check_cluster(config, command)]
+    yield from problems
+    if problems:
+        return
+    slots = place(cluster, list_groups(config, command))
+    print(f"allocation: {allocation.num_nodes} nodes x {allocation.gpus_per_node} GPUs", file=sys.stderr)
+    for name, own in slots.items():
+        if own:
+            nodes = sorted({1 + slot.node for slot in own})
+            gpus = len({(slot.node, gpu) for slot in own for gpu in slot.gpus})
+            print(f"{name}: {len(own)} processes on nodes {nodes[0]} to {nodes[-1]}, {gpus} GPUs", file=sys.stderr)
+    if (idle := allocation.num_nodes - count_nodes(slots)) > 0:
+        print(f"warning: {idle} of {allocation.num_nodes} nodes have nothing to do", file=sys.stderr)
+    print(f"MEGARL_OBJECT_STORE_MB={cluster.object_store_mb}")
+
+
+def describe_node(config: Config, command: str, environment: Mapping[str, str]) -> dict[str, object]:
+    """This node's name, its GPUs as (name, MiB), and its problems, each in one line."""
+    problems = [finding.text for finding in check_models(config, command)]
+    problems += [*check_object_store(config.cluster), *find_stale_ray(environment.get("SLURM_CLUSTER_NAME"))]
+    if (folder := environment.get("MEGARL_JOB_DIR")) and not Path(folder).is_dir():
+        problems.append(f"hydra.run.dir: {folder} does not exist; it must be on a file system that every node sees")
+    memory, store = environment.get("SLURM_MEM_PER_NODE") or "0", config.cluster.object_store_mb
+    if 0 < int(memory) < store:
+        problems.append(f"cluster.object_store_mb: found {store}; the job has {memory} MiB on a node: sbatch --mem=0")
+    interface, families = environment.get("MEGARL_INTERFACE"), dict[str, set[int]]()
+    for name, addresses in psutil.net_if_addrs().items():
+        families[name] = {address.family for address in addresses}
+    if interface and socket.AF_INET not in families.get(interface, ()):
+        problems.append(f"MEGARL_INTERFACE: found {interface}, without an IPv4 address here; one of {list(families)}")
+    lines = ask("nvidia-smi", "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits") or []
+    found = {number: (name, int(mib) if mib.isdecimal() else 0) for number, name, mib in (x.split(", ") for x in lines)}
+    # Where Slurm shows the job its own GPUs only, their numbers also start at 0.
+    numbers = [number for number in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if number in found]
+    gpus = [found[number] for number in numbers or found]
+    return {"node": environment.get("SLURMD_NODENAME") or os.uname().nodename, "gpus": gpus, "problems": problems}
+
+
+def find_stale_ray(cluster: str | None) -> Iterator[str]:
+    """This user's Ray of jobs that have ended: it holds memory, GPUs and ports."""
+    living = ask("squeue", "--noheader", "--format=%A", f"--user={os.getuid()}")
+    for process in psutil.process_iter(["name", "environ"]):
+        environment = process.info["environ"] or {}  # of another user's process it cannot be read
+        job = environment.get("SLURM_JOB_ID")
+        is_ray = process.info["name"] in ("raylet", "gcs_server") and environment.get("SLURM_CLUSTER_NAME") == cluster
+        if is_ray and job is not None and living is not None and job not in living:
+            name, pid = process.info["name"], process.pid
+            yield f"a Ray of job {job}, which has ended, is left: {name}, process {pid}; `kill {pid}` ends it"
+
+
+def compare_nodes(lines: Iterable[str], nodes: Sequence[str], cluster: ClusterConfig) -> Iterator[str]:
+    """The problems of a job's nodes, each with the nodes that have it. lines: with those of `describe_node`."""
+    found = {report["node"]: report for report in map(json.loads, (x for x in lines if x.startswith('{"node"')))}
+    where, kinds = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
+    has_gpus = any(report["gpus"] for report in found.values())  # On a partition without GPUs no node has any.
+    least = cluster.hardware.memory_gib * 1024 * LEAST_OF_KIND
+    for node in nodes:
+        gpus = found[node]["gpus"] if node in found else []
+        for problem in found[node]["problems"] if node in found else ["gave no answer"]:
+            where[problem].append(node)
+        if node in found and has_gpus and len(gpus) < cluster.gpus_per_node:
+            where[f"cluster.gpus_per_node: found {cluster.gpus_per_node}; nvidia-smi shows {len(gpus)}"].append(node)
+        for name in {name for name, _ in gpus}:
+            kinds[name].append(node)
+        for name, mib in {(name, mib) for name, mib in gpus if 0 < mib < least}:
+            planned = f"the job is planned for {cluster.hardware.gpu}, {cluster.hardware.memory_gib:g} GiB"
+            where[
+                f"cluster.hardware: {planned}; found {name}, {mib} MiB; cluster.hardware.gpu=null for no plan"
+            ].append(node)
+    yield from (f"{', '.join(names)}: {problem}" for problem, names in where.items())
+    if len(kinds) > 1:
+        parts = "; ".join(f"{name} on {', '.join(names)}" for name, names in kinds.items())
+        yield f"the job has different GPUs, and the slowest would decide: {parts}; sbatch --constraint= chooses nodes"
+
+
+def look_before_job(mode: str, arguments: Sequence[str]) -> None:
+    """What slurm/train.sh asks. Raises ConfigError with the problems."""
+    command = next((text.partition("=")[2] for text in arguments if text.startswith("--command=")), "train")
+    overrides = [text for text in arguments if not text.startswith("--command=")]
+    overrides = [*take_resume(take_config_dirs(overrides))[0], LATER]
+    if command == "evaluate":
+        # Those of an evaluation differ in data and reward alone.
+        config = next(iter(load_configs(expand_sets(rewrite_overrides(overrides).overrides)).values()))
     else:
-        yield "it can run here"
-
-
-def count_stopping(findings: Sequence[Finding]) -> int:
-    return sum(finding.level is not Level.note for finding in findings)
+        config = load_config(overrides, command)
+    problems: Iterable[str] = ()
+    if mode == "--job":
+        problems = check_job(config, command)
+    elif mode == "--node":
+        print(json.dumps(describe_node(config, command, os.environ)), flush=True)
+    else:
+        problems = compare_nodes(sys.stdin, os.environ.get("MEGARL_NODES", "").split(","), config.cluster)
+    if problems := list(problems):
+        raise ConfigError(problems)
 
 
 def main() -> None:
-    if {"-h", "--help"} & set(sys.argv[1:]):
+    arguments = sys.argv[1:]
+    if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return
     try:
-        arguments = take_config_dirs(sys.argv[1:])
-        options = [text for text in arguments if text.startswith("-")]
-        if options:
+        if arguments[:1] in (["--job"], ["--node"], ["--compare"]):
+            look_before_job(arguments[0], arguments[1:])
+            return
+        arguments = take_config_dirs(arguments)
+        if options := [text for text in arguments if text.startswith("-")]:
             raise ConfigError([f"{options[0]}: no such option; the doctor takes key=value, as megarl.train does"])
         assumed = assume_allocation(arguments, os.environ)
         loaded = load([*arguments, *assumed])
-        for line in loaded.lines:
-            print(line)
     except ConfigError as error:
         end_with_config_error(error)
-    need = find_need(loaded.config, arguments, assumed)
-    facts = gather(loaded.config, Probe())
-    findings = judge(facts, need)
-    print("\n".join(render(" ".join(arguments) or "the default configuration", facts, need, findings)))
-    sys.exit(EXIT_MISSING if count_stopping(findings) else 0)
+    print("\n".join(loaded.lines), end="\n" if loaded.lines else "")
+    machine, config = find_machine(), loaded.config
+    findings = list(judge(machine, config, find_cluster(arguments)))
+    findings += [Finding(WRONG, problem) for problem in check_machine(config)]
+    findings += list(check_models(config)) or check_tensors(config)
+    if assumed:
+        text = f"this is not a Slurm job; it is checked against the request of slurm/train.sh: {', '.join(assumed)}"
+        findings.append(Finding(NOTE, text, "set these keys if you request other numbers from sbatch"))
+    print("\n".join(render(machine, findings)))
+    sys.exit(any(finding.level != NOTE for finding in findings))
 
 
 if __name__ == "__main__":

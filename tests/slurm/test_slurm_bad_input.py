@@ -44,10 +44,10 @@ def test_each_kind_of_bad_input_ends_its_job_before_ray_starts_and_is_named(
         "--nodes=2: options of sbatch stand before slurm/train.sh": submit(split, "--nodes=2", options=TWO_NODES),
         "rollout.tp: found 8; a server is on one node, which has 2 GPUs": submit("model=qwen32b", options=TWO_NODES),
     }
-    smi = "[ $SLURMD_NODENAME = n1 ] && name=H100 || name=A100; echo 0, $name, 1 MiB; echo 1, $name, 1 MiB"
+    smi = "[ $SLURMD_NODENAME = n1 ] && name=H100 || name=A100; echo 0, $name, 1; echo 1, $name, 1"
     write_program(tmp_path / "bin" / "nvidia-smi", smi)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    jobs["A100, 1 MiB on n2"] = submit(split, options=TWO_NODES)
+    jobs["A100 on n2"] = submit(split, options=TWO_NODES)
     for message, job in jobs.items():
         job.wait_state("FAILED")
         assert message.format(job=job.number) in job.output
@@ -69,7 +69,7 @@ def test_a_ray_that_a_job_has_left_is_named_with_its_node_and_process(slurm: Min
         job = submit("rollout.transport=split", options=TWO_NODES)
         job.wait_state("FAILED")
         owner = f"job {ended.number}, which has ended"
-        assert f"n1, n2: a Ray of {owner} is left: raylet, process {left.pid}" in job.output
+        assert f"n1, n2: a Ray of {owner}, is left: raylet, process {left.pid}" in job.output
         assert job.show("ExitCode") == "2:0"
     finally:
         left.kill()

@@ -96,7 +96,7 @@ def test_another_command_is_run_and_checked_by_its_own_rules(tmp_path: Path) -> 
     done = call(tmp_path, "--local", "--nodes=1", f"--command={command}", *words)
     assert done.returncode == 0, done.stderr
     assert f"-m megarl.{command} cluster=slurm {words[0]}" in done.stdout
-    assert f"preflight node --command={command}" in done.stdout
+    assert f"doctor --node --command={command}" in done.stdout
 
 
 def test_what_a_job_cannot_do_is_refused_with_what_to_type(tmp_path: Path) -> None:
