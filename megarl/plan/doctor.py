@@ -225,8 +225,9 @@ def list_cuda_needs(config: Config, cluster: str | None) -> list[str]:
 
 def check_gpus(machine: Machine, config: Config, needs: str) -> Iterator[Finding]:
     """Check for as many GPUs as the job has on one node, and for a torch that can use them."""
-    gpus, hardware, slots = machine.gpus, config.cluster.hardware, place(config.cluster, list_groups(config))
-    number = len({gpu for own in slots.values() for slot in own if slot.node == 0 for gpu in slot.gpus})
+    gpus, hardware, groups = machine.gpus, config.cluster.hardware, list_groups(config)
+    slots = [slot for own in place(config.cluster, groups).values() for slot in own if slot.node == 0]
+    number = len({gpu for slot in slots for gpu in slot.gpus}) or sum(group.num_gpus for group in groups)
     if "torch" in machine.versions and machine.torch_cuda is None:
         text = f"a torch for CUDA ({needs}): found {machine.versions['torch']}, a CPU build"
         yield Finding(MISSING, text, "make install PLATFORM=cuda, or the image of slurm/Dockerfile")
