@@ -13,8 +13,9 @@ What is as long as the response is cut out first: Arrow reads the numbers from t
 import base64
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -38,41 +39,41 @@ _LARGEST_ID = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, eq=False)
-class ParsedAnswer:
-    """One answer; T tokens were generated, at least one."""
+class Answer:
+    """The answer to one prompt."""
 
-    token_ids: NDArray[np.int32]
-    """int32 [T]"""
-    logprobs: NDArray[np.float32]
-    """float32 [T]"""
-    weight_versions: WeightVersions
-    finish_reason: FinishReason
+    response: Response
+    """One turn of at least one token"""
     num_prompt_tokens: int
-    routed_experts: RoutedExperts | None
-    """None where no architecture was given"""
     index: int
     """Place of the prompt in its call, in a streamed answer to several prompts; else 0"""
 
-    def build_response(self, text: str) -> Response:
-        """The answer as a response of one turn. text: its tokens decoded, which the servers do not do."""
-        return Response(
-            token_ids=self.token_ids,
-            text=text,
-            rollout_logprobs=self.logprobs,
-            generated=np.ones(len(self.token_ids), dtype=np.bool_),
-            weight_versions=self.weight_versions,
-            finish_reason=self.finish_reason,
-            routed_experts=self.routed_experts,
-        )
 
-
-def parse_answer(raw: bytes, arch: Architecture | None = None) -> ParsedAnswer:
+def parse_answer(raw: bytes, decode: Callable[[NDArray[np.int32]], str], arch: Architecture | None = None) -> Answer:
     """The answer to one prompt: one JSON object.
 
-    arch: of the model whose routed experts the answer has; None: it has none.
-    Raises RequestError for an answer that was aborted, is inconsistent or cannot be read.
+    decode: the text of tokens, which servers do not send. arch: of the model whose routed experts the answer has; None:
+    it has none. Raises RequestError for an answer that was aborted, is inconsistent or cannot be read.
     """
-    return _build(*_cut_out(raw), arch)
+    answer, cut = _cut_out(raw)
+    try:
+        meta = answer["meta_info"]
+        reason, num_prompt_tokens = meta["finish_reason"], meta["prompt_tokens"]
+        if reason is None or reason["type"] not in ("stop", "length"):
+            raise RequestError(f"a response ended with {reason}; stop or length was expected")
+        ids, logprobs = _parse_tokens(cut[answer["output_ids"]], cut[meta["output_token_logprobs"]])
+        versions = _find_versions(meta, len(ids))
+        encoded = bytes(cut[meta["routed_experts"]]) if arch and meta.get("routed_experts") is not None else None
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        described = f"{type(error).__name__} {error}"
+        raise RequestError(f"an answer is not what SGLang writes ({described}): {json.dumps(answer)[:500]}") from None
+    try:
+        experts = decode_answer(encoded, num_prompt_tokens + len(ids), arch) if arch else None
+    except ValueError as error:
+        raise RequestError(f"an answer of {len(ids)} tokens cannot be replayed: {error}") from None
+    finish, generated = FinishReason[reason["type"]], np.ones(len(ids), dtype=np.bool_)
+    response = Response(ids, decode(ids), logprobs, generated, versions, finish, experts)
+    return Answer(response, num_prompt_tokens, answer.get("index", 0))
 
 
 def _cut_out(raw: bytes) -> tuple[Any, list[memoryview]]:
@@ -86,12 +87,10 @@ def _cut_out(raw: bytes) -> tuple[Any, list[memoryview]]:
             end = quote
         elif found[1] == b"output_ids":
             end = raw.find(b"]", start)
+        elif raw[start : start + 1] == b"]":
+            end = start
         else:
-            end = (
-                start
-                if raw[start : start + 1] == b"]"
-                else raw.rfind(b"]]", start, quote if quote >= 0 else len(raw)) + 1
-            )
+            end = raw.rfind(b"]]", start, quote if quote >= 0 else len(raw)) + 1
         if end < start:
             raise RequestError(f"an answer cannot be read: its {found[1].decode()} have no end")
         rest += [raw[done : start - 1], str(len(pieces)).encode()]
@@ -101,29 +100,6 @@ def _cut_out(raw: bytes) -> tuple[Any, list[memoryview]]:
         return json.loads(b"".join([*rest, raw[done:]])), pieces
     except ValueError as error:
         raise RequestError(f"an answer of {len(raw)} bytes is not the JSON that SGLang writes: {error}") from None
-
-
-def _build(answer: Any, cut: Sequence[memoryview], arch: Architecture | None) -> ParsedAnswer:
-    try:
-        meta = answer["meta_info"]
-        reason, num_prompt_tokens = meta["finish_reason"], meta["prompt_tokens"]
-        if reason is None or reason["type"] not in ("stop", "length"):
-            raise RequestError(f"a response ended with {reason}; stop or length was expected")
-        ids, logprobs = _parse_tokens(cut[answer["output_ids"]], cut[meta["output_token_logprobs"]])
-        versions = _find_versions(meta, len(ids))
-        index = answer.get("index", 0)
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        described = f"{type(error).__name__} {error}"
-        raise RequestError(f"an answer is not what SGLang writes ({described}): {json.dumps(answer)[:500]}") from None
-    experts = None
-    try:
-        if arch is not None:
-            place = meta.get("routed_experts")
-            encoded = None if place is None else bytes(cut[place])
-            experts = decode_answer(encoded, num_prompt_tokens + len(ids), arch)
-    except ValueError as error:
-        raise RequestError(f"an answer of {len(ids)} tokens cannot be replayed: {error}") from None
-    return ParsedAnswer(ids, logprobs, versions, FinishReason[reason["type"]], num_prompt_tokens, experts, index)
 
 
 def _parse_tokens(ids: memoryview, entries: memoryview) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
@@ -166,21 +142,13 @@ def _parse_entries(entries: memoryview) -> tuple[NDArray[np.float32], NDArray[np
 def _find_versions(meta: Mapping[str, Any], length: int) -> WeightVersions:
     """SGLang's spans {version, start, end}, which must cover the response."""
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": length}]
-    versions: list[int] = []
-    ends: list[int] = []
-    end = 0
-    for span in spans:
-        if span["start"] != end or not end <= span["end"]:
-            break
-        end = span["end"]
-        if versions and versions[-1] == int(span["version"]):
-            ends[-1] = end
-        elif end > span["start"]:
-            versions.append(int(span["version"]))
-            ends.append(end)
-    if end != length:
+    bounds = [(span["start"], span["end"]) for span in spans]
+    starts, ends = [*(start for start, _ in bounds), length], [0, *(end for _, end in bounds)]
+    if starts != ends or ends != sorted(ends):
         raise RequestError(f"weight versions {spans} do not cover a response of {length} tokens")
-    return WeightVersions(tuple(versions), tuple(ends))
+    filled = [(int(span["version"]), span["end"]) for span in spans if span["start"] < span["end"]]
+    runs = [list(run) for _, run in groupby(filled, key=lambda each: each[0])]
+    return WeightVersions(tuple(run[0][0] for run in runs), tuple(run[-1][1] for run in runs))
 
 
 def load_expert_architecture(checkpoint: Path) -> Architecture:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, wait
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -83,24 +82,15 @@ class SGLangClient:
                 each.shutdown(socket.SHUT_RDWR)
 
     def generate(
-        self,
-        input_ids: Sequence[Sequence[int]],
-        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-        *,
-        deadline_s: float | None = None,
-        **fields: Any,
+        self, input_ids: Sequence[Sequence[int]], params: Any, *, deadline_s: float | None = None, **fields: Any
     ) -> list[dict[str, Any]]:
-        """SGLang's answers to a batch of prompts, in order; with `n` in sampling_params, n per prompt.
+        """SGLang's answers to a batch of prompts, in order; with `n` in params, n per prompt.
 
         Raises ValueError for an empty batch, an empty prompt or a token id outside the vocabulary.
         """
         check_token_ids(input_ids, self._vocab_size)
-        params = dict(sampling_params) if isinstance(sampling_params, Mapping) else list(sampling_params)
         body = {"input_ids": [list(ids) for ids in input_ids], "sampling_params": params, "stream": False}
-        answers = self._call("/generate", body | fields, deadline_s)
-        if not isinstance(answers, list):
-            raise RequestError(f"{self.url}/generate answered with a {type(answers).__name__}; a list was expected")
-        return answers
+        return list(self._call("/generate", body | fields, deadline_s))
 
     async def generate_turn(self, token_ids: Sequence[int], params: Mapping[str, Any], **fields: Any) -> bytes:
         """SGLang's answer to one request, as JSON.
@@ -159,7 +149,7 @@ class SGLangClient:
             raise ValueError(f"score: {len(token_ids)} token(s); at least two are needed")
         params = {"max_new_tokens": 0, "temperature": 1.0}
         fields = {"return_logprob": True, "logprob_start_len": 0, "priority": URGENT}
-        answer = self.generate([token_ids], params, deadline_s=deadline_s, **fields)[0]
+        (answer,) = self.generate([token_ids], params, deadline_s=deadline_s, **fields)
         entries = answer["meta_info"]["input_token_logprobs"]
         found = [entry[1] for entry in entries]
         # SGLang 0.5.23 scores the vocabulary's last id like any other but reports it as 0.
@@ -169,11 +159,10 @@ class SGLangClient:
 
     def is_healthy(self, deadline_s: float = 20.0, *, generating: bool = False) -> bool:
         """Whether the server answers; with `generating`, whether it generates a token, which takes a second or more."""
-        path = "/health_generate" if generating else "/health"
-        try:
+        with contextlib.suppress(httpx.HTTPError):
+            path = "/health_generate" if generating else "/health"
             return self._http.get(path, timeout=deadline_s).status_code == 200
-        except httpx.HTTPError:
-            return False
+        return False
 
     def load_model_info(self) -> dict[str, Any]:
         return dict(self._call("/model_info", method="GET"))
@@ -181,10 +170,9 @@ class SGLangClient:
     def load_weight_version(self) -> int:
         """The weight version that the server reports. Raises RequestError where it is not a number."""
         reported = self.load_model_info()["weight_version"]
-        try:
-            return int(reported)
-        except ValueError:
-            raise RequestError(f"{self.url} reports weight version {reported!r}; a number was expected") from None
+        if not reported.removeprefix("-").isdecimal():
+            raise RequestError(f"{self.url} reports weight version {reported!r}; a number was expected")
+        return int(reported)
 
     def set_weight_version(self, version: int, *, deadline_s: float | None = None) -> None:
         """Label tokens generated from now on with `version`; earlier tokens of requests in flight keep theirs."""
@@ -248,24 +236,12 @@ class SGLangClient:
         answer = self._call("/weights_checker", {"action": "checksum"})
         return [dict(rank["checksums"]) for rank in answer["ranks"]]
 
-    def _call(
-        self,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        deadline_s: float | None = None,
-        *,
-        method: str = "POST",
-    ) -> Any:
+    def _call(self, path: str, body: Any = None, deadline_s: float | None = None, *, method: str = "POST") -> Any:
         deadline_s = self._deadline_s if deadline_s is None else deadline_s
         timeout = httpx.Timeout(deadline_s, connect=min(CONNECT_DEADLINE_S, deadline_s))
         with self._explaining(path, deadline_s, "calls"):
             answer = self._http.request(
                 method, path, json=body, timeout=timeout, extensions={"trace": self._remember_socket}
-            )
-        if answer.status_code == 404:
-            raise RequestError(
-                f"{self.url}{path} answered 404: the server, SGLang {self._find_version()}, does not know this call;"
-                f" megarl expects SGLang {metadata.version('sglang')}"
             )
         if answer.status_code != 200:
             raise RequestError(f"{self.url}{path} answered {answer.status_code}: {answer.text[:2000]}")
@@ -290,12 +266,6 @@ class SGLangClient:
                 f"{self.url}{path}: {error or type(error).__name__} (after {lost_after:.1f} s)"
             ) from error
 
-    def _find_version(self) -> str:
-        """The SGLang version that the server reports."""
-        with contextlib.suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
-            return str(self._http.get("/server_info", timeout=CONNECT_DEADLINE_S).json()["version"])
-        return "of unknown version"
-
     def _remember_socket(self, event: str, info: Mapping[str, Any]) -> None:
         if event == "connection.connect_tcp.complete":
             self._sockets.add(info["return_value"].get_extra_info("socket"))
@@ -319,11 +289,9 @@ async def _read_lines(answer: httpx.Response) -> AsyncIterator[bytes]:
     async for chunk in answer.aiter_bytes():
         *complete, rest = chunk.split(b"\n")
         for line in complete:
-            parts.append(line)
-            whole = b"".join(parts)
-            parts.clear()
-            if whole:
+            if whole := b"".join([*parts, line]):
                 yield whole
+            parts.clear()
         parts.append(rest)
 
 
@@ -381,14 +349,13 @@ def wait_left_over(deadline_s: float) -> None:
 
 def find_cause(check_processes: Callable[[], None] | None, deadline_s: float = FIND_DEADLINE_S) -> RuntimeError | None:
     """The error that `check_processes` raises for a server that is down, polled until the deadline; None: all run."""
-    if check_processes is None:
-        return None
     end = time.monotonic() + deadline_s
-    while True:
+    while check_processes is not None:
         try:
             check_processes()
         except RuntimeError as error:
             return error
         if time.monotonic() > end:
-            return None
+            break
         time.sleep(0.2)
+    return None

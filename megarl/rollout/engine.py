@@ -324,12 +324,12 @@ class SGLangEngine(OnEventLoop):
     def _read(self, raw: bytes, batch: Sequence[TurnRequest]) -> tuple[int, Response]:
         """The answer's index in its batch, and the turn. Raises RequestError where it continues other tokens."""
         # The requests of a batch are alike.
-        answer = parse_answer(raw, self._architecture if self._replays_experts(batch[0]) else None)
+        architecture = self._architecture if self._replays_experts(batch[0]) else None
+        answer = parse_answer(raw, lambda ids: str(self._tokenizer.decode(ids, skip_special_tokens=True)), architecture)
         num_sent = len(batch[answer.index].token_ids)
         if answer.num_prompt_tokens != num_sent:
             raise RequestError(f"a turn after {num_sent} tokens was generated after {answer.num_prompt_tokens}")
-        text = self._tokenizer.decode(answer.token_ids, skip_special_tokens=True)
-        return answer.index, answer.build_response(str(text))
+        return answer.index, answer.response
 
     @functools.cached_property
     def _tokenizer(self) -> Any:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,42 +59,15 @@ REFUSED_VARIABLES = (
     *("SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_MAX_NEW_TOKENS_LIMIT", "SGLANG_MAX_THINK_TOKENS", "SGLANG_PLUGINS"),
     *("SGLANG_SIMULATE_UNIFORM_EXPERTS", "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS", "SGLANG_RUST_SERVER"),
     *("SGLANG_DISABLED_MODEL_ARCHS", "SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES", "SGLANG_USE_MODELSCOPE"),
+    # With rollout.offload CUDA graphs stay where they are.
+    "SGLANG_MEMORY_SAVER_CUDA_GRAPH",
 )
 """Variables of the environment by which servers report or generate something else than the trainer takes"""
 
-FLOAT32_ATTENTION = ("triton", "torch_native", "flex_attention")
-"""SGLang's attention backends that take float32; those of FlashAttention, FlashInfer and TensorRT-LLM do not"""
-
-
-def _is_number(value: Any, *types: type) -> bool:
-    return isinstance(value, types) and not isinstance(value, bool)
-
-
-_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "int": (lambda value: _is_number(value, int), "an integer"),
-    "float": (lambda value: _is_number(value, int, float), "a number"),
-    # A dictionary is written as JSON.
-    "str": (lambda value: _is_number(value, str, int, float, Mapping), "a text"),
-}
-"""The types of SGLang's options: which values have them, and their name in a message"""
-
-
-@dataclass(frozen=True)
-class Option:
-    """One of SGLang's server arguments, as far as its source tells."""
-
-    flag: str
-    type: str
-    """As it is written there, without Optional: `int`, `bool`, `List[str]`, ..."""
-    choices: tuple[Any, ...] = ()
-    """The values that it takes; empty where they are not listed"""
-    is_parsed: bool = False
-    """SGLang has a parser of its own for the text"""
-
 
 @functools.cache
-def load_options() -> dict[str, Option]:
-    """SGLang's server arguments, by field name, read from the installed source.
+def load_options() -> dict[str, str]:
+    """The flags of SGLang's server arguments, by field name, read from the installed source.
 
     Importing SGLang takes seconds and loads its whole runtime, so the source is parsed instead. Raises ConfigError
     where SGLang is not installed or its source has another form.
@@ -103,7 +76,7 @@ def load_options() -> dict[str, Option]:
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(["rollout: SGLang is not installed; `make install` brings the pinned release"])
     root = Path(spec.submodule_search_locations[0]) / "srt"
-    options: dict[str, Option] = {}
+    options: dict[str, str] = {}
     for source in [root / "server_args.py", *sorted(root.glob("arg_groups/fields/*.py"))]:
         if source.is_file():
             options.update(_parse_fields(ast.parse(source.read_text())))
@@ -112,108 +85,44 @@ def load_options() -> dict[str, Option]:
     return options
 
 
-def _parse_fields(tree: ast.Module) -> dict[str, Option]:
-    """The options of class-body lines of the form `name: A[type, help or Arg(...)]` that have a flag."""
-    options: dict[str, Option] = {}
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.ClassDef):
+def _parse_fields(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Name and flag of class-body lines of the form `name: A[type, help or Arg(...)]` that have a flag."""
+    for line in (line for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for line in node.body):
+        if not isinstance(line, ast.AnnAssign) or not isinstance(line.target, ast.Name):
             continue
-        for line in node.body:
-            if not isinstance(line, ast.AnnAssign) or not isinstance(line.target, ast.Name):
-                continue
-            if not isinstance(line.annotation, ast.Subscript) or ast.unparse(line.annotation.value) != "A":
-                continue
-            keywords = _find_arg_keywords(line.annotation)
-            if keywords.get("no_cli") is True:
-                continue
-            flag = keywords.get("cli_name") or "--" + line.target.id.replace("_", "-")
-            parts = line.annotation.slice
-            kind = ast.unparse(parts.elts[0] if isinstance(parts, ast.Tuple) else parts)
-            if kind.startswith("Optional["):
-                kind = kind.removeprefix("Optional[").removesuffix("]")
-            listed = keywords.get("choices")
-            if kind.startswith("Literal["):
-                listed = ast.literal_eval(f"({kind.removeprefix('Literal[').removesuffix(']')},)")
-            choices = tuple(listed) if isinstance(listed, list | tuple) else ()
-            is_parsed = "type_parser" in keywords or "action_kwargs" in keywords
-            options[line.target.id] = Option(str(flag), kind, choices, is_parsed)
-    return options
-
-
-def _find_arg_keywords(annotation: ast.AST) -> dict[str, Any]:
-    """The keywords of `Arg(...)`; None as the value of one that is no literal."""
-    for call in ast.walk(annotation):
-        if isinstance(call, ast.Call) and ast.unparse(call.func) == "Arg":
-            return {keyword.arg: _read_literal(keyword.value) for keyword in call.keywords if keyword.arg}
-    return {}
-
-
-def _read_literal(node: ast.expr) -> Any:
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        return None
+        if isinstance(line.annotation, ast.Subscript) and ast.unparse(line.annotation.value) == "A":
+            calls = (node for node in ast.walk(line.annotation) if isinstance(node, ast.Call))
+            arg = next((call for call in calls if ast.unparse(call.func) == "Arg"), None)
+            keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in arg.keywords} if arg else {}
+            if keywords.get("no_cli") != "True":
+                name = line.target.id
+                yield name, keywords.get("cli_name", "").strip("'") or "--" + name.replace("_", "-")
 
 
 def check_options(options: Mapping[str, Any]) -> list[str]:
-    """Problems of `rollout.sglang`, one message each: unknown keys, keys that megarl sets itself, wrong types."""
+    """Problems of `rollout.sglang`, one message each: unknown keys, and keys that megarl sets itself. SGLang checks the
+    values when it is started."""
     known = load_options()
     problems = []
-    for key, value in options.items():
+    for key in options:
         if key in OWN_OPTIONS:
             problems.append(f"rollout.sglang.{key}: megarl sets it (by {OWN_OPTIONS[key]}); remove it here")
         elif key not in known:
             nearest = find_nearest_key(key, known)
             hint = f"; did you mean rollout.sglang.{nearest}?" if nearest else ""
             problems.append(f"rollout.sglang.{key}: SGLang has no such server argument{hint}")
-        elif value is not None and (right := _find_right(known[key], value)) is not None:
-            problems.append(f"rollout.sglang.{key}: found {value!r}; SGLang takes {right}")
     return problems
 
 
 def check_variables(environment: Mapping[str, str]) -> Iterator[str]:
     """One message for each variable by which servers would report something else than the policy's log-probs."""
-    for name in sorted(environment):
-        if name in REFUSED_VARIABLES or name.startswith(("SGLANG_SIMULATE_", "SGLANG_KV_CANARY_PERTURB_")):
-            value = environment[name]
-            if value.strip().lower() not in ("", "0", "false", "no", "off", "-1"):
-                yield (
-                    f"{name}: found {value!r} in the environment, with which servers report or generate something else"
-                    " than samples of the policy; unset it"
-                )
-
-
-def check_attention(config: RolloutConfig) -> Iterator[str]:
-    """One message for each attention backend of a GPU in `rollout.sglang` that does not take rollout.dtype=float32."""
-    if config.dtype is Dtype.float32:
-        for key in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
-            found = config.sglang.get(key)
-            if found is not None and found not in FLOAT32_ATTENTION:
-                yield (
-                    f"rollout.sglang.{key}: found {found!r} with rollout.dtype=float32, which it does not take;"
-                    f" {' or '.join(FLOAT32_ATTENTION)}, or rollout.dtype=bfloat16"
-                )
-
-
-def _find_right(option: Option, value: Any) -> str | None:
-    """What SGLang takes instead of this value; None where it takes it, as far as the source tells."""
-    if option.choices:
-        return None if value in option.choices else f"one of {', '.join(map(str, option.choices))}"
-    if option.type == "bool":
-        return None if isinstance(value, bool) else "true or false"
-    if option.is_parsed:
-        # A number may have a unit, as in 64K; true would be written as a flag without a value.
-        is_number = _is_number(value, int) or (isinstance(value, str) and re.match(r"\d", value) is not None)
-        if option.type == "int":
-            return None if is_number else "an integer, which may have a unit (64K)"
-        return "a value" if isinstance(value, bool) else None
-    element = re.fullmatch(r"[Ll]ist\[(\w+)\]", option.type)
-    if element is None:
-        is_right, right = _TYPES.get(option.type, (lambda _: True, ""))
-        return None if is_right(value) else right
-    is_right, right = _TYPES.get(element[1], (lambda _: True, ""))
-    values = value if isinstance(value, list | tuple) else [value]
-    return None if all(map(is_right, values)) else f"a list, each {right}"
+    for name, value in sorted(environment.items()):
+        is_refused = name in REFUSED_VARIABLES or name.startswith(("SGLANG_SIMULATE_", "SGLANG_KV_CANARY_PERTURB_"))
+        if is_refused and value.strip().lower() not in ("", "0", "false", "no", "off", "-1"):
+            yield (
+                f"{name}: found {value!r} in the environment, with which servers report or generate something else than"
+                " samples of the policy; unset it"
+            )
 
 
 def render_options(options: Mapping[str, Any]) -> list[str]:
@@ -221,18 +130,13 @@ def render_options(options: Mapping[str, Any]) -> list[str]:
 
     True: the bare flag. False or None: nothing. Lists: several arguments. Dictionaries: JSON.
     """
-    known = load_options()
     words: list[str] = []
     for key, value in options.items():
         if value is None or value is False:
             continue
-        words.append(known[key].flag)
-        if isinstance(value, list | tuple):
-            words.extend(str(item) for item in value)
-        elif isinstance(value, Mapping):
-            words.append(json.dumps(dict(value)))
-        elif value is not True:
-            words.append(str(value))
+        values = list(value) if isinstance(value, list | tuple) else [] if value is True else [value]
+        texts = [json.dumps(dict(each)) if isinstance(each, Mapping) else str(each) for each in values]
+        words += [load_options()[key], *texts]
     return words
 
 
@@ -248,32 +152,26 @@ def load_generation_spec(checkpoint: Path) -> GenerationSpec:
     """Read config.json and generation_config.json, of both of which servers take the end-of-sequence tokens. Raises
     ConfigError naming file and key.
     """
-    config = load_json(checkpoint / "config.json")
-    generation = checkpoint / "generation_config.json"
-    overrides = load_json(generation) if generation.is_file() else {}
+    file, generation = checkpoint / "config.json", checkpoint / "generation_config.json"
+    config = load_json(file)
     vocab_size = config.get("vocab_size")
     if type(vocab_size) is not int:
-        raise ConfigError([f"{checkpoint / 'config.json'}: vocab_size is {vocab_size!r}; a number was expected"])
-    found = [*_read_token_ids(generation, overrides), *_read_token_ids(checkpoint / "config.json", config)]
-    stop = list(dict.fromkeys(found))
+        raise ConfigError([f"{file}: vocab_size is {vocab_size!r}; a number was expected"])
+    stop: dict[int, None] = {}
+    for path, content in ((generation, load_json(generation) if generation.is_file() else {}), (file, config)):
+        value = content.get("eos_token_id")
+        tokens = value if isinstance(value, list) else [] if value is None else [value]
+        # true is a number to Python.
+        if any(type(token) is not int or not 0 <= token < vocab_size for token in tokens):
+            raise ConfigError(
+                [f"{path}: eos_token_id is {value!r}; one or several of {vocab_size} tokens were expected"]
+            )
+        stop |= dict.fromkeys(tokens)
     if not stop:
         raise ConfigError(
             [f"{checkpoint}: no eos_token_id in generation_config.json or config.json; without it no response ends"]
         )
-    outside = [token for token in stop if not 0 <= token < vocab_size]
-    if outside:
-        raise ConfigError([f"{checkpoint}: eos_token_id {outside} is outside the vocabulary of {vocab_size}"])
     return GenerationSpec(vocab_size, tuple(stop))
-
-
-def _read_token_ids(file: Path, content: dict[str, Any]) -> list[int]:
-    """eos_token_id: a number, or a list of them; none where it is null."""
-    value = content.get("eos_token_id")
-    tokens = value if isinstance(value, list) else [] if value is None else [value]
-    # true is a number to Python.
-    if any(type(token) is not int for token in tokens):
-        raise ConfigError([f"{file}: eos_token_id is {value!r}; a token's number was expected, or a list of them"])
-    return tokens
 
 
 def add_turn_end(config: RolloutConfig, spec: GenerationSpec, renderer: Renderer) -> tuple[RolloutConfig, str]:
@@ -307,46 +205,27 @@ def find_stop_tokens(config: RolloutConfig, spec: GenerationSpec, tokenizer: Any
                     " sent and send tokens, so that a response can end at one token only"
                 ]
             )
-        if ids[0] >= spec.vocab_size:
-            raise ConfigError(
-                [f"rollout.stop: found {text!r}, token {ids[0]}, outside the vocabulary of {spec.vocab_size}"]
-            )
         found[ids[0]] = None
-    outside = [token for token in config.stop_token_ids if not 0 <= token < spec.vocab_size]
-    if outside:
-        raise ConfigError([f"rollout.stop_token_ids: found {outside}, outside the vocabulary of {spec.vocab_size}"])
-    return tuple(found | dict.fromkeys(config.stop_token_ids))
+    found |= dict.fromkeys(config.stop_token_ids)
+    if outside := [token for token in found if not 0 <= token < spec.vocab_size]:
+        raise ConfigError(
+            [f"rollout.stop or rollout.stop_token_ids: found {outside}, outside the vocabulary of {spec.vocab_size}"]
+        )
+    return tuple(found)
 
 
 def load_family_options(checkpoint: Path) -> dict[str, Any]:
-    """Arguments of the server that the model's family needs; none for a checkpoint of no family here.
-
-    Raises ConfigError where config.json does not name the class that the server is to load.
-    """
+    """Arguments of the server that the model's family needs; none for a checkpoint of no family here."""
     path = checkpoint / "config.json"
-    if not path.is_file():
-        return {}
-    config = load_json(path)
-    family = FAMILIES.get(str(config.get("model_type")))
-    if family is None:
-        return {}
-    classes, usual = config.get("architectures"), f"{family.hf_class}ForCausalLM"
-    if not isinstance(classes, list) or not classes:
-        raise ConfigError(
-            [
-                f"{path}: architectures is {classes!r}; servers choose the class by it: write"
-                f' "architectures": ["{usual}"]'
-            ]
-        )
-    return dict(family.server_options)
+    family = FAMILIES.get(str(load_json(path).get("model_type"))) if path.is_file() else None
+    return {} if family is None else dict(family.server_options)
 
 
 def check_served_class(checkpoint: Path) -> None:
     """Raise ConfigError where the server would load a class of the family that does not generate."""
     config = load_json(checkpoint / "config.json")
-    family = FAMILIES.get(str(config.get("model_type")))
-    if family is not None and config.get("architectures") != [usual := f"{family.hf_class}ForCausalLM"]:
-        found = config.get("architectures")
+    family, found = FAMILIES.get(str(config.get("model_type"))), config.get("architectures")
+    if family is not None and found != [usual := f"{family.hf_class}ForCausalLM"]:
         raise ConfigError(
             [
                 f"{checkpoint / 'config.json'}: architectures is {found!r}; servers choose the class by it, and"
@@ -369,8 +248,6 @@ TRACKER_WARNINGS = "ignore::UserWarning:multiprocessing.resource_tracker"
 GPU_DEVICES = Path("/dev/nvidiactl"), Path("/dev/dxg")
 """Of NVIDIA's driver on Linux, and in WSL"""
 LOG_TAIL_LINES = 25
-PRELOAD_S = 10.0
-"""How long a program that does nothing may take"""
 WEIGHT_LOADER = "megarl.sync.receiver.receive"
 """The function that servers call for the requests of a weight sync"""
 LONGEST_SOCKET_PATH = 107
@@ -383,15 +260,12 @@ FLOAT32_ON_GPU = {
     # Triton would round the float32 numbers of a product to TF32, whose fraction has 10 bits.
     "TRITON_F32_DEFAULT": "ieee",
 }
-"""What a server with rollout.dtype=float32 needs on a GPU, beside an attention backend that takes float32"""
-
-
+"""What a server with rollout.dtype=float32 needs on a GPU, where the job's environment has none"""
 ON_GPU = {
     # An idle server would end over what it takes for a leak, which the aborts and flushes of a rollout may look like.
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "false"
 }
 """The settings of servers on GPUs, where the job's environment has none"""
-GRAPH_SAVER = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables of torch's allocator, by their old and their new name"""
 
@@ -408,7 +282,7 @@ class GpuServing:
     folders: tuple[str, ...] = ()
 
     def check(self, config: RolloutConfig) -> Iterator[str]:
-        return check_attention(config)
+        return iter(())
 
     def list_options(self, config: RolloutConfig) -> dict[str, Any]:
         # By default SGLang replays prefill from graphs that keep their inputs by weak references, whose memory later
@@ -443,15 +317,10 @@ def build_command(
 ) -> list[str]:
     """The command line of one server. weight_version: the version of the checkpoint's weights.
 
-    Raises ConfigError for keys of `rollout.sglang` that SGLang does not have, or that do not take the dtype.
+    Raises ConfigError for keys of `rollout.sglang` that SGLang does not have, and what else it cannot start with.
     """
     serving = find_serving()
     problems = [*check_options(config.sglang), *serving.check(config), *check_variables(os.environ)]
-    if config.offload is not None and os.environ.get(GRAPH_SAVER, "").lower() in ("1", "true", "yes", "y"):
-        problems.append(
-            f"{GRAPH_SAVER}: found {os.environ[GRAPH_SAVER]} in the environment; with rollout.offload servers give back"
-            " weights and KV cache, and CUDA graphs stay where they are: it must not be set"
-        )
     if problems:
         raise ConfigError(problems)
     options = {
@@ -470,15 +339,15 @@ def build_command(
         "custom_weight_loader": [WEIGHT_LOADER],
         # Without it an idle scheduler spins and takes a core from the trainer.
         "sleep_on_idle": True,
-    }
-    if config.max_staleness > 0:
         # Verification of a weight sync and evaluations do not wait for prefetched responses.
-        options |= {"enable_priority_scheduling": True}
-    if config.router_replay:
+        "enable_priority_scheduling": config.max_staleness > 0,
+        "enable_return_routed_experts": config.router_replay,
         # Requests that share cached tokens are all told the experts of the one that computed them last, which near a
         # tie are not those with which each sampled its first token.
-        options |= {"enable_return_routed_experts": True, "disable_radix_cache": True}
-    options |= load_family_options(checkpoint) | serving.list_options(config)
+        "disable_radix_cache": config.router_replay,
+        **load_family_options(checkpoint),
+        **serving.list_options(config),
+    }
     return [sys.executable, "-m", "sglang.launch_server", *render_options(options | config.sglang)]
 
 
@@ -526,13 +395,11 @@ def prepare_memory_saver(environment: dict[str, str]) -> None:
     places = spec.submodule_search_locations if spec else None
     # The folders of libcudart among NVIDIA's wheels, such as site-packages/nvidia/cu13/lib.
     runtimes = {str(path.parent) for place in places or () for path in Path(place).glob("*/lib/libcudart.so.*")}
-    folders = [*sorted(runtimes), *filter(None, [environment.get("LD_LIBRARY_PATH")])]
-    if folders:
+    if folders := [*sorted(runtimes), *filter(None, [environment.get("LD_LIBRARY_PATH")])]:
         environment["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
     for name in ALLOCATOR_SETTINGS:
-        settings = [each for each in environment.pop(name, "").split(",") if each]
-        kept = [each for each in settings if not each.strip().startswith("expandable_segments")]
-        if kept:
+        settings = environment.pop(name, "").split(",")
+        if kept := [each for each in settings if each and not each.strip().startswith("expandable_segments")]:
             environment[name] = ",".join(kept)
 
 
@@ -541,19 +408,16 @@ def find_preload_problem() -> str | None:
     spec = importlib.util.find_spec("torch_memory_saver")
     if spec is None or spec.origin is None:
         return None
-    package = Path(spec.origin).parent
     import torch
 
-    major = str(torch.version.cuda).partition(".")[0]
+    package, major = Path(spec.origin).parent, str(torch.version.cuda).partition(".")[0]
     pattern = f"torch_memory_saver_hook_mode_preload_cu{major}.*so"
-    libraries = [*package.glob(pattern), *package.parent.glob(pattern)]
-    if not libraries:
+    library = next((found for place in (package, package.parent) for found in place.glob(pattern)), None)
+    if library is None:
         return f"it has no library for CUDA {major}"
     environment = dict(os.environ)
     prepare_memory_saver(environment)
-    done = subprocess.run(
-        ["true"], env=environment | {"LD_PRELOAD": str(libraries[0])}, capture_output=True, text=True, timeout=PRELOAD_S
-    )
+    done = subprocess.run(["true"], env=environment | {"LD_PRELOAD": str(library)}, capture_output=True, text=True)
     # A library that is not found is left out with a word on stderr; one that it needs and lacks ends the program.
     return done.stderr.strip() or f"exit code {done.returncode}" if done.returncode or done.stderr else None
 
@@ -681,7 +545,7 @@ class SGLangServer:
         return self._process.poll() if self._process else None
 
     def is_alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        return self._process is not None and self.exit_status is None
 
     def wait_healthy(self, deadline_s: float) -> None:
         """Wait until the server generates a token.
@@ -702,11 +566,9 @@ class SGLangServer:
 
     def check_alive(self) -> None:
         """Raise ServerError with the exit status and the end of the log where the server is down."""
-        if self._process is None:
-            raise ServerError(f"SGLang server {self.url} was not started or was stopped")
-        status = self._process.poll()
-        if status is not None:
-            raise ServerError(f"SGLang server {self.url} exited with status {status}; {self._describe_log()}")
+        if not self.is_alive():
+            ended = f"exited with status {self.exit_status}" if self._process else "was not started or was stopped"
+            raise ServerError(f"SGLang server {self.url} {ended}; {self._describe_log()}")
 
     def stop(self, deadline_s: float = 10.0) -> None:
         """End every process of the server and remove its temporary files; returns when that is done.
@@ -761,25 +623,19 @@ def find_loss(server: SGLangServer, deadline_s: float = CALL_DEADLINE_S) -> str 
     if server.is_alive():
         client = SGLangClient(server.url, vocab_size=1, deadline_s=deadline_s, api_key=server.api_key)
         with contextlib.closing(client):
-            unanswered = _find_unanswered(client, deadline_s, gives_memory_back=server.config.offload is not None)
-        if unanswered is None:
-            return None
+            try:
+                client.reset()
+                # Its memory may be with the roles then, and a token would be its end.
+                is_away = server.config.offload is not None and client.load_weight_version() == UNPUBLISHED
+                # A token covers every rank, where /health covers the HTTP server alone.
+                if client.is_healthy(deadline_s, generating=not is_away):
+                    return None
+                unanswered = f"{client.url}/health{'' if is_away else '_generate'} gave no healthy answer"
+            except (RequestError, ConnectionLostError, DeadlineError) as error:
+                unanswered = str(error)
     end = time.monotonic() + EXIT_DEADLINE_S
     while server.is_alive() and time.monotonic() < end:
         time.sleep(0.1)
     if server.is_alive():
         return f"{unanswered} (its log: {server.log_file})"
     return f"it exited with status {server.exit_status} (its log: {server.log_file})"
-
-
-def _find_unanswered(client: SGLangClient, deadline_s: float, gives_memory_back: bool) -> str | None:
-    try:
-        client.reset()
-        # Its memory may be with the roles then, and a token would be its end.
-        is_away = gives_memory_back and client.load_weight_version() == UNPUBLISHED
-    except (RequestError, ConnectionLostError, DeadlineError) as error:
-        return str(error)
-    # It covers every rank, where /health covers the HTTP server alone.
-    if not client.is_healthy(deadline_s, generating=not is_away):
-        return f"{client.url}/health{'' if is_away else '_generate'} gave no healthy answer"
-    return None

@@ -134,12 +134,15 @@ class Clock:
 
 
 def read_answers(answers: Sequence[bytes], tokenizer: Any, clock: Clock) -> Iterator[Response]:
-    for raw in answers:
-        answer = parse_answer(raw)
+    def decode(ids: Any) -> str:
         clock.lap("answers")
-        text = str(tokenizer.decode(answer.token_ids, skip_special_tokens=True))
+        text = str(tokenizer.decode(ids, skip_special_tokens=True))
         clock.lap("decoding")
-        yield answer.build_response(text)
+        return text
+
+    for raw in answers:
+        yield parse_answer(raw, decode).response
+        clock.lap("answers")
 
 
 def report_rows(sequences: Sequences, center: float, num_ranks: int) -> list[RowsResult]:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.models.families import parse_architecture
-from megarl.rollout.answers import decode_answer, load_expert_architecture, parse_answer
+from megarl.rollout import answers
+from megarl.rollout.answers import decode_answer, load_expert_architecture
 from megarl.rollout.client import RequestError
 from megarl.rollout.journal import Journal
 from megarl.rollout.rollout_file import RolloutWriter, load_rollouts
@@ -22,6 +23,10 @@ from megarl.rollout.tensors import build_sequences
 from megarl.types import FinishReason, Prompt, Response, Rollout, RoutedExperts, Sample, Score, WeightVersions
 
 INT32 = st.integers(0, 2**31 - 1)
+
+
+def parse_answer(raw, arch=None):
+    return answers.parse_answer(raw, lambda ids: f"text of {len(ids)}", arch)
 
 
 def make_answer(ids=(8, 9, 2), logprobs=(-0.1, -0.2, -0.3), text="hi", **changes):
@@ -50,30 +55,30 @@ def write(content) -> bytes:
 def test_ids_and_logprobs_are_bit_for_bit_those_of_the_json_module(tokens, text):
     ids, logprobs = zip(*tokens, strict=True)
     raw = write(make_answer(ids, logprobs, text))
-    answer, other = parse_answer(raw), json.loads(raw)
+    answer, other = parse_answer(raw).response, json.loads(raw)
     assert other["text"] == text
     assert answer.token_ids.dtype == np.int32
     assert answer.token_ids.tolist() == other["output_ids"]
     with np.errstate(over="ignore"):
         values = np.float32([entry[0] for entry in other["meta_info"]["output_token_logprobs"]])
-    assert answer.logprobs.tobytes() == values.tobytes()
+    assert answer.rollout_logprobs.tobytes() == values.tobytes()
 
 
 @pytest.mark.parametrize("written", ["-0.0", "0", "-1e-7", "-1.5E+2", "-12", "-0.30000001192092896", "5e-324"])
 def test_every_form_of_a_json_number_is_read(written):
     raw = write(make_answer()).replace(b"-0.2", written.encode())
-    assert parse_answer(raw).logprobs.tobytes() == np.float32([-0.1, float(written), -0.3]).tobytes()
+    assert parse_answer(raw).response.rollout_logprobs.tobytes() == np.float32([-0.1, float(written), -0.3]).tobytes()
 
 
 def test_an_answer_has_its_versions_as_runs_and_what_else_is_asked_of_it():
     spans = [("3", 0, 0), ("3", 0, 1), ("4", 1, 2), ("4", 2, 3)]
     spans = [{"version": version, "start": start, "end": end} for version, start, end in spans]
     answer = parse_answer(write({**make_answer(weight_versions=spans), "index": 6}))
-    assert answer.weight_versions == WeightVersions((3, 4), (1, 3)) == WeightVersions.of((3, 4, 4))
-    assert (answer.finish_reason, answer.num_prompt_tokens, answer.index) == (FinishReason.stop, 5, 6)
-    assert answer.routed_experts is None
-    response = parse_answer(write(make_answer())).build_response("hi")
-    assert response == Response((8, 9, 2), "hi", (-0.1, -0.2, -0.3), (True,) * 3, (4, 4, 4), FinishReason.stop)
+    assert (answer.num_prompt_tokens, answer.index) == (5, 6)
+    assert answer.response == Response(
+        (8, 9, 2), "text of 3", (-0.1, -0.2, -0.3), (True,) * 3, WeightVersions((3, 4), (1, 3)), FinishReason.stop
+    )
+    assert parse_answer(write(make_answer())).response.weight_versions == WeightVersions((4,), (3,))
 
 
 def entries(*found):
@@ -191,8 +196,8 @@ def test_an_answers_experts_are_those_of_all_tokens_but_the_last(arch):
     }
     answer = {"text": "", "output_ids": [8, 2], "meta_info": {**meta, "routed_experts": encode(routed)}}
     raw = orjson.dumps(answer)
-    assert parse_answer(raw, arch).build_response("x").routed_experts == found
-    assert parse_answer(raw).build_response("x").routed_experts is None
+    assert parse_answer(raw, arch).response.routed_experts == found
+    assert parse_answer(raw).response.routed_experts is None
     with pytest.raises(RequestError, match=r"needs --enable-return-routed-experts"):
         parse_answer(orjson.dumps({**answer, "meta_info": meta}), arch)
 

@@ -39,12 +39,12 @@ def test_the_stop_tokens_are_those_of_both_files_as_servers_have_them(tmp_path):
     [
         ({"eos_token_id": 2}, r"config.json: vocab_size is None"),
         ({"vocab_size": 50}, "no eos_token_id"),
-        ({"vocab_size": 50, "eos_token_id": 50}, "outside the vocabulary of 50"),
-        ({"vocab_size": 50, "eos_token_id": 2.0}, r"config\.json: eos_token_id is 2\.0; a token's number was expected"),
+        ({"vocab_size": 50, "eos_token_id": 50}, "one or several of 50 tokens"),
+        ({"vocab_size": 50, "eos_token_id": 2.0}, r"config\.json: eos_token_id is 2\.0"),
         ({"vocab_size": 50, "eos_token_id": [[2]]}, r"config\.json: eos_token_id is \[\[2\]\]"),
         ({"vocab_size": 50, "eos_token_id": True}, r"config\.json: eos_token_id is True"),
         ({"vocab_size": 50, "eos_token_id": "2"}, r"config\.json: eos_token_id is '2'"),
-        ({"vocab_size": 50, "eos_token_id": [2, -1]}, "outside the vocabulary of 50"),
+        ({"vocab_size": 50, "eos_token_id": [2, -1]}, "one or several of 50 tokens"),
     ],
 )
 def test_a_checkpoint_that_cannot_end_responses_is_refused(tmp_path, config, message):
@@ -110,7 +110,7 @@ def test_texts_of_one_token_and_numbers_end_responses_too(tmp_path):
         find_stop_tokens(RolloutConfig(stop=["bb"]), spec, tokenizer)
     with pytest.raises(ConfigError, match=rf"rollout\.stop_token_ids: found \[{len(tokenizer)}\], outside"):
         find_stop_tokens(RolloutConfig(stop_token_ids=[len(tokenizer)]), spec, tokenizer)
-    with pytest.raises(ConfigError, match=rf"rollout\.stop: found 'b', token {letter}, outside the vocabulary of 3"):
+    with pytest.raises(ConfigError, match=rf"rollout\.stop or .*: found \[{letter}\], outside the vocabulary of 3"):
         find_stop_tokens(RolloutConfig(stop=["b"]), replace(spec, vocab_size=3), tokenizer)
 
 
