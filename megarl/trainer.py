@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 
 from megarl.algo.algorithm import Algorithm
 from megarl.algo.diagnostics import compute_batch_metrics
-from megarl.algo.registry import reads_old_logprobs
+from megarl.algo.registry import reads_old_logprobs, reuses_logprobs
 from megarl.algo.value_pretraining import build_pretraining_algo, describe_end
-from megarl.config.old_logprobs import reuses_logprobs
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.root import Config
 from megarl.config.schema.task import MultiTurnEnvironmentConfig

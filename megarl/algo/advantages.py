@@ -6,15 +6,13 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from megarl.algo.declarations import AdvantageEstimator, AdvantageInputs, Advantages, Reads, is_on
+from megarl.algo.declarations import AdvantageEstimator, AdvantageInputs, Advantages
 from megarl.config.schema.algo import ADAPTIVE, AdvantageStd, AlgoConfig, NormScope, StdOf, TetherConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megarl.algo.blocks import Block
-
-GAMMA = Reads(("algo.gamma",), refused=lambda gamma: gamma != 1)
 
 
 def compute_reward_to_go(rewards_BT: Tensor, mask_BT: Tensor, gamma: float) -> Tensor:
@@ -56,7 +54,7 @@ def _format_reinforce(algo: AlgoConfig, responses_per_prompt: int) -> str:
     return f"sum_k>=t {algo.gamma:g}^(k-t) reward_k"
 
 
-REINFORCE = AdvantageEstimator(_format_reinforce, _estimate_reinforce, reads=(GAMMA,))
+REINFORCE = AdvantageEstimator(_format_reinforce, _estimate_reinforce)
 
 
 # Group-relative advantages: GRPO (2402.03300) and LitePPO (2508.08221).
@@ -101,16 +99,6 @@ def _format_group(algo: AlgoConfig, responses_per_prompt: int) -> str:
 GROUP = AdvantageEstimator(
     _format_group,
     _estimate_group,
-    reads=(
-        Reads(("algo.advantage_std",), switch=True, refused=is_on),
-        Reads(
-            ("algo.std_of",),
-            when=lambda algo: algo.advantage_std is AdvantageStd.batch,
-            needs="algo.advantage_std=batch",
-            switch=True,
-            refused=is_on,
-        ),
-    ),
     per_response=True,
     compares_group=True,
 )
@@ -260,15 +248,6 @@ def _check_gae(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps: int
 GAE = AdvantageEstimator(
     _format_gae,
     _estimate_gae,
-    reads=(
-        GAMMA,
-        Reads(("algo.lambda_policy", "algo.lambda_critic")),
-        Reads(
-            ("algo.length_alpha", "algo.lambda_min"),
-            when=lambda algo: algo.lambda_policy == ADAPTIVE,
-            needs=f"algo.lambda_policy={ADAPTIVE}",
-        ),
-    ),
     check=_check_gae,
     needs_critic=True,
 )
@@ -354,7 +333,6 @@ def _check_tether(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps: 
 TETHER = AdvantageEstimator(
     _format_tether,
     _estimate_tether,
-    reads=(Reads(("algo.tether", "algo.lambda_critic")),),
     check=_check_tether,
     needs_critic=True,
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.config.schema.algo import AlgoConfig
@@ -24,29 +23,6 @@ if TYPE_CHECKING:
 Check = Callable[[AlgoConfig, int, int], Iterable[str]]
 """(algo, responses per prompt, optimizer steps per iteration) -> one message per contradiction: the key, what was found
 and what would be right."""
-
-
-def is_on(value: object) -> bool:
-    """Whether the value of a key that can be switched off (null, false, 0, none, raw) is another."""
-    if isinstance(value, Enum):
-        return value.name not in ("none", "raw")
-    return value is not None and value != 0
-
-
-@dataclass(frozen=True)
-class Reads:
-    """Keys that a module reads. Set where nothing reads them, they are refused with what would make them count."""
-
-    keys: tuple[str, ...]
-    """dotted, as algo.gamma; each with everything below it"""
-    when: Callable[[AlgoConfig], bool] = lambda algo: True
-    """whether the module reads them under this configuration"""
-    needs: str = ""
-    """what `when` asks for, as it is written in a message: algo.lambda_policy=adaptive"""
-    switch: bool = False
-    """Off is allowed all the same: there is nothing to switch off."""
-    refused: Callable[[Any], bool] = lambda value: False
-    """which values are an error where nothing reads them, even if only a preset holds them"""
 
 
 def _get_default_dtype() -> torch.dtype:
@@ -133,7 +109,6 @@ class AdvantageEstimator:
     formula: Callable[[AlgoConfig, int], str]
     """(algo, responses per prompt) -> as the objective is printed"""
     compute: Callable[[AdvantageInputs, AlgoConfig], Advantages]
-    reads: tuple[Reads, ...] = ()
     check: Check = lambda algo, responses_per_prompt, optimizer_steps: ()
     needs_critic: bool = False
     per_response: bool = False
@@ -155,7 +130,6 @@ class PolicyLoss:
     compute: Callable[[PolicyTokens, AlgoConfig], tuple[Tensor, dict[str, Tensor]]]
     """-> the loss of each token, differentiable, float [R]; and metrics by name, float or bool [R], whose mean over the
     tokens is logged"""
-    reads: tuple[Reads, ...] = ()
     check: Check = lambda algo, responses_per_prompt, optimizer_steps: ()
     ratio_to_rollout: bool = False
     """Its ratio is to rollout_logprobs: it reads no old_logprobs, and samples of older policies and the mismatch with
@@ -180,5 +154,4 @@ class LossTerm:
     """What the sum over the tokens is divided by; None: the term is aggregated by algo.loss_agg_mode. With a metric,
     METRIC_weight_max is logged too: weight * (all tokens) / count, what the term weighs at one token where an advantage
     of the token-mean surrogate weighs 1."""
-    reads: tuple[Reads, ...] = ()
     check: Check = lambda algo, responses_per_prompt, optimizer_steps: ()

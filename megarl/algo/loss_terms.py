@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import isfinite
 from typing import TYPE_CHECKING
 
-from megarl.algo.declarations import LossTerm, Reads
+from megarl.algo.declarations import LossTerm
 from megarl.algo.registry import find_advantage, name_advantages
 from megarl.config.schema.algo import (
     AlgoConfig,
@@ -101,14 +100,6 @@ TOPR = LossTerm(
     _compute_topr,
     weight=lambda algo: 1.0,
     measure=_measure_topr,
-    reads=(
-        Reads(("algo.topr.positive_loss_coef", "algo.topr.negative_loss_coef")),
-        Reads(
-            ("algo.topr.ratio_level",),
-            when=lambda algo: algo.topr.negative_loss_coef != 0,
-            needs="algo.topr.negative_loss_coef above 0",
-        ),
-    ),
     check=_check_topr,
 )
 
@@ -139,8 +130,6 @@ def _format_reference_kl(algo: AlgoConfig) -> str:
 
 
 def _check_reference_kl(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps: int) -> Iterator[str]:
-    if not (isfinite(algo.kl.loss_coef) and algo.kl.loss_coef > 0):
-        yield f"algo.kl.loss_coef: {algo.kl.loss_coef} found with algo.kl.in_loss=true; must be above 0"
     if algo.kl.loss_estimator is KLEstimator.k1:
         yield (
             "algo.kl.loss_estimator: k1 found; as a loss its expected gradient on-policy is zero, so that it holds"
@@ -154,14 +143,6 @@ REFERENCE_KL = LossTerm(
     _compute_reference_kl,
     weight=lambda algo: algo.kl.loss_coef,
     metric="policy/kl_loss",
-    reads=(
-        Reads(("algo.kl.in_loss",)),
-        Reads(
-            ("algo.kl.loss_estimator", "algo.kl.loss_coef"),
-            when=lambda algo: algo.kl.in_loss,
-            needs="algo.kl.in_loss=true",
-        ),
-    ),
     check=_check_reference_kl,
 )
 
@@ -179,7 +160,6 @@ ENTROPY = LossTerm(
     _compute_entropy,
     weight=lambda algo: -algo.entropy_coef,
     metric="policy/entropy",
-    reads=(Reads(("algo.entropy_coef",)),),
 )
 
 
@@ -214,14 +194,6 @@ POSITIVE_LM = LossTerm(
     weight=lambda algo: algo.positive_lm_coef,
     metric="policy/positive_lm",
     count=_count_positive_lm,
-    reads=(
-        Reads(("algo.positive_lm_coef",)),
-        Reads(
-            ("algo.positive_lm_mean_over",),
-            when=lambda algo: algo.positive_lm_coef != 0,
-            needs="algo.positive_lm_coef above 0",
-        ),
-    ),
 )
 
 LOSS_TERMS = (TOPR, REFERENCE_KL, ENTROPY, POSITIVE_LM)

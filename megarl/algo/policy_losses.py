@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megarl.algo.declarations import PolicyLoss, Reads, is_on
+from megarl.algo.declarations import PolicyLoss
 from megarl.config.schema.algo import AlgoConfig, RatioLevel
 
 if TYPE_CHECKING:
@@ -50,13 +50,7 @@ def format_clipped(algo: AlgoConfig, ratio: str = "w") -> str:
     return text if algo.dual_clip is None else f"min({text}, {algo.dual_clip:g} |A| where A < 0)"
 
 
-CLIP_RANGE = Reads(("algo.clip_low", "algo.clip_high"))
-CLIP_READS = (
-    CLIP_RANGE,
-    Reads(("algo.dual_clip",), switch=True, refused=is_on),
-)
-"""The keys of `compute_clipped`."""
-CLIP = PolicyLoss(format_clipped, _compute_clip_loss, reads=CLIP_READS)
+CLIP = PolicyLoss(format_clipped, _compute_clip_loss)
 
 
 # The clipped importance ratio of the response: GSPO (2507.18071, equations 5 to 7), without the tokens' own ratios.
@@ -75,7 +69,7 @@ def _format_gspo(algo: AlgoConfig) -> str:
     return f"{format_clipped(algo, 's')} with s = (prod_t w)^(1/l)"
 
 
-GSPO = PolicyLoss(_format_gspo, _compute_gspo_loss, reads=CLIP_READS)
+GSPO = PolicyLoss(_format_gspo, _compute_gspo_loss)
 
 
 # The clipped importance ratio as a weight of the log-probs: CISPO (MiniMax-M1 2506.13585, equations 4 and 5).
@@ -106,7 +100,7 @@ def _format_cispo(algo: AlgoConfig) -> str:
     return f"-sg({weight}) A log pi"
 
 
-CISPO = PolicyLoss(_format_cispo, _compute_cispo_loss, reads=(CLIP_RANGE,))
+CISPO = PolicyLoss(_format_cispo, _compute_cispo_loss)
 
 
 # Direct double-sided importance sampling: SAO (2607.07508, equations 1 to 3), first in GLM-5 (2602.15763).
@@ -154,7 +148,7 @@ def _check_dis(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps: int
         )
 
 
-DIS = PolicyLoss(_format_dis, _compute_dis_loss, reads=(CLIP_RANGE,), check=_check_dis, ratio_to_rollout=True)
+DIS = PolicyLoss(_format_dis, _compute_dis_loss, check=_check_dis, ratio_to_rollout=True)
 
 
 # Clipping by probability instead of ratio: DPPO (2602.04879) with its binary total variation, the loss of BPCO.
@@ -206,7 +200,7 @@ def _check_dppo(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps: in
             )
 
 
-DPPO = PolicyLoss(_format_dppo, _compute_dppo_loss, reads=(CLIP_RANGE,), check=_check_dppo, ratio_to_rollout=True)
+DPPO = PolicyLoss(_format_dppo, _compute_dppo_loss, check=_check_dppo, ratio_to_rollout=True)
 
 
 # The log-probs weighted by the advantage (REINFORCE, RLOO): right only for the first optimizer step of a rollout.

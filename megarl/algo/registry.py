@@ -14,6 +14,7 @@ from megarl.algo.declarations import AdvantageEstimator, PolicyLoss
 from megarl.algo.policy_losses import POLICY_LOSSES
 from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.schema.algo import AlgoConfig, needs_reference, uses_topr
+from megarl.config.schema.root import Config
 from megarl.config.user_code import load_named
 from megarl.files import check_state
 
@@ -70,6 +71,45 @@ def reads_old_logprobs(algo: AlgoConfig) -> bool:
     Not where the ratio of the only term is to the rollout engine's; a KL to the reference and TOPR read them.
     """
     return not has_ratio_to_rollout(algo) or uses_topr(algo) or algo.kl.in_reward or needs_reference(algo)
+
+
+JITTER = "moe_input_jitter_eps"
+"""Of model.megatron: random factors of a router's input in training alone"""
+
+
+def needs_pass(config: Config) -> bool:
+    """Whether the policy has to score the responses before its update. Otherwise the update's own log-probs are the
+    same up to rounding, where something reads old_logprobs at all.
+
+    The loss reads them in its first optimizer step where the ratio to them is 1; the correction of
+    algo.mismatch.correction and the metrics can be computed from those of the update.
+    """
+    return (
+        config.train.num_optimizer_steps != 1  # all steps but the first need those before it
+        or config.algo.kl.in_reward  # the rewards need them
+        or uses_topr(config.algo)  # its terms need them as log-probs of the policy that sampled
+        or config.policy.fp8 is not None  # the rounding of a pass for training is another
+        or config.rollout.router_replay  # policy/moe_routing_agreement is counted in the pass
+        or bool(config.model.megatron.get(JITTER))  # a pass for training is random
+    )
+
+
+def reuses_logprobs(config: Config, num_samples: int | None = None, iteration: int | None = None) -> bool:
+    """Whether old_logprobs are the update's own, and the policy does not score the responses before it.
+
+    num_samples: of the iteration, which replayed groups may make more than one minibatch; None: as many as configured.
+    iteration: one in which the policy is frozen has no update; None: it is not.
+    """
+    if num_samples is not None and num_samples > config.train.minibatch_size:
+        return False
+    if iteration is not None and config.policy.is_frozen(iteration):
+        return False
+    return config.train.reuse_logprobs and reads_old_logprobs(config.algo) and not needs_pass(config)
+
+
+def scores_first(config: Config) -> bool:
+    """Whether the policy has a forward pass over the responses of an iteration before its update."""
+    return reads_old_logprobs(config.algo) and not reuses_logprobs(config)
 
 
 def name_policy_losses(**facts: bool) -> str:

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config import brought
 from megarl.config.checks.config import check_config
-from megarl.config.checks.unused import find_unused
+from megarl.config.checks.keys import find_unused
 from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.names import find_old_name, find_peer_name
 from megarl.config.overrides import check_words, find_choices_with, list_set_keys, open_overrides

@@ -9,12 +9,23 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megarl.config.checks.ranges import check_options
+from megarl.config.checks.keys import check_node
 from megarl.config.errors import ConfigError, find_nearest_key
-from megarl.config.schema.task import SCHEMAS, RewardConfig, WeightedRewardConfig
+from megarl.config.schema.root import Config
+from megarl.config.schema.task import (
+    SCHEMAS,
+    EnvironmentRewardConfig,
+    FunctionRewardConfig,
+    HttpRewardConfig,
+    RewardConfig,
+    ScalarModelRewardConfig,
+    WeightedRewardConfig,
+)
 
 OF_ALL = frozenset(field.name for field in fields(RewardConfig))
 """Keys that say something of the sum, not of a part"""
+WITHOUT_RANGE = (FunctionRewardConfig, HttpRewardConfig, ScalarModelRewardConfig, EnvironmentRewardConfig)
+"""Kinds of reward whose scores may be any number; those of the others are from 0 to 1"""
 
 
 @dataclass(frozen=True)
@@ -48,16 +59,31 @@ def read_parts(config: WeightedRewardConfig) -> tuple[RewardPart, ...]:
     return tuple(parts)
 
 
-def check_parts(config: RewardConfig) -> Iterator[str]:
+def check_parts(config: Config) -> Iterator[str]:
     """One message per problem of the parts of a weighted sum; none for another reward."""
-    if isinstance(config, WeightedRewardConfig):
+    if isinstance(config.reward, WeightedRewardConfig):
         try:
-            parts = read_parts(config)
+            parts = read_parts(config.reward)
         except ConfigError as error:
             yield from error.problems
         else:
             for part in parts:
-                yield from check_options(part.config, f"reward.parts.{part.name}.")
+                yield from check_node(config, part.config, f"reward.parts.{part.name}")
+
+
+def find_score_range(config: RewardConfig) -> tuple[float, float] | None:
+    """The least and the largest score; None where it may be any number."""
+    if config.wrong != 0:
+        return 0.0, 1.0  # every other score is refused
+    if isinstance(config, WeightedRewardConfig):
+        try:
+            parts = read_parts(config)
+        except ConfigError:
+            return None  # reported by check_parts
+        if any(find_score_range(part.config) is None for part in parts):
+            return None
+        return sum(min(part.weight, 0.0) for part in parts), sum(max(part.weight, 0.0) for part in parts)
+    return None if isinstance(config, WITHOUT_RANGE) else (0.0, 1.0)
 
 
 def _read_part(name: str, given: object) -> RewardPart:

@@ -19,7 +19,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from megarl.config.checks.unused import find_unused
+from megarl.config.checks.keys import find_unused
 from megarl.config.errors import ConfigError
 from megarl.config.load import compose_config, load_config
 from megarl.config.names import ALIASES, read_names

@@ -12,7 +12,7 @@ from math import ceil
 
 import torch
 
-from megarl.config.old_logprobs import scores_first
+from megarl.algo.registry import scores_first
 from megarl.config.placement import list_groups, place
 from megarl.config.schema.roles import Offload, ParallelConfig, Recompute, RecomputeMethod
 from megarl.config.schema.root import Config

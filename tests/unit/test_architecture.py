@@ -207,7 +207,7 @@ def test_the_import_check_refuses(importer: str, imported: str) -> None:
         ("megarl.run.attempts", "megarl.run.job"),
         ("megarl.algo.rewards", "megarl.algo.losses"),
         ("megarl.algo.rewards", "torch"),
-        ("megarl.config.checks.algo", "megarl.algo.registry"),
+        ("megarl.config.checks.keys", "megarl.algo.registry"),
         ("megarl.config.load", "hydra.errors"),
         ("megarl.config.load", "difflib"),
     ],

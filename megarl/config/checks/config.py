@@ -2,28 +2,20 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
-from math import isfinite
+from math import isfinite, isqrt
 from typing import Any
 
 from megarl.algo.registry import needs_critic
 from megarl.config.checks.algo import check_algo, check_modules, check_older_samples
-from megarl.config.checks.ranges import MAX_STALENESS, check_ranges, check_texts
-from megarl.config.checks.roles import check_compute, check_critic, check_overlap, check_parallel, find_nearest_divisor
+from megarl.config.checks.keys import check_keys
 from megarl.config.placement import find_server_offload
-from megarl.config.reward_parts import check_parts
-from megarl.config.schema.algo import LARGEST_KL_ERROR, KLConfig, OverlongConfig, needs_full_kl, needs_reference
-from megarl.config.schema.roles import ModelSource
+from megarl.config.reward_parts import check_parts, find_score_range
+from megarl.config.schema.algo import LARGEST_KL_ERROR, NormScope, needs_full_kl, needs_reference
+from megarl.config.schema.roles import Dtype, ModelSource, Offload, OptimizerConfig, ParallelConfig, TrainedRoleConfig
 from megarl.config.schema.root import Config
-from megarl.config.schema.run import NO_QUANTIZED_WEIGHTS, TrainConfig, check_hardware, check_truncation
+from megarl.config.schema.run import MAX_SAMPLES, NO_QUANTIZED_WEIGHTS, TrainConfig, check_truncation
 from megarl.config.schema.task import EnvironmentRewardConfig, SingleTurnEnvironmentConfig, ToolsEnvironmentConfig
 
-_SIZES = (
-    *("num_iterations", "samples_per_iteration", "prompts_per_iteration", "responses_per_prompt"),
-    *("samples_per_minibatch", "num_minibatches", "tokens_per_microbatch", "epochs_per_iteration"),
-    *("eval_every", "num_eval_prompts", "max_samples", "profile"),
-)
-"""Keys of `train` that are 1 or more, or null."""
 TOYS = ("tiny", "tiny_moe")
 """The presets in conf/model/ whose settings are for random weights (model.source=random)"""
 _QUANTIZES = ("quantization", "quantize_and_serve", "modelopt_quant", "rl_quant_profile")
@@ -43,6 +35,7 @@ REFUSED_OPTIONS = {
     "delete_ckpt_after_loading": "it deletes the model",
     **dict.fromkeys(("hicache_storage_backend", "enable_lmcache", "enable_flexkv"), _OLD_CACHE),
     "enable_unified_cache_external_linker": _OLD_CACHE,
+    **dict.fromkeys(_QUANTIZES, NO_QUANTIZED_WEIGHTS),
 }
 """Server arguments by which responses are sampled otherwise, or from another model, than training assumes; and why"""
 _DRAFTS = "drafts come from a model that no weight sync reaches, and thresholds may accept what the policy would not"
@@ -52,8 +45,6 @@ ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "model_impl": ("auto", "sglang"),
 }
 """Server arguments of which other values load other weights, or other modules than the weight sync knows"""
-MAX_SAMPLES = 2**20
-"""Responses that are held at a time, a hundred times those of the largest published runs (8192 an iteration)"""
 MAX_TOKENS = 2**32
 """Tokens that are held at a time"""
 
@@ -63,42 +54,19 @@ def check_config(config: Config) -> list[str]:
     unknown = check_modules(config.algo)
     if unknown:
         return unknown
-    sizes = list(_check_each_size(config))
-    if sizes:
-        return sizes  # what follows divides by them
-    return [
-        *_check_division(config.train),
-        *_check_eval_sets(config.train),
-        *_check_profile(config.train),
-        *check_ranges(config),
-        *check_texts(config),
-        *check_parts(config.reward),
+    # What follows takes numbers to be in their ranges, and divides by them.
+    problems = list(check_keys(config)) or list(_check_sizes(config))
+    return problems or [
+        *_check_train(config.train),
+        *check_parts(config),
         *_check_model(config),
         *_check_roles(config),
-        *check_compute(config),
         *check_critic(config),
         *_check_rollout(config),
         *_check_saved(config),
         *_check_environment(config),
-        *_check_kl_horizon(config.algo.kl, config.train.num_samples),
-        *check_hardware(config.cluster.hardware),
         *check_algo(config.algo, config.train.responses_per_prompt, config.train.num_optimizer_steps),
     ]
-
-
-def _check_eval_sets(train: TrainConfig) -> Iterator[str]:
-    for name, each in train.eval_sets.items():
-        key = f"train.eval_sets.{name}"
-        if not re.fullmatch(r"[\w-]+", str(name)):
-            yield f"{key}: found {name!r}; the name of a set has letters, digits, _ and -"
-        for size in ("num_prompts", "num_samples"):
-            if (value := getattr(each, size)) is not None and value < 1:
-                yield f"{key}.{size}: found {value}; it must be 1 or more"
-        if not (isfinite(each.temperature) and each.temperature >= 0):
-            yield f"{key}.temperature: found {each.temperature}; it must be 0 (greedy) or above"
-        elif each.temperature == 0 and each.num_samples > 1:
-            yield f"{key}.num_samples: found {each.num_samples}; greedy responses are all the same, set temperature too"
-        yield from check_truncation(key, each.temperature, each.top_p, each.top_k)
 
 
 def describe_sizes(config: Config) -> str:
@@ -113,25 +81,20 @@ def describe_sizes(config: Config) -> str:
     )
 
 
-def _check_each_size(config: Config) -> Iterator[str]:
-    """Sizes below 1, and more responses or tokens in an iteration than can be held."""
-    train, staleness = config.train, min(max(0, config.rollout.max_staleness), MAX_STALENESS)
-    positive = {
-        **{f"train.{field.name}": getattr(train, field.name) for field in fields(train) if field.name in _SIZES},
-        "data.prompt_length": config.data.prompt_length,
-        "rollout.response_length": config.rollout.response_length,
-    }
-    if train.num_iterations == 0 and needs_critic(config.algo) and config.algo.value_pretrain.num_steps > 0:
-        del positive["train.num_iterations"]
-    bad = [f"{key}: found {v}; it must be 1 or more" for key, v in positive.items() if v is not None and v < 1]
-    if positive.get("train.num_iterations") == 0:
-        bad.append("train.num_iterations: 0 is value pretraining alone, and there is none: algo.value_pretrain.enabled")
-    if not bad and train.responses_per_prompt > MAX_SAMPLES:
-        bad = [f"train.responses_per_prompt: found {train.responses_per_prompt}; it must be {MAX_SAMPLES} at most"]
-    yield from bad
-    if bad:
-        return
-    found = describe_iteration_size(train)
+def describe_iteration_size(train: TrainConfig) -> str:
+    """The key that gives the size of an iteration, and its value: the start of a message."""
+    key = "samples" if train.prompts_per_iteration is None and train.samples_per_iteration else "prompts"
+    return f"train.{key}_per_iteration: found {getattr(train, f'{key}_per_iteration')}"
+
+
+def _check_sizes(config: Config) -> Iterator[str]:
+    train, pretrains = config.train, needs_critic(config.algo) and config.algo.value_pretrain.num_steps > 0
+    if train.num_iterations == 0 and not pretrains:
+        yield (
+            "train.num_iterations: found 0, which is value pretraining alone, and there is none:"
+            " algo.value_pretrain.enabled"
+        )
+    found, staleness = describe_iteration_size(train), config.rollout.max_staleness
     ahead = f", and of {staleness} iterations ahead (rollout.max_staleness)" if staleness else ""
     samples = train.num_samples * (1 + staleness)
     tokens = samples * (config.data.prompt_length + config.rollout.response_length)
@@ -148,54 +111,33 @@ def _check_each_size(config: Config) -> Iterator[str]:
         )
 
 
-def describe_iteration_size(train: TrainConfig) -> str:
-    """The key that gives the size of an iteration, and its value: the start of a message."""
-    key = "samples" if train.prompts_per_iteration is None and train.samples_per_iteration else "prompts"
-    return f"train.{key}_per_iteration: found {getattr(train, f'{key}_per_iteration')}"
-
-
-def _check_division(train: TrainConfig) -> Iterator[str]:
+def _check_train(train: TrainConfig) -> Iterator[str]:
     wanted, group = train.samples_per_iteration, train.responses_per_prompt
+    samples = train.num_samples
+    key = "samples_per_minibatch" if train.num_minibatches is None else "num_minibatches"
+    found = getattr(train, key)
     if train.prompts_per_iteration is None and wanted is not None and wanted % group:
         nearest = max(1, round(wanted / group)) * group
         yield (
             f"train.samples_per_iteration: found {wanted}, which train.responses_per_prompt ({group}) does not divide;"
             f" the nearest that it does is {nearest}, of {nearest // group} prompts"
         )
-        return
-    samples = train.num_samples
-    made = f"the {train.num_prompts} prompts x {group} responses = {samples} samples of an iteration"
-    key = "samples_per_minibatch" if train.num_minibatches is None else "num_minibatches"
-    found = getattr(train, key)
-    if samples % found:
-        nearest = find_nearest_divisor(samples, found)
-        yield f"train.{key}: found {found}, which does not divide {made}; the nearest that does is {nearest}"
-
-
-def _check_profile(train: TrainConfig) -> Iterator[str]:
+    elif samples % found:
+        yield (
+            f"train.{key}: found {found}, which does not divide the {train.num_prompts} prompts x {group} responses ="
+            f" {samples} samples of an iteration; the nearest that does is {find_nearest_divisor(samples, found)}"
+        )
     if train.profile is not None and train.profile > train.num_iterations:
         yield (
             f"train.profile: found {train.profile}, the number of an iteration; the run has"
             f" train.num_iterations={train.num_iterations}: it must be at most that, or null"
         )
-
-
-def _check_roles(config: Config) -> Iterator[str]:
-    roles = {"policy": config.policy.parallel}
-    if needs_critic(config.algo):
-        roles["critic"] = config.critic.parallel
-    if needs_reference(config.algo):
-        roles["reference"] = config.reference.parallel
-    if needs_full_kl(config.algo) and config.policy.parallel.pp > 1:
-        yield (
-            f"policy.parallel.pp: found {config.policy.parallel.pp} with a KL of estimator full, which compares whole"
-            " distributions on the policy's last stage; it must be 1, or the estimator k1, k2 or k3"
+    for name, each in train.eval_sets.items():
+        if not re.fullmatch(r"[\w-]+", str(name)):
+            yield f"train.eval_sets.{name}: found {name!r}; the name of a set has letters, digits, _ and -"
+        yield from check_truncation(
+            f"train.eval_sets.{name}", each.temperature, each.num_samples, each.top_p, each.top_k
         )
-    for role, parallel in roles.items():
-        yield from check_parallel(f"{role}.parallel", parallel, config.train.minibatch_size)
-    yield from check_overlap("policy.optimizer", config.policy.optimizer)
-    if "critic" in roles:
-        yield from check_overlap("critic.optimizer", config.critic.optimizer)
 
 
 def _check_model(config: Config) -> Iterator[str]:
@@ -218,10 +160,175 @@ def _check_model(config: Config) -> Iterator[str]:
         )
 
 
+# The roles: layouts that Megatron's arithmetic allows, and how each computes.
+
+
+def _check_roles(config: Config) -> Iterator[str]:
+    steps, size = config.train.num_optimizer_steps, config.train.minibatch_size
+    layouts = {"policy": config.policy.parallel}
+    yield from _check_role("policy", config.policy, steps, config.train.num_iterations)
+    if needs_critic(config.algo):
+        layouts["critic"] = config.critic.parallel
+        steps *= config.critic.updates_per_policy_update
+        yield from _check_role("critic", config.critic, steps, config.train.num_iterations)
+    if needs_reference(config.algo):
+        layouts["reference"] = config.reference.parallel
+        if config.reference.offload is Offload.optimizer:
+            yield "reference.offload: found optimizer; the reference has none: all, or null"
+    for role, parallel in layouts.items():
+        yield from check_parallel(f"{role}.parallel", parallel, size)
+    if needs_full_kl(config.algo) and config.policy.parallel.pp > 1:
+        yield (
+            f"policy.parallel.pp: found {config.policy.parallel.pp} with a KL of estimator full, which compares whole"
+            " distributions on the policy's last stage; it must be 1, or the estimator k1, k2 or k3"
+        )
+
+
+def _check_role(role: str, node: TrainedRoleConfig, steps_per_iteration: int, num_iterations: int) -> Iterator[str]:
+    optimizer = node.optimizer
+    if node.fp8 and node.dtype is not Dtype.bfloat16:
+        yield (
+            f"{role}.fp8: found {node.fp8.value} with {role}.dtype={node.dtype.value}; FP8 products need"
+            f" {role}.dtype=bfloat16"
+        )
+    if optimizer.overlap_param_gather and optimizer.overlap_grad_reduce is False:
+        needed = f"{role}.optimizer.overlap_grad_reduce=true, or null"
+        yield f"{role}.optimizer.overlap_param_gather: found true, which needs {needed}"
+    if optimizer.min_lr > optimizer.lr:
+        yield f"{role}.optimizer.min_lr: found {optimizer.min_lr}; it must be between 0 and lr ({optimizer.lr})"
+    yield from _check_decay(f"{role}.optimizer", optimizer, steps_per_iteration, num_iterations)
+
+
+def _check_decay(key: str, optimizer: OptimizerConfig, steps_per_iteration: int, num_iterations: int) -> Iterator[str]:
+    warmup = optimizer.count_warmup_steps(steps_per_iteration, num_iterations)
+    steps = optimizer.count_decay_steps(steps_per_iteration, num_iterations)
+    if steps is not None and steps <= warmup:
+        found = f"decay_steps: found {optimizer.decay_steps}"
+        if optimizer.decay_steps is None:
+            found = f"decay_iterations: found {optimizer.decay_iterations}, which is {steps} optimizer steps"
+        given = "warmup_steps" if optimizer.warmup_ratio is None else f"warmup_ratio={optimizer.warmup_ratio:g}"
+        yield f"{key}.{found}; it must be above {key}.{given} ({warmup}), which it includes"
+
+
+def check_parallel(key: str, parallel: ParallelConfig, samples_per_minibatch: int) -> Iterator[str]:
+    """One message per problem of the layout under `key`; what depends on the model is checked with the model."""
+    total, model_size = parallel.num_processes, parallel.tp * parallel.pp * parallel.cp
+    if total % model_size:
+        nearest = max(1, (2 * total + model_size) // (2 * model_size)) * model_size
+        yield (
+            f"{key}.num_processes: found {total}, which tp {parallel.tp} x pp {parallel.pp} x cp {parallel.cp}"
+            f" = {model_size} does not divide; {nearest} would fit"
+        )
+        return
+    if samples_per_minibatch < parallel.dp:
+        yield (
+            f"{key}: {parallel.dp} data-parallel ranks share {samples_per_minibatch} samples"
+            " (train.samples_per_minibatch); each needs at least one"
+        )
+    # The experts' layout: etp x ep x expert data parallelism in each pipeline stage.
+    stage = total // parallel.pp
+    if stage % (parallel.etp * parallel.ep):
+        etp = find_nearest_divisor(stage, parallel.etp)
+        ep = find_nearest_divisor(stage // etp, parallel.ep)
+        yield (
+            f"{key}.ep: found {parallel.ep} with etp {parallel.etp}; etp x ep must divide the {stage} processes of a"
+            f" pipeline stage; the nearest that do are ep={ep} etp={etp}"
+        )
+    if parallel.sp and parallel.tp == 1:
+        yield f"{key}.sp: found true at tp 1; it splits over tensor-parallel ranks: set {key}.tp, or sp=false"
+    if parallel.vpp > 1 and parallel.pp == 1:
+        yield (
+            f"{key}.vpp: found {parallel.vpp} at pp 1; it cuts each stage of a pipeline into pieces: set {key}.pp to"
+            " 2 or more, or vpp=1"
+        )
+
+
+def find_nearest_divisor(number: int, wanted: int) -> int:
+    """The divisor of `number` nearest to `wanted`, the smaller of two."""
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    divisors = [*small, *(number // n for n in small)]
+    return min(divisors, key=lambda n: (abs(n - wanted), n))
+
+
+def check_critic(config: Config) -> Iterator[str]:
+    """One message per problem of critic.value_range and policy.frozen_iterations."""
+    frozen, iterations, algo = config.policy.frozen_iterations, config.train.num_iterations, config.algo
+    if frozen >= iterations > 0:
+        yield (
+            f"policy.frozen_iterations: found {frozen} with train.num_iterations={iterations}; the policy would never"
+            f" learn: it must be below {iterations}, or 0. To train a critic alone: train.num_iterations=0"
+        )
+    value_range = config.critic.value_range if needs_critic(algo) else None
+    if value_range is None:
+        return
+    found = f"critic.value_range: found {_show(*value_range)}"
+    if len(value_range) != 2 or not all(map(isfinite, value_range)) or value_range[0] >= value_range[1]:
+        yield f"{found}; it must be [low, high], two finite numbers with low below high, or null"
+        return
+    norm = algo.reward_norm
+    if algo.kl.in_reward:
+        yield (
+            f"{found} with algo.kl.in_reward=true; a return then has the KL of all tokens to come, which nothing"
+            " bounds: it must be null, or algo.kl.in_reward=false (algo.kl.in_loss=true keeps the KL)"
+        )
+    if norm.mean is not NormScope.none or norm.std is not NormScope.none:
+        yield (
+            f"{found} with algo.reward_norm.mean={norm.mean.name} and algo.reward_norm.std={norm.std.name}; normalized"
+            " rewards have no fixed range: it must be null, or both none"
+        )
+    elif (returns := find_return_range(config)) is not None:
+        low, high = returns
+        if not value_range[0] <= low <= high <= value_range[1]:
+            right = _show(min(low, value_range[0]), max(high, value_range[1]))
+            yield (
+                f"{found}; the returns that the critic learns are from {low:g} to {high:g}"
+                f" (reward.wrong={config.reward.wrong:g}, algo.overlong.penalty={algo.overlong.penalty:g}), and a value"
+                f" outside of its range can never be learned: it must contain them, as {right} does"
+            )
+
+
+def find_return_range(config: Config) -> tuple[float, float] | None:
+    """The least and the largest return of a response without a KL or a normalization of rewards; None where the
+    configuration does not say, because the scores, or an environment's rewards of turns, may be any number.
+    """
+    scores = find_score_range(config.reward)
+    if scores is None or not isinstance(config.environment, SingleTurnEnvironmentConfig):
+        return None
+    wrong, clip = config.reward.wrong, config.algo.reward_clip
+    low, high = (wrong + (1 - wrong) * score for score in scores)
+    low -= config.algo.overlong.penalty
+    if clip is not None:
+        low, high = (min(max(end, -clip), clip) for end in (low, high))
+    return (min(low, 0.0), max(high, 0.0)) if config.algo.gamma < 1 else (low, high)
+
+
+def _show(*numbers: float) -> str:
+    return f"[{', '.join(f'{number:g}' for number in numbers)}]"
+
+
+# Generation, and what is learned without it.
+
+
 def _check_rollout(config: Config) -> Iterator[str]:
-    rollout = config.rollout
+    rollout, overlong, kl = config.rollout, config.algo.overlong, config.algo.kl
     longest = config.data.prompt_length + rollout.response_length
-    yield from _check_overlong(config.algo.overlong, rollout.response_length)
+    if overlong.buffer is not None and overlong.buffer > rollout.response_length:
+        yield (
+            f"algo.overlong.buffer: found {overlong.buffer}; it is a part of rollout.response_length"
+            f" ({rollout.response_length}) and must not be longer"
+        )
+    if overlong.penalty > 0 and overlong.count_buffer(rollout.response_length) < 1:
+        yield (
+            f"algo.overlong.buffer_frac: found {overlong.buffer_frac:g}, which is less than one token of"
+            f" rollout.response_length ({rollout.response_length}); algo.overlong.penalty > 0 needs at least one"
+        )
+    least = LARGEST_KL_ERROR * config.train.num_samples
+    if kl.in_reward and kl.target is not None and kl.horizon <= least:
+        yield (
+            f"algo.kl.horizon: found {kl.horizon:g} with the {config.train.num_samples} samples of an iteration; one"
+            " step would change the weight of the KL by all of it or more and could make it 0 or negative: it must be"
+            f" above {least:g} ({LARGEST_KL_ERROR:g} * samples), and several times the samples for small steps"
+        )
     if rollout.max_staleness > 0:
         yield from check_older_samples(config.algo, f"rollout.max_staleness: {rollout.max_staleness} found")
         if (offload := find_server_offload(config)) is not None:
@@ -236,8 +343,6 @@ def _check_rollout(config: Config) -> Iterator[str]:
             f"rollout.sglang.chunked_prefill_size: found {chunk} with rollout.router_replay; SGLang holds the experts"
             " of one chunk and ends where a prompt is longer: it must be above 0, or left out"
         )
-    found = {key: rollout.sglang[key] for key in _QUANTIZES if rollout.sglang.get(key)}
-    yield from (f"rollout.sglang.{key}: found {value!r}; {NO_QUANTIZED_WEIGHTS}" for key, value in found.items())
     if rollout.kv_cache_tokens is not None and rollout.kv_cache_tokens < longest:
         yield (
             f"rollout.kv_cache_tokens: found {rollout.kv_cache_tokens}; one sequence may have"
@@ -264,18 +369,14 @@ def _check_options(options: Mapping[str, Any], longest: int) -> Iterator[str]:
 
 
 def _check_environment(config: Config) -> Iterator[str]:
-    if isinstance(config.reward, EnvironmentRewardConfig) and isinstance(
-        config.environment, SingleTurnEnvironmentConfig
-    ):
+    tools = config.environment
+    if isinstance(config.reward, EnvironmentRewardConfig) and isinstance(tools, SingleTurnEnvironmentConfig):
         yield (
             "reward: found environment with environment=single_turn, which gives no rewards; choose an environment that"
             " does, such as environment=guess, or another reward"
         )
-    if isinstance(config.environment, ToolsEnvironmentConfig):
-        yield from _check_tools(config, config.environment)
-
-
-def _check_tools(config: Config, tools: ToolsEnvironmentConfig) -> Iterator[str]:
+    if not isinstance(tools, ToolsEnvironmentConfig):
+        return
     longest = tools.max_calls * tools.call_timeout_s
     if longest >= tools.step_deadline_s:
         yield (
@@ -289,60 +390,27 @@ def _check_tools(config: Config, tools: ToolsEnvironmentConfig) -> Iterator[str]
         )
 
 
-def _check_overlong(overlong: OverlongConfig, response_length: int) -> Iterator[str]:
-    if overlong.buffer is not None and overlong.buffer > response_length:
-        yield (
-            f"algo.overlong.buffer: found {overlong.buffer}; it is a part of rollout.response_length"
-            f" ({response_length}) and must not be longer"
-        )
-    frac = overlong.buffer_frac
-    if overlong.penalty > 0 and overlong.buffer is None and isfinite(frac) and frac * response_length <= 0.5:
-        yield (
-            f"algo.overlong.buffer_frac: found {frac:g}, which is less than one token of"
-            f" rollout.response_length ({response_length}); algo.overlong.penalty > 0 needs at least one"
-        )
-
-
-def _check_kl_horizon(kl: KLConfig, num_samples: int) -> Iterator[str]:
-    least = LARGEST_KL_ERROR * num_samples
-    if kl.in_reward and kl.target is not None and 0 < kl.horizon <= least:
-        yield (
-            f"algo.kl.horizon: found {kl.horizon:g} with the {num_samples} samples of an iteration; one step would"
-            f" change the weight of the KL by all of it or more and could make it 0 or negative: it must be above"
-            f" {least:g} ({LARGEST_KL_ERROR:g} * samples), and several times the samples for small steps"
-        )
-
-
 def _check_saved(config: Config) -> Iterator[str]:
     """One message per key that asks for what only servers can give, or of a loss that cannot learn from the file."""
     rollout, algo = config.rollout, config.algo
     if rollout.file is None:
         return
     yield from check_older_samples(algo, f"rollout.file: {rollout.file} found", off="null")
-    where = f"with rollout.file={rollout.file}"
-    if algo.replay.num_iterations > 0:
-        yield (
-            f"algo.replay.num_iterations: {algo.replay.num_iterations} found {where}; each pass over the file takes"
-            " every group again: must be 0"
-        )
-    if algo.dynamic_sampling.enabled:
-        yield (
-            f"algo.dynamic_sampling.enabled: true found {where}; there is no server to sample other groups in place of"
-            " those whose rewards are equal: must be false"
-        )
-    if rollout.max_staleness > 0:
-        yield (
-            f"rollout.max_staleness: found {rollout.max_staleness} {where}; nothing is generated ahead, and all"
-            " responses of the file are learned from, however old: it must be 0"
-        )
-    if rollout.router_replay:
-        yield (
-            f"rollout.router_replay: found true {where}; a rollouts.jsonl does not have the experts that the servers"
-            " chose: it must be false"
-        )
     pretraining = algo.value_pretrain
-    if needs_critic(algo) and pretraining.num_steps > 0 and pretraining.rollouts is None:
+    pretrains = needs_critic(algo) and pretraining.num_steps > 0 and pretraining.rollouts is None
+    asked = (
+        ("algo.replay.num_iterations", algo.replay.num_iterations, "0", "each pass takes every group again"),
+        ("algo.dynamic_sampling.enabled", algo.dynamic_sampling.enabled, "false", "no server samples other groups"),
+        ("rollout.max_staleness", rollout.max_staleness, "0", "all of the file is learned from, however old"),
+        ("rollout.router_replay", rollout.router_replay, "false", "it does not have the experts that servers chose"),
+    )
+    for key, value, right, why in asked:
+        if value:
+            found = "true" if value is True else value
+            yield f"{key}: found {found} with rollout.file={rollout.file}; {why}: it must be {right}"
+    if pretrains:
         yield (
-            f"algo.value_pretrain.rollouts: null found {where}; there is no server to sample the responses of value"
-            f" pretraining: must be a file, such as {rollout.file}, or algo.value_pretrain.enabled=false"
+            f"algo.value_pretrain.rollouts: null found with rollout.file={rollout.file}; there is no server to sample"
+            f" the responses of value pretraining: must be a file, such as {rollout.file}, or"
+            " algo.value_pretrain.enabled=false"
         )

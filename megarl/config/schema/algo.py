@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from megarl.config.schema.key import WITH_CRITIC, Effect, key, with_choice
+
 
 class AdvantageStd(Enum):
     """The standard deviation that advantage=group divides by."""
@@ -105,12 +107,50 @@ ADAPTIVE = "adaptive"
 LARGEST_KL_ERROR = 0.2
 """Clip of the relative error of the adaptive KL coefficient (1909.08593, section 2.2)."""
 
+# When keys have an effect.
+
+HAS_SURROGATE = Effect(
+    lambda it: it.config.algo.rl_loss_coef != 0, "with algo.rl_loss_coef=0; it counts with a weight above 0"
+)
+IS_ADAPTIVE = (
+    with_choice("advantage", "gae"),
+    Effect(
+        lambda it: it.node.lambda_policy == ADAPTIVE, f"without algo.lambda_policy={ADAPTIVE}, with which it counts"
+    ),
+)
+MEAN_STAYS = Effect(
+    lambda it: (
+        not it.advantage.compares_group or it.config.algo.reward_clip is not None or it.node.mean is NormScope.group
+    ),
+    "under algo.advantage={config.algo.advantage}, whose comparison within the group cancels it; it counts with gae,"
+    " reinforce or tether, or before an algo.reward_clip",
+)
+HAS_PENALTY = Effect(lambda it: it.node.penalty > 0, "with algo.overlong.penalty=0; it counts with a penalty above 0")
+KL_IN_REWARD = Effect(lambda it: it.node.in_reward, "without a KL in the reward; it counts with algo.kl.in_reward=true")
+HAS_TARGET = Effect(
+    lambda it: it.node.target is not None,
+    "without an adaptive weight of the KL in the reward; it counts with an algo.kl.target",
+)
+KL_IN_LOSS = Effect(lambda it: it.node.in_loss, "without a KL in the loss; it counts with algo.kl.in_loss=true")
+MISMATCH_KNOWN = Effect(
+    lambda it: it.reads_old_logprobs,
+    "under algo.surrogate={config.algo.surrogate}, where the policy does not score the responses before its update, so"
+    " that the mismatch with the rollout engine is not known; it counts with another than dis and dppo",
+)
+DYNAMIC = Effect(
+    lambda it: it.node.enabled, "without dynamic sampling; it counts with algo.dynamic_sampling.enabled=true"
+)
+PRETRAINS = Effect(
+    lambda it: it.node.num_steps > 0,
+    "without value pretraining; it counts with algo.value_pretrain.enabled=true and steps above 0",
+)
+
 
 @dataclass
 class RewardNormConfig:
     """R' = (R - mean) / (std + 1e-6), each over the batch, the group, or every sample of the run so far."""
 
-    mean: NormScope = NormScope.none
+    mean: NormScope = key(NormScope.none, when=MEAN_STAYS)
     """Set of rewards whose mean is subtracted."""
     std: NormScope = NormScope.none
     """Set of rewards whose standard deviation divides."""
@@ -118,16 +158,34 @@ class RewardNormConfig:
 
 @dataclass
 class OverlongConfig:
-    penalty: float = 0.0
+    penalty: float = key(0.0, low=0)
     """Reward subtracted at the length limit; it grows linearly over the last tokens before it (DAPO: 1)."""
-    buffer: int | None = None
+    buffer: int | None = key(None, low=0, when=HAS_PENALTY, strict=True)
     """Tokens before the limit over which the penalty grows; it overrides buffer_frac. null: buffer_frac decides."""
-    buffer_frac: float = 0.2
+    buffer_frac: float = key(
+        0.2,
+        low=0,
+        high=1,
+        when=(
+            HAS_PENALTY,
+            Effect(
+                lambda it: it.node.buffer is None,
+                "with algo.overlong.buffer={node.buffer}; it counts with algo.overlong.buffer=null",
+            ),
+        ),
+    )
     """Share of rollout.response_length before the limit over which the penalty grows, rounded to whole tokens (DAPO: a
     fifth). Only where `buffer` is null."""
     filter: bool = False
     """Responses cut at the length limit get no policy loss; their reward stays in the statistics."""
-    filter_critic: bool = False
+    filter_critic: bool = key(
+        False,
+        when=(
+            WITH_CRITIC,
+            Effect(lambda it: it.node.filter, "without algo.overlong.filter=true, with which it counts"),
+        ),
+        strict=True,
+    )
     """With `filter`, responses cut at the length limit get no critic loss either."""
 
     def count_buffer(self, response_length: int) -> int:
@@ -139,21 +197,21 @@ class OverlongConfig:
 class KLConfig:
     in_reward: bool = False
     """Subtract coef * KL(old policy, reference) from every token's reward."""
-    reward_estimator: KLEstimator = KLEstimator.k1
-    coef: float = 0.01
+    reward_estimator: KLEstimator = key(KLEstimator.k1, when=KL_IN_REWARD)
+    coef: float = key(0.01, above=0, when=KL_IN_REWARD)
     """beta, the weight of the KL in the reward; with `target`, its first value."""
-    target: float | None = None
+    target: float | None = key(None, above=0, when=KL_IN_REWARD, strict=True)
     """Adapt `coef` so that the KL, aggregated by `target_agg_mode`, stays near this; null: fixed."""
-    target_agg_mode: LossAggMode = LossAggMode["seq-mean-token-mean"]
+    target_agg_mode: LossAggMode = key(LossAggMode["seq-mean-token-mean"], when=(KL_IN_REWARD, HAS_TARGET))
     """With `target`: the KL compared with it. seq-mean-token-mean: mean over sequences of their mean per token (ROLL,
     verl); seq-mean-token-sum: mean KL of a sequence (1909.08593, TRL); token-mean: mean per token."""
-    horizon: float = 10000.0
+    horizon: float = key(10000.0, above=0, when=(KL_IN_REWARD, HAS_TARGET))
     """With `target`: an iteration changes the coefficient by at most a share of 0.2 * samples / horizon, which must be
     below 1."""
     in_loss: bool = False
     """Add loss_coef * KL(policy, reference) to the policy loss."""
-    loss_estimator: KLEstimator = KLEstimator.k3
-    loss_coef: float = 0.001
+    loss_estimator: KLEstimator = key(KLEstimator.k3, when=KL_IN_LOSS)
+    loss_coef: float = key(0.001, above=0, when=KL_IN_LOSS)
     """Weight of the KL in the loss."""
 
 
@@ -162,14 +220,14 @@ class MismatchConfig:
     """Ratio between training engine and rollout engine, exp(old_logprobs - rollout_logprobs); logged except where only
     surrogate=dis or dppo is learned from, for which the policy does not score the responses before its update."""
 
-    correction: MismatchCorrection = MismatchCorrection.none
+    correction: MismatchCorrection = key(MismatchCorrection.none, when=HAS_SURROGATE, strict=True)
     """How the surrogate is weighted with the ratio. rollout.max_staleness, rollout.file and algo.replay need tis or
     mis, except with surrogate=dis or dppo, which refuse a correction."""
-    level: RatioLevel = RatioLevel.token
+    level: RatioLevel = key(RatioLevel.token, when=MISMATCH_KNOWN)
     """What one ratio is of: a token or a whole response."""
-    low: float = 0.5
+    low: float = key(0.5, low=0, high=1, when=MISMATCH_KNOWN)
     """Lower bound of the ratio for mis and for mismatch/outside_frac; tis has none."""
-    high: float = 2.0
+    high: float = key(2.0, low=1, when=MISMATCH_KNOWN)
     """Upper bound of the ratio."""
 
 
@@ -177,11 +235,17 @@ class MismatchConfig:
 class ToprConfig:
     """Tapered off-policy REINFORCE, added to the surrogate (its own weight is `algo.rl_loss_coef`)."""
 
-    positive_loss_coef: float = 0.0
+    positive_loss_coef: float = key(0.0, low=0)
     """Weight of -A * log-prob where A >= 0."""
-    negative_loss_coef: float = 0.0
+    negative_loss_coef: float = key(0.0, low=0)
     """Weight of -clip(ratio to the sampling policy, 0, 1) * A * log-prob where A < 0."""
-    ratio_level: RatioLevel = RatioLevel.sequence
+    ratio_level: RatioLevel = key(
+        RatioLevel.sequence,
+        when=Effect(
+            lambda it: it.node.negative_loss_coef != 0,
+            "without algo.topr.negative_loss_coef above 0, with which it counts",
+        ),
+    )
     """What the ratio is of: each token, or the response (the product over its tokens, or their geometric mean)."""
 
 
@@ -190,9 +254,9 @@ class TetherConfig:
     """Weight rho of the critic's value in the baseline (1 - rho) * (mean of the others' rewards) + rho * V; each batch
     is used to fit rho for the next one (TETHER 2608.16739, equations 15 to 17)."""
 
-    decay: float = 0.95
+    decay: float = key(0.95, low=0, high=1)
     """rho = decay * rho + (1 - decay) * (rho fitted to the batch): closer to 1 follows the batches more slowly."""
-    initial: float = 0.0
+    initial: float = key(0.0, low=0, high=1)
     """rho of the first iteration, from 0 (the group alone) to 1 (the critic alone)."""
 
 
@@ -203,10 +267,10 @@ class DynamicSamplingConfig:
 
     enabled: bool = False
     """Whether such groups are replaced."""
-    by: SamplingBy = SamplingBy.correct
+    by: SamplingBy = key(SamplingBy.correct, when=DYNAMIC)
     """What must differ within a group that is kept; a reward without right and wrong, or whose full score a response
     never gets at first, needs `reward`."""
-    max_rounds: int = 10
+    max_rounds: int = key(10, low=1, high=1000, when=DYNAMIC)
     """Maximum number of rounds of generation in one iteration. Groups still missing after them are taken from those
     that were to be replaced."""
 
@@ -215,9 +279,16 @@ class DynamicSamplingConfig:
 class ReplayConfig:
     """Training on groups of past iterations, sampled by older policies, together with new ones (TOPR 2503.14286)."""
 
-    num_iterations: int = 0
+    num_iterations: int = key(0, low=0)
     """How many past iterations are kept; 0: off."""
-    frac: float = 0.5
+    frac: float = key(
+        0.5,
+        above=0,
+        below=1,
+        when=Effect(
+            lambda it: it.node.num_iterations > 0, "without replay; it counts with algo.replay.num_iterations above 0"
+        ),
+    )
     """Share of an iteration's groups that is taken from past iterations."""
 
 
@@ -225,18 +296,40 @@ class ReplayConfig:
 class ValuePretrainConfig:
     """Iterations 1 - steps to 0: critic updates towards the Monte-Carlo return, with the policy frozen."""
 
-    enabled: bool = False
+    enabled: bool = key(False, when=WITH_CRITIC, strict=True)
     """Whether the critic is pretrained. Presets of algorithms set this; presets of models set `steps`."""
-    steps: int = 50
+    steps: int = key(
+        50,
+        low=0,
+        when=(
+            WITH_CRITIC,
+            Effect(
+                lambda it: it.node.enabled, "without value pretraining; it counts with algo.value_pretrain.enabled=true"
+            ),
+        ),
+        off=0,
+    )
     """Maximum number of iterations of value pretraining, each a rollout and the critic's minibatches; 0: off."""
-    rollouts: str | None = None
+    rollouts: str | None = key(None, when=(WITH_CRITIC, PRETRAINS))
     """A rollouts.jsonl of an earlier run (logger.save_rollouts) to learn from, instead of fresh responses."""
-    patience: int | None = 20
+    patience: int | None = key(20, low=3, when=(WITH_CRITIC, PRETRAINS))
     """End once a line fitted to the explained variance of this many iterations rises by less than `min_improvement`,
     with 1.5 standard errors to spare; at least 3; null: never early."""
-    min_improvement: float = 0.02
+    min_improvement: float = key(
+        0.02,
+        low=0,
+        high=1,
+        when=(
+            WITH_CRITIC,
+            PRETRAINS,
+            Effect(
+                lambda it: it.node.patience is not None,
+                "with algo.value_pretrain.patience=null; it counts with a patience",
+            ),
+        ),
+    )
     """Rise of the explained variance over `patience` iterations that is worth going on."""
-    stop_at_explained_variance: float | None = None
+    stop_at_explained_variance: float | None = key(None, high=1, when=(WITH_CRITIC, PRETRAINS))
     """End once the explained variance of a rollout not yet trained on reaches this; null: no such threshold."""
 
     @property
@@ -251,51 +344,73 @@ class ValuePretrainConfig:
 
 @dataclass
 class AlgoConfig:
-    name: str = "custom"
+    name: str = key("custom", names_folder=True)
     """The preset's name, in the run's directory and in the printed objective."""
     advantage: str = "gae"
     """The advantage estimator: one of megarl/algo/advantages.py, or FILE.py:NAME of your own."""
-    gamma: float = 1.0
+    gamma: float = key(1.0, low=0, high=1, when=with_choice("advantage", "gae", "reinforce"), strict=True)
     """Discount of later rewards."""
-    lambda_policy: float | int | str = 0.95
+    lambda_policy: float | int | str = key(0.95, when=with_choice("advantage", "gae"))
     """GAE's lambda for the policy: a number, or `adaptive` = clip(1 - 1/(length_alpha * length), lambda_min, 1)."""
-    lambda_critic: float = 1.0
+    lambda_critic: float = key(1.0, low=0, high=1, when=with_choice("advantage", "gae", "tether"))
     """GAE's lambda for the critic's returns; 1 gives Monte-Carlo returns."""
-    length_alpha: float = 0.05
+    length_alpha: float = key(0.05, above=0, when=IS_ADAPTIVE)
     """alpha of the adaptive lambda: larger brings lambda closer to 1 (VAPO: 0.05)."""
-    lambda_min: float = 0.5
+    lambda_min: float = key(0.5, low=0, high=1, when=IS_ADAPTIVE)
     """Lower bound of the adaptive lambda."""
-    tether: TetherConfig = field(default_factory=TetherConfig)
-    advantage_std: AdvantageStd = AdvantageStd.none
-    std_of: StdOf = StdOf.raw
+    tether: TetherConfig = key(factory=TetherConfig, when=with_choice("advantage", "tether"))
+    advantage_std: AdvantageStd = key(AdvantageStd.none, when=with_choice("advantage", "group"), strict=True)
+    std_of: StdOf = key(
+        StdOf.raw,
+        when=(
+            with_choice("advantage", "group"),
+            Effect(
+                lambda it: it.node.advantage_std is AdvantageStd.batch,
+                "without algo.advantage_std=batch, with which it counts",
+            ),
+        ),
+        strict=True,
+    )
     whiten_advantages: bool = False
     """Scale the advantages of all generated tokens of the batch to mean 0 and standard deviation 1."""
-    advantage_clip: float | None = None
+    advantage_clip: float | None = key(None, above=0)
     """Clip advantages to [-c, c]; null: not clipped."""
     reward_norm: RewardNormConfig = field(default_factory=RewardNormConfig)
-    reward_clip: float | None = None
+    reward_clip: float | None = key(None, above=0)
     """Clip rewards to [-c, c] after reward_norm; null: not clipped."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     kl: KLConfig = field(default_factory=KLConfig)
     positive_threshold: float = 1.0
     """For the positive-example LM loss, a response is correct when the verifier's score is at least this,
     whatever reward.wrong is."""
-    surrogate: str = "clip"
+    surrogate: str = key("clip", when=HAS_SURROGATE)
     """The policy loss: one of megarl/algo/policy_losses.py, or FILE.py:NAME of your own."""
-    rl_loss_coef: float = 1.0
+    rl_loss_coef: float = key(1.0, low=0)
     """Weight of the surrogate."""
-    clip_low: float = 0.2
+    clip_low: float = key(
+        0.2, low=0, high=1, when=(HAS_SURROGATE, with_choice("surrogate", "clip", "gspo", "cispo", "dis", "dppo"))
+    )
     """PPO's lower clip: the importance ratio is clipped at 1 - clip_low. dis: a token with a ratio at or below that is
     masked. dppo: by how much a token's probability may fall. cispo: 1 is no lower bound."""
-    clip_high: float = 0.2
+    clip_high: float = key(
+        0.2, low=0, when=(HAS_SURROGATE, with_choice("surrogate", "clip", "gspo", "cispo", "dis", "dppo"))
+    )
     """PPO's upper clip: the importance ratio is clipped at 1 + clip_high (DAPO and VAPO: 0.28). dis: a token with a
     ratio at or above that is masked. dppo: by how much a token's probability may rise."""
-    dual_clip: float | None = None
+    dual_clip: float | None = key(
+        None, above=1, when=(HAS_SURROGATE, with_choice("surrogate", "clip", "gspo")), strict=True
+    )
     """Dual clip c > 1: where A < 0, the loss of a token is at most c * |A|; null: off."""
-    positive_lm_coef: float = 0.0
+    positive_lm_coef: float = key(0.0, low=0)
     """Weight of the positive-example LM loss, the mean negative log-likelihood of the tokens of correct responses
     (VAPO: 0.1)."""
-    positive_lm_mean_over: PositiveLMMean = PositiveLMMean.positive_tokens
+    positive_lm_mean_over: PositiveLMMean = key(
+        PositiveLMMean.positive_tokens,
+        when=Effect(
+            lambda it: it.node.positive_lm_coef != 0,
+            "without the positive-example LM loss; it counts with algo.positive_lm_coef above 0",
+        ),
+    )
     """Which tokens that mean is over: those of correct responses, as in VAPO, so that the fewer they are the more each
     weighs; or all, so that each of them weighs positive_lm_coef beside an advantage."""
     entropy_coef: float = 0.0
@@ -306,9 +421,9 @@ class AlgoConfig:
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     loss_agg_mode: LossAggMode = LossAggMode["token-mean"]
     """How the token losses of a minibatch become one number; the formulas are in docs/algorithms.md, Aggregation."""
-    value_clip: float | None = None
+    value_clip: float | None = key(None, above=0, when=WITH_CRITIC, strict=True)
     """Clip the critic's value to at most this far from the one before the update; null: not clipped."""
-    value_loss_agg_mode: LossAggMode = LossAggMode["token-mean"]
+    value_loss_agg_mode: LossAggMode = key(LossAggMode["token-mean"], when=WITH_CRITIC)
     """As loss_agg_mode, for the critic's loss."""
     value_pretrain: ValuePretrainConfig = field(default_factory=ValuePretrainConfig)
 

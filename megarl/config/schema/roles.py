@@ -4,6 +4,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+from megarl.config.schema.key import TRAINED, WITH_CRITIC, Effect, key
+
 
 class Dtype(Enum):
     """Type of numbers."""
@@ -96,6 +98,16 @@ class LrDecay(Enum):
     """Along half a period of a cosine"""
 
 
+DECAYS = Effect(
+    lambda it: it.node.decay is not LrDecay.constant, "under {path}.decay=constant; it counts with linear or cosine"
+)
+RECOMPUTES = Effect(
+    lambda it: it.node.recompute is Recompute.full,
+    "under {path}.recompute={node.recompute.name}; it counts with full",
+)
+HAS_ADAPTERS = Effect(lambda it: it.node.rank > 0, "with policy.lora.rank=0; it counts with 1 or more")
+
+
 @dataclass
 class ParallelConfig:
     """Megatron splits the model over `num_processes` processes.
@@ -104,21 +116,21 @@ class ParallelConfig:
     processes, with num_processes / (etp * ep * pp) replicas of each.
     """
 
-    num_processes: int = 1
+    num_processes: int = key(1, low=1, high=100_000)
     """Processes of the role, one for each GPU (on a CPU they share its cores)."""
-    tp: int = 1
+    tp: int = key(1, low=1, high=100_000)
     """Tensor parallel: ranks that each weight matrix is split over"""
     sp: bool = False
     """Sequence parallel: activations that tensor parallelism does not split are split along the tokens; needs tp > 1"""
-    pp: int = 1
+    pp: int = key(1, low=1, high=100_000)
     """Pipeline parallel: stages that the layers are split into"""
-    vpp: int = 1
+    vpp: int = key(1, low=1, high=100_000)
     """Virtual pipeline: pieces of the model on each stage (interleaved schedule); 1: none; more needs pp > 1"""
-    cp: int = 1
+    cp: int = key(1, low=1, high=100_000)
     """Context parallel: ranks that the tokens of each sequence are split over"""
-    ep: int = 1
+    ep: int = key(1, low=1, high=100_000)
     """Expert parallel: ranks that the experts of each layer are split over; divides dp * cp * tp / etp"""
-    etp: int = 1
+    etp: int = key(1, low=1, high=100_000)
     """Expert tensor parallel: ranks that each expert's matrices are split over"""
 
     @property
@@ -131,33 +143,49 @@ class ParallelConfig:
 class OptimizerConfig:
     """AdamW with Megatron's distributed optimizer."""
 
-    lr: float = 1e-6
+    lr: float = key(1e-6, low=0)
     """Learning rate after the warm-up."""
-    min_lr: float = 0.0
+    min_lr: float = key(0.0, low=0, when=DECAYS)
     """Learning rate at the end of the decay, and after it."""
-    warmup_steps: int = 0
+    warmup_steps: int = key(
+        0,
+        low=0,
+        when=Effect(
+            lambda it: it.node.warmup_ratio is None,
+            "with {path}.warmup_ratio={node.warmup_ratio}; it counts with warmup_ratio=null",
+        ),
+    )
     """Optimizer steps over which the rate rises linearly from 0 to lr."""
-    warmup_ratio: float | None = None
+    warmup_ratio: float | None = key(None, low=0, high=1)
     """The same as a share of all optimizer steps of the run, which follow from train.num_iterations, also where a
     resumed run changes it; overrides warmup_steps. null: warmup_steps decides."""
     decay: LrDecay = LrDecay.constant
     """How the rate falls from lr to min_lr."""
-    decay_iterations: int | None = None
+    decay_iterations: int | None = key(
+        None,
+        when=(
+            DECAYS,
+            Effect(
+                lambda it: it.node.decay_steps is None,
+                "with {path}.decay_steps={node.decay_steps}; it counts with decay_steps=null",
+            ),
+        ),
+    )
     """Iterations after which the rate is min_lr, the warm-up included, with as many optimizer steps in each as training
     has (of a critic, its steps of value pretraining count too). Only where decay_steps is null. null in
     both: all iterations of the run."""
-    decay_steps: int | None = None
+    decay_steps: int | None = key(None, when=DECAYS, strict=True)
     """Optimizer steps after which the rate is min_lr; overrides decay_iterations. null: decay_iterations
     decides."""
-    weight_decay: float = 0.0
+    weight_decay: float = key(0.0, low=0)
     """Decoupled weight decay; biases and norms are not decayed."""
-    beta1: float = 0.9
+    beta1: float = key(0.9, low=0, below=1)
     """Decay of Adam's mean of gradients."""
-    beta2: float = 0.999
+    beta2: float = key(0.999, low=0, below=1)
     """Decay of Adam's mean of squared gradients."""
-    eps: float = 1e-8
+    eps: float = key(1e-8, above=0)
     """Added to the denominator of Adam's update."""
-    clip_grad: float = 1.0
+    clip_grad: float = key(1.0, low=0)
     """Largest global norm of the gradient of one optimizer step; larger ones are scaled down to it. 0: not clipped."""
     overlap_grad_reduce: bool | None = None
     """Reduce gradients over data-parallel ranks while the backward pass still runs. null: on a GPU, where dp * cp is
@@ -199,16 +227,19 @@ class TrainedRoleConfig:
     """Type of weights and activations; with bfloat16, master weights and gradients are in float32."""
     recompute: Recompute = Recompute.none
     """Which activations the backward pass computes again instead of keeping them."""
-    recompute_method: RecomputeMethod = RecomputeMethod.uniform
+    recompute_method: RecomputeMethod = key(RecomputeMethod.uniform, when=RECOMPUTES)
     """With recompute=full: which layers are recomputed."""
-    recompute_num_layers: int = 1
+    recompute_num_layers: int = key(1, low=1, when=RECOMPUTES)
     """With recompute=full: the number of layers that recompute_method refers to."""
     offload: Offload | None = None
     """What is moved from the GPU to host memory between the calls of this role; null: nothing. For roles that share
     GPUs with others."""
     fp8: Fp8 | None = None
     """Format of FP8 matrix products by Transformer Engine; null: no FP8."""
-    fp8_recipe: Fp8Recipe = Fp8Recipe.blockwise
+    fp8_recipe: Fp8Recipe = key(
+        Fp8Recipe.blockwise,
+        when=Effect(lambda it: it.node.fp8 is not None, "with {path}.fp8=null; it counts with hybrid or e4m3"),
+    )
     """How FP8 numbers are scaled; only where fp8 is set."""
 
 
@@ -216,12 +247,12 @@ class TrainedRoleConfig:
 class LoraConfig:
     """Low-rank adapters that are trained beside frozen weights (LoRA, Hu et al. 2106.09685)."""
 
-    rank: int = 0
+    rank: int = key(0, low=0, high=4096)
     """Rank r of each adapter: W + alpha / r * B A stands for a weight W, and A and B alone are trained. 0: there are no
     adapters, and all weights are trained."""
-    alpha: float = 32.0
+    alpha: float = key(32.0, above=0, when=HAS_ADAPTERS)
     """The adapters' products are multiplied by alpha / rank."""
-    layers: list[LoraLayers] = field(default_factory=lambda: [LoraLayers.attention, LoraLayers.mlp])
+    layers: list[LoraLayers] = key(factory=lambda: [LoraLayers.attention, LoraLayers.mlp], when=HAS_ADAPTERS)
     """Which layers have adapters: attention, mlp or both."""
 
 
@@ -231,7 +262,7 @@ class PolicyConfig(TrainedRoleConfig):
 
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Train low-rank adapters in place of all weights."""
-    frozen_iterations: int = 0
+    frozen_iterations: int = key(0, low=0, when=WITH_CRITIC, strict=True)
     """In so many iterations at the start the critic alone learns (SAO: 10, BPCO: 15): the policy's weights, their
     version and its learning rate's schedule stay as they are. These iterations count among train.num_iterations."""
 
@@ -250,7 +281,7 @@ class CriticConfig(TrainedRoleConfig):
 
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2e-6))
     """AdamW and its learning rate, by default twice the policy's."""
-    updates_per_policy_update: int = 1
+    updates_per_policy_update: int = key(1, low=1, high=1000, why="an iteration ends after them only")
     """Passes of the critic over the minibatches for each pass of the policy."""
     init: str | None = None
     """Hugging Face checkpoint the critic starts from: a pretrained critic (RUN_DIR/critic) or a reward model with one
@@ -292,43 +323,49 @@ class RandomModelConfig:
 
     family: str = "qwen3"
     """Model family: the `model_type` of a Hugging Face config.json (docs/extending/model-family.md)."""
-    alphabet: str = "abcdefghijklmnopqrstuvwxyz0123456789 =+-*/()<>[],.:?"
+    alphabet: str = key("abcdefghijklmnopqrstuvwxyz0123456789 =+-*/()<>[],.:?", is_prose=True)
     """Characters of the tokenizer, one token each; tokens for padding, begin and end are added."""
-    num_layers: int = 2
+    num_layers: int = key(2, low=1, high=1000)
     """Transformer layers."""
-    hidden_size: int = 128
+    hidden_size: int = key(128, low=1, high=65536)
     """Width of the residual stream."""
-    ffn_size: int = 384
+    ffn_size: int = key(384, low=1, high=2**20)
     """Width of the MLP; with experts, of one expert."""
-    num_heads: int = 4
+    num_heads: int = key(4, low=1, high=4096)
     """Attention heads for queries."""
-    num_kv_heads: int = 2
+    num_kv_heads: int = key(2, low=1, high=4096)
     """Attention heads for keys and values; divides num_heads."""
-    max_length: int = 256
+    max_length: int = key(256, low=2, high=2**24, why="SGLang reserves a row of as many positions for each request")
     """Number of positions: the maximum length of prompt and response together."""
     tie_embeddings: bool = False
     """Whether the output layer is the embedding matrix."""
-    num_experts: int = 4
+    num_experts: int = key(4, low=1, high=4096)
     """Experts in each layer; only for a family with experts."""
-    experts_per_token: int = 2
+    experts_per_token: int = key(2, low=1, high=4096)
     """Experts that each token is routed to; only for a family with experts."""
-    init_std: float = 0.1
+    init_std: float = key(0.1, above=0)
     """Standard deviation of the initial weights. With the usual 0.02 the output of so small a model hardly depends on
     its prompt."""
-    seed: int = 1
+    seed: int = key(1, low=0, high=2**63 - 1, why="torch's generator takes no more")
     """Seed of the weights; independent of the run's `seed`."""
 
 
 @dataclass
 class ModelConfig:
-    name: str = "???"
+    name: str = key("???", names_folder=True)
     """The preset's name, in the name of the run's directory."""
     source: ModelSource = ModelSource.path
     """Where the checkpoint comes from."""
-    path: str | None = None
+    path: str | None = key(None, is_prose=True)
     """Checkpoint directory, or a name on the Hugging Face hub, OWNER/NAME, which is downloaded where it is not in the
     cache; only with source=path."""
-    random: RandomModelConfig = field(default_factory=RandomModelConfig)
+    random: RandomModelConfig = key(
+        factory=RandomModelConfig,
+        when=Effect(
+            lambda it: it.node.source is ModelSource.random,
+            "under model.source={node.source.name}; set model.source=random, or leave it out",
+        ),
+    )
     """The random model; only with source=random."""
-    megatron: dict[str, Any] = field(default_factory=dict)
+    megatron: dict[str, Any] = key(factory=dict, when=TRAINED)
     """Passed through to Megatron's TransformerConfig; each key is checked against its real fields."""

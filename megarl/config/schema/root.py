@@ -9,6 +9,7 @@ from omegaconf import MISSING
 from megarl.config import run_name
 from megarl.config.schema import task
 from megarl.config.schema.algo import AlgoConfig
+from megarl.config.schema.key import EVALUATED, GENERATED, NOT_ALONE, TRAINED, WITH_CRITIC, Effect, key
 from megarl.config.schema.roles import CriticConfig, ModelConfig, PolicyConfig, ReferenceConfig
 from megarl.config.schema.run import (
     CheckpointConfig,
@@ -26,35 +27,46 @@ from megarl.cpu import dtype as cpu_dtype
 class Config:
     """Everything one run is made from; `conf/*.yaml` hold only what differs from these defaults."""
 
-    seed: int = 1
+    seed: int = key(1, low=0, high=2**32 - 1, why="SGLang gives it to numpy, which takes 32 bits")
     """Seed of everything random: order and split of the prompts, sampling, minibatches, new value heads."""
-    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    algo: AlgoConfig = key(factory=AlgoConfig, when=TRAINED)
     """The algorithm: advantages, rewards, losses."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The checkpoint that the run starts from."""
-    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    policy: PolicyConfig = key(factory=PolicyConfig, when=(TRAINED, NOT_ALONE))
     """The model that is trained to answer."""
-    critic: CriticConfig = field(default_factory=CriticConfig)
+    critic: CriticConfig = key(factory=CriticConfig, when=(TRAINED, WITH_CRITIC))
     """The model that estimates values; only with algo.advantage=gae."""
-    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    reference: ReferenceConfig = key(
+        factory=ReferenceConfig,
+        when=(
+            TRAINED,
+            NOT_ALONE,
+            Effect(
+                lambda it: it.has_reference,
+                "without a reference model of its own; it counts with algo.kl.in_reward=true or algo.kl.in_loss=true"
+                " and an estimator other than full, for which the policy's processes hold the reference",
+            ),
+        ),
+    )
     """The frozen model that KL terms compare with; only where there is one."""
-    data: DataConfig = MISSING
+    data: DataConfig = key(MISSING, when=GENERATED)
     """Where the prompts come from; its keys are those of the chosen source."""
-    environment: EnvironmentConfig = MISSING
+    environment: EnvironmentConfig = key(MISSING, when=GENERATED)
     """What answers the policy within an episode; its keys are those of the chosen kind."""
-    reward: RewardConfig = MISSING
+    reward: RewardConfig = key(MISSING, when=(GENERATED, NOT_ALONE))
     """How a response is scored; its keys are those of the chosen kind."""
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    rollout: RolloutConfig = key(factory=RolloutConfig, when=GENERATED)
     """Generation of responses, and the weight sync to the servers."""
-    train: TrainConfig = field(default_factory=TrainConfig)
+    train: TrainConfig = key(factory=TrainConfig, when=TRAINED)
     """Sizes of an iteration, how long to train, evaluation in training."""
-    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    evaluate: EvaluateConfig = key(factory=EvaluateConfig, when=EVALUATED)
     """How python -m megarl.evaluate asks and counts; training does not read it."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """Where the processes run."""
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    checkpoint: CheckpointConfig = key(factory=CheckpointConfig, when=TRAINED)
     """What of a run survives its processes."""
-    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    logger: LoggerConfig = key(factory=LoggerConfig, when=TRAINED)
     """Where metrics go besides metrics.jsonl."""
 
     @property

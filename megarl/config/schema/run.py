@@ -1,14 +1,22 @@
 """What surrounds the loop: rollout.*, train.*, evaluate.*, cluster.*, checkpoint.*, logger.*."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
-from math import isfinite
 from typing import Any
 
 from omegaconf import MISSING
 
+from megarl.config.schema.key import DEADLINE, GENERATED, NOT_ALONE, START, TRAINED, Effect, key
 from megarl.config.schema.roles import Dtype
+
+MAX_SAMPLES = 2**20
+"""Responses that are held at a time, a hundred times those of the largest published runs (8192 an iteration)"""
+THREADS: dict[str, Any] = {"low": 1, "high": 1024, "why": "more than any node has cores"}
+SAVES = Effect(
+    lambda it: it.node.save_every is not None, "with checkpoint.save_every=null; it counts with a number of iterations"
+)
+RECORDS = Effect(lambda it: it.node.num_token_records > 0, "with logger.num_token_records=0; it counts with 1 or more")
 
 LEAST_OF_KIND = 0.95
 """Least share of memory_gib that a GPU of the kind has: it differs a little, by driver and ECC."""
@@ -20,32 +28,24 @@ class HardwareConfig:
 
     gpu: str | None = None
     """Name of the GPU; null: the hardware is not known, and nothing is planned."""
-    memory_gib: float = 0.0
+    memory_gib: float = key(0.0, above=0)
     """Memory of a GPU in GiB, as torch.cuda.get_device_properties tells it."""
-    bf16_tflops: float = 0.0
+    bf16_tflops: float = key(0.0, above=0)
     """Peak of a GPU's matrix products in bfloat16, in 1e12 operations a second."""
-    fp8_tflops: float = 0.0
+    fp8_tflops: float = key(0.0, above=0)
     """Peak of a GPU's matrix products in FP8, in 1e12 operations a second."""
-    hbm_gb_s: float = 0.0
+    hbm_gb_s: float = key(0.0, above=0)
     """Bandwidth between a GPU and its memory, in 1e9 bytes a second."""
-    nvlink_gb_s: float = 0.0
+    nvlink_gb_s: float = key(0.0, above=0)
     """Bandwidth out of a GPU to others of its node, in one direction, in 1e9 bytes a second."""
-    network_gb_s: float = 0.0
+    network_gb_s: float = key(0.0, above=0)
     """Bandwidth out of a GPU to other nodes, in one direction, in 1e9 bytes a second."""
-    pcie_gb_s: float = 64.0
+    pcie_gb_s: float = key(64.0, above=0)
     """Bandwidth between a GPU and its host, in one direction, in 1e9 bytes a second; of PCIe 5.0 with 16 lanes."""
-    disk_gb_s: float = 5.0
+    disk_gb_s: float = key(5.0, above=0)
     """What a node reads from or writes to the shared file system, in 1e9 bytes a second; as measured, not a peak."""
-    host_memory_gib: float = 0.0
+    host_memory_gib: float = key(0.0, above=0)
     """Memory of a node in GiB."""
-
-
-def check_hardware(hardware: HardwareConfig) -> Iterator[str]:
-    """One message per number of a known GPU that is not above 0."""
-    for each in fields(hardware) if hardware.gpu is not None else ():
-        value = getattr(hardware, each.name)
-        if each.name != "gpu" and not (isfinite(value) and value > 0):
-            yield f"cluster.hardware.{each.name}: found {value}; it must be above 0"
 
 
 # The `cluster` group: where the processes run.
@@ -67,35 +67,50 @@ class Placement(Enum):
 
 @dataclass
 class ClusterConfig:
-    cpu_threads_per_worker: int | None = None
+    cpu_threads_per_worker: int | None = key(None, when=TRAINED, **THREADS)
     """CPU threads of each training process; without effect on a GPU. null: the cores that the run may use (no more than
     the environment's OMP_NUM_THREADS), shared by those that work at the same time: policy and critic, and the servers
     with rollout.max_staleness above 0. A resumed run keeps the number."""
-    object_store_mb: int = 256
+    object_store_mb: int = key(256, low=75, high=2**24, why="MiB; Ray takes no less, and no node has as much memory")
     """Shared memory of Ray's object store on each node, in MiB; the samples of an iteration pass through it."""
-    worker_start_deadline_s: float = 300.0
+    worker_start_deadline_s: float = key(300.0, when=TRAINED, **START)
     """Deadline in seconds for the training processes to start and load the model."""
-    call_deadline_s: float = 1800.0
+    call_deadline_s: float = key(1800.0, when=TRAINED, **DEADLINE)
     """Deadline in seconds of one call to a training process (log-probs, values, an update, an export)."""
-    shutdown_deadline_s: float = 15.0
+    shutdown_deadline_s: float = key(15.0, **DEADLINE)
     """Deadline in seconds for all processes together to end; then they are killed."""
-    ray_deadline_s: float = 120.0
+    ray_deadline_s: float = key(120.0, **START)
     """Deadline in seconds for Ray itself to answer; the run ends where one of its processes is stopped for as long."""
     listen_host: str = "127.0.0.1"
     """Address on which servers and process groups listen; auto: the address of each one's node,
     which several nodes need."""
-    num_nodes: int = 1
+    num_nodes: int = key(1, low=1, high=100_000)
     """Number of nodes."""
-    gpus_per_node: int = 0
+    gpus_per_node: int = key(0, low=0, high=1024)
     """GPUs of each node; 0: GPUs are not counted, and every process sees all of them."""
-    placement: Placement = Placement.apart
+    placement: Placement = key(
+        Placement.apart,
+        when=Effect(
+            lambda it: it.node.gpus_per_node > 0,
+            "with cluster.gpus_per_node=0, where GPUs are not counted; it counts with their number",
+        ),
+    )
     """Which of policy, critic, reference and servers share GPUs; only where gpus_per_node is above 0."""
     ray_address: str | None = None
     """HOST:PORT of a running Ray cluster of num_nodes nodes; auto: that of the environment variable RAY_ADDRESS, as a
     job of `ray job submit` has it; null: the run starts Ray on this machine."""
-    nodes_deadline_s: float = 300.0
+    nodes_deadline_s: float = key(300.0, **DEADLINE)
     """Deadline in seconds for Ray to start on this machine, or for the nodes of ray_address to join."""
-    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    hardware: HardwareConfig = key(
+        factory=HardwareConfig,
+        when=(
+            TRAINED,
+            Effect(
+                lambda it: it.node.hardware.gpu is not None,
+                "with cluster.hardware.gpu=null; it counts with a cluster whose GPU is known, such as cluster=h100x8",
+            ),
+        ),
+    )
     """The hardware that the planner computes a job's memory and time from before its processes start."""
 
 
@@ -130,9 +145,18 @@ class ServerOffload(Enum):
 
 @dataclass
 class RolloutConfig:
-    response_length: int = 1024
+    response_length: int = key(1024, low=1, despite=GENERATED)
     """Maximum length of a response in tokens."""
-    temperature: float = 1.0
+    temperature: float = key(
+        1.0,
+        low=0.01,
+        high=100,
+        why="training needs a sampled distribution; the evaluations of a training are greedy anyway",
+        despite=GENERATED,
+        when=Effect(
+            lambda it: it.command != "evaluate", "in an evaluation, which has a key of its own: evaluate.temperature"
+        ),
+    )
     """Sampling temperature: logits are divided by it, in sampling and in every log-prob of training. The evaluations
     during training are greedy."""
     stop: list[str] = field(default_factory=list)
@@ -142,51 +166,74 @@ class RolloutConfig:
     """The same by their numbers in the vocabulary."""
     dtype: Dtype = Dtype.bfloat16
     """Type of the servers' weights, activations and KV cache. Weights are not quantized (docs/weight-sync.md)."""
-    num_servers: int = 1
+    num_servers: int = key(1, low=1, high=100_000, why="each is a process")
     """Number of SGLang servers; requests are distributed among them."""
-    tp: int = 1
+    tp: int = key(1, low=1, high=1024, why="a server is on one node")
     """Tensor parallelism of SGLang: the number of GPUs of one server."""
-    max_running_requests: int = 128
+    max_running_requests: int = key(128, low=1, high=65536, why="SGLang reserves a row of positions for each")
     """Maximum number of requests that a server processes at the same time."""
-    kv_cache_tokens: int | None = None
+    kv_cache_tokens: int | None = key(None, low=1, high=2**31 - 1, why="SGLang counts them in 32 bits")
     """Tokens of KV cache per server; null lets SGLang decide (on a CPU it must be a number)."""
-    offload: ServerOffload | None = None
+    offload: ServerOffload | None = key(
+        None,
+        when=(
+            TRAINED,
+            Effect(
+                lambda it: it.offloads_servers,
+                "where servers share no GPU with a role; it counts with cluster.placement=colocated",
+            ),
+        ),
+    )
     """What the servers give back of their GPUs' memory while roles that share these GPUs compute, and take again before
     they generate; null: nothing. Needs max_staleness=0."""
-    num_threads: int | None = None
+    num_threads: int | None = key(None, **THREADS)
     """CPU threads of a server's forward pass; without effect on a GPU. null: decided as cluster.cpu_threads_per_worker;
     with rollout.max_staleness=0 the servers share all cores, since they generate while the roles rest."""
-    startup_deadline_s: float = 300.0
+    startup_deadline_s: float = key(300.0, **START)
     """Deadline in seconds for a server to answer after it was started."""
-    request_deadline_s: float = 600.0
+    request_deadline_s: float = key(600.0, **DEADLINE)
     """Deadline in seconds of one request for responses; with max_staleness it also waits for the weight syncs and
     evaluations in between."""
-    sync_deadline_s: float = 300.0
+    sync_deadline_s: float = key(300.0, when=TRAINED, **DEADLINE)
     """Deadline in seconds of one weight sync, verification included. Presets of large models set a longer one."""
-    transport: Transport = Transport.colocated
+    transport: Transport = key(Transport.colocated, when=TRAINED)
     """How weights travel from the policy to the servers."""
-    sync_bucket_mb: int = 64
+    sync_bucket_mb: int = key(
+        64,
+        low=1,
+        high=16384,
+        why="MiB, of which each process holds two",
+        when=(
+            TRAINED,
+            Effect(
+                lambda it: it.node.transport is not Transport.disk,
+                "with rollout.transport=disk; it counts with colocated or split",
+            ),
+        ),
+    )
     """Maximum size of one message of weights, in MiB. Each rank holds two; with transport=colocated a training rank
     holds two, on its GPU from the first sync on or in shared memory, and a server rank one during the sync."""
-    max_server_restarts: int = 3
+    max_server_restarts: int = key(3, low=0)
     """How many times servers that are lost in the same rollout or sync are restarted with the current weights, before
     the run ends with the error. 0: no restart. With max_staleness > 0 all responses under way are begun again."""
-    max_staleness: int = 0
+    max_staleness: int = key(
+        0, low=0, high=100, why="so many iterations of responses wait in memory", despite=GENERATED, when=TRAINED
+    )
     """Maximum staleness of a token: by how many policy updates the weights that sampled it may be older than those that
     train on it. 0: on-policy, the servers wait for each update. n: the groups of up to n further iterations are
     generated while the trainer works, and continue with the new weights after each update; an iteration learns from
     the groups that are complete first, and in a slow one not from the tokens that are older than n. The loss then
     needs algo.mismatch.correction, or is that of algo=topr."""
-    router_replay: bool = False
+    router_replay: bool = key(False, despite=GENERATED)
     """Only for a mixture of experts: the policy sends each token to the experts to which the servers sent it (R3,
     2510.11370), and how often its own routers would have chosen the same is logged. false, because of what it costs, a
     byte for each token, layer and expert; mismatch/* tells whether a model needs it."""
-    file: str | None = None
+    file: str | None = key(None, despite=GENERATED, when=(TRAINED, NOT_ALONE))
     """A rollouts.jsonl of an earlier run (logger.save_rollouts), on whose responses policy and critic are trained
     without a server: nothing is generated, synced or evaluated. Each pass over the file takes its groups in another
     order. The loss must weight them by the policy that sampled them, as with max_staleness. null: responses are
     generated."""
-    max_probe_logprob_gap: float | None = None
+    max_probe_logprob_gap: float | None = key(None, above=0, when=TRAINED)
     """A larger median |log-prob difference|, in nats per token of the probe text, between servers and policy after the
     first weight sync ends the run: the two compute different models. null: the bound is what rounding explains
     (docs/weight-sync.md)."""
@@ -207,13 +254,13 @@ class EvalSetConfig:
 
     path: str = MISSING
     """File (.jsonl, .parquet) or directory of a dataset with the same fields as data.path."""
-    num_prompts: int | None = None
+    num_prompts: int | None = key(None, low=1)
     """Prompts, drawn at random under `seed`; null: all."""
-    num_samples: int = 1
+    num_samples: int = key(1, low=1)
     """Responses to each."""
-    temperature: float = 0.0
+    temperature: float = key(0.0, low=0)
     """Sampling temperature; 0 is greedy."""
-    top_p: float = 1.0
+    top_p: float = key(1.0, above=0, high=1)
     """Nucleus sampling, as evaluate.top_p; only with a temperature above 0."""
     top_k: int = -1
     """As evaluate.top_k; only with a temperature above 0."""
@@ -221,48 +268,85 @@ class EvalSetConfig:
 
 @dataclass
 class TrainConfig:
-    num_iterations: int = 100
+    num_iterations: int = key(100, low=0)
     """Iterations of the whole training; each is a rollout and the update on its responses. 0: value pretraining alone,
     whose iterations come before them (algo.value_pretrain)."""
-    samples_per_iteration: int | None = None
+    samples_per_iteration: int | None = key(
+        None,
+        low=1,
+        when=Effect(
+            lambda it: it.node.prompts_per_iteration is None,
+            "with train.prompts_per_iteration={node.prompts_per_iteration}, which makes {node.num_samples} samples of"
+            " {node.responses_per_prompt} responses to each prompt; it counts with train.prompts_per_iteration=null",
+        ),
+    )
     """Responses of one iteration; the number of prompts follows: samples_per_iteration / responses_per_prompt. Only
     where prompts_per_iteration is null; null in both is 512 prompts."""
-    prompts_per_iteration: int | None = None
+    prompts_per_iteration: int | None = key(None, low=1)
     """Prompts of one iteration; overrides samples_per_iteration. null: samples_per_iteration decides."""
-    responses_per_prompt: int = 1
+    responses_per_prompt: int = key(1, low=1, high=MAX_SAMPLES)
     """K, the responses sampled for each prompt: the group size."""
-    samples_per_minibatch: int = 512
+    samples_per_minibatch: int = key(
+        512,
+        low=1,
+        when=Effect(
+            lambda it: it.node.num_minibatches is None,
+            "with train.num_minibatches={node.num_minibatches}, which makes minibatches of {node.minibatch_size}"
+            " samples; it counts with train.num_minibatches=null",
+        ),
+    )
     """Samples of one optimizer step, over all data-parallel ranks. Only where num_minibatches is null."""
-    num_minibatches: int | None = None
+    num_minibatches: int | None = key(None, low=1)
     """Minibatches that the samples of an iteration are split into; overrides samples_per_minibatch. null:
     samples_per_minibatch decides."""
-    tokens_per_microbatch: int = 16384
+    tokens_per_microbatch: int = key(16384, low=1)
     """Maximum number of tokens of one forward pass, prompts included; a longer sequence is a micro-batch alone."""
-    epochs_per_iteration: int = 1
+    epochs_per_iteration: int = key(1, low=1, high=1000, why="an iteration ends after them only")
     """Passes of the update over the samples of an iteration."""
-    reuse_logprobs: bool = True
+    reuse_logprobs: bool = key(
+        True,
+        off=False,
+        when=Effect(
+            lambda it: it.can_reuse_logprobs,
+            "where the policy scores the responses before its update (several optimizer steps in an iteration,"
+            " algo.kl.in_reward, topr, rollout.router_replay, FP8), or nothing reads old_logprobs; it counts with one"
+            " optimizer step and none of these",
+        ),
+    )
     """Take the update's own log-probs, detached, as old_logprobs, where each iteration is one optimizer step and
     nothing reads them before it: the gradient is the same, and a forward pass over all responses is saved. false: the
     policy always scores the responses first."""
-    eval_every: int = 10
+    eval_every: int = key(10, low=1, when=GENERATED)
     """Iterations between evaluations on held-out prompts; they also run before the first and after the last."""
-    num_eval_prompts: int = 256
+    num_eval_prompts: int = key(
+        256,
+        low=1,
+        despite=TRAINED,
+        when=(
+            GENERATED,
+            Effect(
+                lambda it: it.command != "evaluate" or it.config.evaluate.heldout,
+                "in an evaluation of whole sets, of which evaluate.num_problems=N takes a part; it counts with"
+                " evaluate.heldout=true",
+            ),
+        ),
+    )
     """Maximum number of held-out prompts of an evaluation."""
     eval_sets: dict[str, EvalSetConfig] = field(default_factory=dict)
     """Further sets to evaluate on, by name, each with `path`, `num_prompts` (null: all), `num_samples` (1),
     `temperature` (0), `top_p` (1) and `top_k` (-1), as in train.eval_sets='{gsm8k: {path: test.jsonl}}'; logged as
     eval/NAME/*."""
-    stop_at_heldout_reward: float | None = None
+    stop_at_heldout_reward: float | None = key(None, when=GENERATED)
     """End early once the held-out reward reaches this; null: never."""
-    max_samples: int | None = None
+    max_samples: int | None = key(None, low=1, when=(GENERATED, NOT_ALONE))
     """End after the iteration in which this many responses have been generated in all, those of value pretraining and
     of groups that dynamic sampling dropped included; null: no limit."""
-    max_minutes: float | None = None
+    max_minutes: float | None = key(None, above=0)
     """End cleanly after the iteration in which this many minutes have passed since the run started, the start of its
     processes included; what is left of that iteration, the last evaluation and the checkpoint come on top. A resumed
     run counts from 0 again. null: no limit."""
 
-    profile: int | None = None
+    profile: int | None = key(None, low=1)
     """The iteration to profile, from 1: a timeline of all processes and torch's traces of the roles are written to
     RUN_DIR/profile (docs/profiling.md). null: none."""
     deterministic: bool = False
@@ -275,7 +359,7 @@ class TrainConfig:
         if self.prompts_per_iteration is not None:
             return self.prompts_per_iteration
         if self.samples_per_iteration is not None:
-            return self.samples_per_iteration // self.responses_per_prompt
+            return self.samples_per_iteration // max(1, self.responses_per_prompt)
         return DEFAULT_PROMPTS
 
     @property
@@ -287,7 +371,7 @@ class TrainConfig:
     def minibatch_size(self) -> int:
         """Samples of one optimizer step."""
         if self.num_minibatches is not None:
-            return self.num_samples // self.num_minibatches
+            return self.num_samples // max(1, self.num_minibatches)
         return self.samples_per_minibatch
 
     @property
@@ -301,24 +385,24 @@ class TrainConfig:
 
 @dataclass
 class EvaluateConfig:
-    num_samples: int = 1
+    num_samples: int = key(1, low=1, high=65536, why="responses per problem")
     """Responses per problem."""
-    temperature: float | None = None
+    temperature: float | None = key(None, low=0)
     """Logits are divided by this; 0 is greedy. null: greedy for one sample, 1 for more."""
-    top_p: float = 1.0
+    top_p: float = key(1.0, above=0, high=1)
     """Nucleus sampling: sample from the most likely tokens with this total probability; 1: from all."""
     top_k: int = -1
     """Sample from this many most likely tokens; -1: from all."""
     k: list[int] | None = None
     """The k of pass@k and maj@k. null: 2, 4, 8, ... up to num_samples (for k = 1 both are avg)."""
-    num_problems: int | None = None
+    num_problems: int | None = key(None, low=1)
     """Problems of each set, drawn at random under `seed`; null: every problem."""
     heldout: bool = False
     """Ask the prompts on which training evaluates itself: those of data= that the run's seed holds out, at most
     train.num_eval_prompts of them. false: every problem of the set. A model that a run wrote brings true where the data
     are that run's.
     """
-    confidence: float = 0.95
+    confidence: float = key(0.95, above=0, below=1)
     """Coverage of the confidence intervals, between 0 and 1."""
     paths: dict[str, str] = field(default_factory=dict)
     """Local files (.jsonl, .parquet) or dataset directories that replace sets of the hub, by the name of the set:
@@ -340,36 +424,27 @@ def list_ks(config: EvaluateConfig) -> tuple[int, ...]:
 
 
 def check_evaluate(config: EvaluateConfig) -> Iterator[str]:
-    """One message per problem: the key, what was found, what would be right."""
-    for key in ("num_samples", "num_problems"):
-        value = getattr(config, key)
-        if value is not None and value < 1:
-            yield f"evaluate.{key}: found {value}; it must be 1 or more"
-    temperature = get_temperature(config)
-    if not (isfinite(temperature) and temperature >= 0):
-        yield f"evaluate.temperature: found {temperature}; it must be 0 (greedy) or above"
-    elif temperature == 0 and config.num_samples > 1:
-        yield (
-            f"evaluate.num_samples: found {config.num_samples}; at evaluate.temperature=0 all samples of a problem are"
-            " the same response; set 1, or a temperature above 0"
-        )
-    yield from check_truncation("evaluate", temperature, config.top_p, config.top_k)
-    if not 0 < config.confidence < 1:
-        yield f"evaluate.confidence: found {config.confidence}; it must be above 0 and below 1"
+    """One message per problem of values that are in their ranges: the key, what was found, what would be right."""
+    yield from check_truncation("evaluate", get_temperature(config), config.num_samples, config.top_p, config.top_k)
     bad = [k for k in config.k or () if not 1 <= k <= config.num_samples]
     if bad:
         yield f"evaluate.k: found {bad[0]}; each must be between 1 and evaluate.num_samples ({config.num_samples})"
 
 
-def check_truncation(node: str, temperature: float, top_p: float, top_k: int) -> Iterator[str]:
-    """One message per problem of top_p and top_k under the key `node`."""
-    if not 0 < top_p <= 1:
-        yield f"{node}.top_p: found {top_p}; it must be above 0 and at most 1"
+def check_truncation(node: str, temperature: float, num_samples: int, top_p: float, top_k: int) -> Iterator[str]:
+    """One message per problem of what is sampled under the key `node`."""
     if top_k != -1 and top_k < 1:
         yield f"{node}.top_k: found {top_k}; it must be 1 or more, or -1 for all tokens"
-    for key, is_set in (("top_p", top_p != 1.0), ("top_k", top_k != -1)):
-        if is_set and temperature == 0:
-            yield f"{node}.{key}: has no effect on greedy responses; leave it out, or set {node}.temperature"
+    if temperature > 0:
+        return
+    if num_samples > 1:
+        yield (
+            f"{node}.num_samples: found {num_samples}; at {node}.temperature=0 all samples of a problem are the same"
+            " response; set 1, or a temperature above 0"
+        )
+    for name, is_set in (("top_p", top_p != 1.0), ("top_k", top_k != -1)):
+        if is_set:
+            yield f"{node}.{name}: has no effect on greedy responses; leave it out, or set {node}.temperature"
 
 
 # The `checkpoint` group: what of a run survives its processes.
@@ -377,20 +452,34 @@ def check_truncation(node: str, temperature: float, top_p: float, top_k: int) ->
 
 @dataclass
 class CheckpointConfig:
-    save_every: int | None = 20
+    save_every: int | None = key(20, low=1)
     """Iterations between checkpoints in RUN_DIR/checkpoints; one more comes after the last iteration, after value
     pretraining, when the run is asked to stop and when it fails. null: neither checkpoints nor a journal of rollouts,
     so that the run cannot be resumed."""
-    keep_last: int = 2
+    keep_last: int = key(2, low=1, when=SAVES)
     """Number of newest checkpoints to keep; older ones are removed once a newer one is complete."""
-    keep_best: int = 0
+    keep_best: int = key(
+        0,
+        low=0,
+        when=(
+            SAVES,
+            Effect(
+                lambda it: GENERATED.counts(it) or not it.node.best_metric.startswith(("reward/", "heldout/")),
+                "with rollout.file and checkpoint.best_metric={node.best_metric}, which only generated responses have;"
+                " it counts with another metric of metrics.jsonl",
+            ),
+        ),
+    )
     """Number of further checkpoints to keep: the evaluated ones with the highest `best_metric`."""
-    best_metric: str = "reward/heldout"
+    best_metric: str = key(
+        "reward/heldout",
+        when=(SAVES, Effect(lambda it: it.node.keep_best > 0, "with checkpoint.keep_best=0; it counts with 1 or more")),
+    )
     """The metric of metrics.jsonl that keep_best ranks by; higher is better."""
-    stop_deadline_s: float = 120.0
+    stop_deadline_s: float = key(120.0, when=SAVES, **DEADLINE)
     """Deadline in seconds of the checkpoint that is written after an error and after SIGTERM, SIGHUP, SIGUSR1 or
     Ctrl-C; after a signal it is counted from the end of the update in progress, if there is one."""
-    max_restarts: int = 3
+    max_restarts: int = key(3, low=0, when=SAVES)
     """How many times in a row, without a new checkpoint in between, training resumes from the newest checkpoint after a
     training process died or did not answer."""
 
@@ -416,29 +505,35 @@ class LoggerConfig:
     `make install` includes)."""
     wandb: WandbMode | None = None
     """Write the metrics to Weights & Biases, too; null: no. Needs the extra `wandb`."""
-    wandb_project: str = "megarl"
+    wandb_project: str = key(
+        "megarl",
+        when=Effect(lambda it: it.node.wandb is not None, "with logger.wandb=null; it counts with offline or online"),
+    )
     """The project there. WANDB_ENTITY names the team, if it is not your own."""
     mlflow: str | None = None
     """Write the metrics to MLflow, too: the tracking URI, `http://HOST:5000` of a server or `sqlite:///mlflow.db` of a
     file without one; null: no. Needs the extra `mlflow`."""
-    mlflow_experiment: str = "megarl"
+    mlflow_experiment: str = key(
+        "megarl",
+        when=Effect(lambda it: it.node.mlflow is not None, "with logger.mlflow=null; it counts with a tracking URI"),
+    )
     """The experiment there; it is made where there is none."""
     terminal: bool = True
     """Show the run on the terminal: live where it is one, as lines of at most 80 columns in a file or pipe.
     RUN_DIR/train.log has the same, whatever this key says."""
-    capture_output: bool = True
+    capture_output: bool = key(True, despite=TRAINED)
     """Write what libraries and your own functions print or warn in the trainer's process to RUN_DIR/logs/driver.log.
     false: to the terminal, for breakpoint() in a function of your own."""
-    num_logged_samples: int = 2
+    num_logged_samples: int = key(2, low=0, when=GENERATED)
     """Responses printed with their rewards after every evaluation."""
-    save_rollouts: bool = False
+    save_rollouts: bool = key(False, when=(GENERATED, NOT_ALONE))
     """Write every response that training sampled, with its reward and log-probs, to RUN_DIR/rollouts.jsonl."""
-    num_token_records: int = 8
+    num_token_records: int = key(8, low=0)
     """Responses of each iteration, and of each evaluation, that are written token by token to RUN_DIR/tokens.jsonl,
     with log-probs, values and advantages, for the rollout viewer in the page of tools/report.py; 0: none."""
-    token_record_kb: int = 100
+    token_record_kb: int = key(100, low=1, when=RECORDS)
     """Largest size of an iteration's responses in tokens.jsonl, and of an evaluation's, in kB of 1000 bytes. Longer
     responses lose tokens of their middle."""
-    token_passes: bool = False
+    token_passes: bool = key(False, when=RECORDS)
     """Also write the entropy of the policy at these tokens and how the update changed their log-probs. Each takes
     forward passes of the policy over these responses, three an iteration in all."""

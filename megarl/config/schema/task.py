@@ -7,33 +7,71 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from megarl.config.schema.key import GENERATED, NOT_ALONE, TRAINED, WITH_CRITIC, Effect, key
+
+SCORING: dict[str, Any] = {
+    "low": 0.01,
+    "high": 3600,
+    "why": "seconds; starting to compare two expressions takes a hundredth",
+}
+
 
 @dataclass
 class DataConfig:
     """The keys that every source has."""
 
-    prompt_length: int = 512
+    prompt_length: int = key(512, low=1, despite=GENERATED)
     """Maximum length of a prompt in tokens; longer prompts are dropped and counted."""
-    num_heldout: int | None = None
+    num_heldout: int | None = key(
+        None,
+        when=Effect(
+            lambda it: it.command != "evaluate" or it.config.evaluate.heldout or not hasattr(it.node, "prompt_field"),
+            "in an evaluation on a set from files, which takes all of it; evaluate.num_problems=N takes a part, and"
+            " evaluate.heldout=true the part that training holds out",
+        ),
+    )
     """Number of held-out prompts; null: a tenth of the different questions, 256 at most, or all of data.heldout_path
     or data.heldout_split where one is given."""
-    chat_template: bool = True
+    chat_template: bool = key(
+        True,
+        off=False,
+        despite=GENERATED,
+        when=Effect(
+            lambda it: GENERATED.counts(it) or it.node.critic_prompt is not None,
+            "with rollout.file, which has the prompts' tokens; it counts with data.critic_prompt or with"
+            " rollout.file=null",
+        ),
+    )
     """Use the tokenizer's chat template, where it has one."""
     chat_template_path: str | None = None
     """File with a chat template (Jinja) in place of the tokenizer's own. null: the tokenizer's."""
-    system: str | None = None
+    system: str | None = key(None, is_prose=True)
     """System message. null: none is given, and a chat template may add its own, as SmolLM2's does (16 tokens); "" is an
     empty message, in place of the template's."""
-    instruction: str | None = None
+    instruction: str | None = key(None, is_prose=True)
     """Text around the question, for example "{question} Answer with a number."; null: the question alone."""
     instruction_path: str | None = None
     """File with that text instead, as long as it may be."""
-    response_prefix: str | None = None
+    response_prefix: str | None = key(None, is_prose=True)
     """Text that the assistant's turn begins with, {question} replaced; it is part of the prompt, not generated."""
-    critic_prompt: str | None = None
+    critic_prompt: str | None = key(None, is_prose=True, despite=GENERATED, when=(TRAINED, WITH_CRITIC))
     """Text that the critic alone reads before the prompt, for example "Reference answer: {answer}"; fields are answer
     and the prompt's metadata (the other columns of a file). null: the critic reads what the policy reads."""
-    critic_prompt_length: int = 64
+    critic_prompt_length: int = key(
+        64,
+        low=1,
+        high=2**24,
+        why="tokens",
+        despite=GENERATED,
+        when=(
+            TRAINED,
+            WITH_CRITIC,
+            Effect(
+                lambda it: it.node.critic_prompt is not None,
+                "without a text that the critic alone reads; it counts with data.critic_prompt",
+            ),
+        ),
+    )
     """With critic_prompt: maximum length of that text in tokens; a longer one is an error."""
 
     @property
@@ -61,11 +99,11 @@ class FunctionDataConfig(DataConfig):
 class ReasoningGymDataConfig(DataConfig):
     """Problems that the package reasoning-gym generates."""
 
-    num_heldout: int | None = 256
+    num_heldout: int | None = key(256, low=1, high=10**6, why="all are made at the start")
     """Number of held-out problems, none of them trained on; null: 256."""
     task: str = "chain_sum"
     """A task name of reasoning-gym."""
-    size: int = 4096
+    size: int = key(4096, low=1, high=10**6, why="all are made at the start")
     """Number of problems to train on."""
     options: dict[str, Any] = field(default_factory=dict)
     """The task's own options, for example {max_terms: 3}; each key is checked against the real ones."""
@@ -153,12 +191,12 @@ class SingleTurnEnvironmentConfig(EnvironmentConfig):
 class MultiTurnEnvironmentConfig(EnvironmentConfig):
     """The keys that every environment of several turns has."""
 
-    max_turns: int = 8
+    max_turns: int = key(8, low=1, high=100_000)
     """Maximum number of turns; an episode that would go on is cut there (finish_reason max_turns)."""
-    turn_length: int | None = None
+    turn_length: int | None = key(None, low=1, high=2**24)
     """Maximum tokens of one action; null: only rollout.response_length, the limit of actions and observations together,
     counts."""
-    step_deadline_s: float = 60.0
+    step_deadline_s: float = key(60.0, low=0.01, high=86_400)
     """Deadline in seconds of one answer of the environment; an episode whose environment takes longer has failed and is
     not learned from."""
 
@@ -178,7 +216,7 @@ class VerifiersEnvironmentConfig(MultiTurnEnvironmentConfig):
     """An environment of the package verifiers, with data=verifiers and reward=environment. Tools that it has are
     described to the policy, and their calls read, as with environment=tools."""
 
-    max_turns: int = 1_000
+    max_turns: int = key(1_000, low=1, high=100_000)
     """Maximum number of turns beside the environment's own limit."""
     id: str = MISSING
     """The environment: the name of an installed one, or FILE.py:NAME or package.module:NAME."""
@@ -202,16 +240,16 @@ class ToolsEnvironmentConfig(MultiTurnEnvironmentConfig):
     description: str | None = None
     """Text that describes the tools in the system message, {tools} replaced by their JSON schemas; null: the chat
     template describes them, or, where it knows no tools, a text that asks for calls in hermes' format."""
-    num_processes: int = 2
+    num_processes: int = key(2, low=1, high=1024, why="each is a process of the driver's machine")
     """Number of processes that run the tools' functions; each runs one call at a time."""
-    call_timeout_s: float = 10.0
+    call_timeout_s: float = key(10.0, low=0.01, high=86_400)
     """Time limit in seconds of one call; a call that takes longer is answered with an error."""
-    memory_gb: float = 1.0
+    memory_gb: float = key(1.0, low=0.01, high=2**20)
     """Memory in GiB that a call may take beyond what its process has after loading the tools; a call that needs more is
     answered with an error."""
-    max_calls: int = 4
+    max_calls: int = key(4, low=1, high=100_000)
     """Maximum number of calls in one action that are answered; further ones are answered with an error."""
-    result_length: int = 2000
+    result_length: int = key(2000, low=1, high=2**24)
     """Maximum number of characters of one result; the rest is cut off."""
     call_reward: float = 0.0
     """Reward of the first action of an episode all of whose calls are answered without an error, for policies that
@@ -225,10 +263,12 @@ class ToolsEnvironmentConfig(MultiTurnEnvironmentConfig):
 class RewardConfig:
     """How responses are scored. Each kind of reward has different keys."""
 
-    wrong: float = field(default=0.0, kw_only=True)
+    wrong: float = key(
+        0.0, kw_only=True, below=1, why="a right answer's reward", despite=(GENERATED, NOT_ALONE), when=TRAINED
+    )
     """Reward of a wrong answer; a right one has 1, and a score s between them wrong + (1 - wrong) s. What is learned
     from has this scale; metrics, thresholds, evaluation and saved rollouts have the score. Below 1; -1 in DAPO."""
-    max_failed_frac: float = field(default=0.1, kw_only=True)
+    max_failed_frac: float = key(0.1, kw_only=True, low=0, high=1)
     """Maximum share of an iteration's responses (in an evaluation, of a set's) without a reward, because the verifier
     or the environment raised, hung or died; more end the run with the most frequent reasons. Up to it they are masked
     and counted. With the default a group of 16 keeps 14 on average, enough for its mean; 0: none may fail."""
@@ -238,13 +278,13 @@ class RewardConfig:
 class ProcessRewardConfig(RewardConfig):
     """The keys of rewards that run in processes of their own."""
 
-    num_workers: int | None = field(default=None, kw_only=True)
+    num_workers: int | None = key(None, kw_only=True, low=1, high=1024, why="each is a process")
     """Number of processes that score at a time, beside generation; each is started when all before it are busy. null:
     one for every four cores of this machine, at least one and at most 16."""
-    timeout_s: float = field(default=5.0, kw_only=True)
+    timeout_s: float = key(5.0, kw_only=True, **SCORING)
     """Time limit in seconds of scoring one response. What is a fault of the response (math and reasoning_gym: a
     comparison that does not end) counts as wrong; anything else is a failure, and the sample is not learned from."""
-    memory_gb: float = field(default=8.0, kw_only=True)
+    memory_gb: float = key(8.0, kw_only=True, low=0.01, high=2**20, why="GiB")
     """Memory limit in GiB of one process, as address space beyond what it has after loading."""
 
 
@@ -257,9 +297,9 @@ class ExactRewardConfig(RewardConfig):
 class LetterCountRewardConfig(RewardConfig):
     """The tiny task: "b...=" asks for about 12 letters b, four for each dot."""
 
-    tolerance: float = 1.25
+    tolerance: float = key(1.25, low=1)
     """Lengths within this factor of the requested one get the full length score of 1."""
-    falloff: float = 4.0
+    falloff: float = key(4.0, above=1)
     """A length that is off by a further factor of this gets 0; in between the score is linear in the logarithm."""
 
 
@@ -317,9 +357,9 @@ class FunctionRewardConfig(ProcessRewardConfig):
 class NumericRewardConfig(ProcessRewardConfig):
     """The last number of the response is the answer, exactly or within a tolerance."""
 
-    tolerance: float = 0.0
+    tolerance: float = key(0.0, low=0)
     """Largest difference from the answer that is right; 0: equal numbers. Numbers are read and compared exactly."""
-    relative_tolerance: float = 0.0
+    relative_tolerance: float = key(0.0, low=0)
     """Largest difference as a share of the answer; the larger of the two tolerances holds."""
     pattern: str | None = None
     """Regular expression whose last match is the number, or its first group where it has one; null: the last number of
@@ -341,11 +381,11 @@ class FormatRewardConfig(ProcessRewardConfig):
 class LengthRewardConfig(RewardConfig):
     """The number of tokens that the policy generated is in a range."""
 
-    min_length: int = 0
+    min_length: int = key(0, low=0)
     """Fewest tokens with the full score."""
-    max_length: int = 512
+    max_length: int = key(512, low=0)
     """Most tokens with the full score."""
-    falloff: int = 128
+    falloff: int = key(128, low=0)
     """Tokens outside of the range at which the score is 0; in between it is linear. 0: it is 0 at once."""
 
 
@@ -353,10 +393,10 @@ class LengthRewardConfig(RewardConfig):
 class CodeRewardConfig(ProcessRewardConfig):
     """The response's Python program passes the prompt's tests, in a sandbox."""
 
-    timeout_s: float = field(default=10.0, kw_only=True)
+    timeout_s: float = key(10.0, kw_only=True, **SCORING)
     """Time limit in seconds of one program: of each pair of input and output, or of all statements. A program that
     takes longer fails its tests."""
-    memory_gb: float = field(default=1.0, kw_only=True)
+    memory_gb: float = key(1.0, kw_only=True, low=0.01, high=2**20, why="GiB")
     """Memory limit in GiB of one program, as address space."""
     partial: bool = False
     """The score is the share of tests that pass; else all must."""
@@ -371,12 +411,12 @@ class ServerRewardConfig(RewardConfig):
     api_key_env: str | None = field(default=None, kw_only=True)
     """Name of the environment variable with the key that is sent as "Authorization: Bearer KEY"; the key itself is
     never saved or shown. null: none is sent."""
-    timeout_s: float = field(default=60.0, kw_only=True)
+    timeout_s: float = key(60.0, kw_only=True, low=0.01, high=86_400, why="seconds")
     """Deadline in seconds of one request; then it is tried again."""
-    max_retries: int = field(default=3, kw_only=True)
+    max_retries: int = key(3, kw_only=True, low=0, high=100)
     """Maximum number of further attempts after status 408, 409, 429 or 5xx, a lost connection or a passed deadline; the
     waits before them double, from half a second. Then the sample has failed and is not learned from."""
-    max_concurrency: int = field(default=64, kw_only=True)
+    max_concurrency: int = key(64, kw_only=True, low=1, high=100_000, why="each is a connection")
     """Maximum number of requests at a time; further ones wait."""
 
 
@@ -400,20 +440,20 @@ class JudgeRewardConfig(ServerRewardConfig):
 
     model: str | None = None
     """The model's name for the server; null: the first that it lists."""
-    rubric: str | None = None
+    rubric: str | None = key(None, is_prose=True)
     """What the judge is told, with {question}, {answer} and {response} where these are put in, quoted; how it gives its
     verdict is added. null: a rubric for questions with an expected answer."""
     rubric_path: str | None = None
     """File with the rubric instead."""
     verdict: Verdict = Verdict.score
     """How the judge says what it thinks."""
-    max_score: int = 10
+    max_score: int = key(10, low=1, high=10**6)
     """The best number that the judge may give with verdict=score; the worst is 0."""
     yes: str = "yes"
     """The word of a good response with verdict=word. It must be one token of the judge, as no."""
     no: str = "no"
     """The word of a bad response."""
-    max_tokens: int = 1024
+    max_tokens: int = key(1024, low=1, high=2**24)
     """Maximum length in tokens of the judge's answer with verdict=score; one that is cut is a failure."""
     correct_at: float = 0.5
     """The lowest reward that counts as correct."""

@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 from megarl.algo.losses import LossCounts, TokenTargets, policy_loss
 from megarl.algo.targets import compute_targets
+from megarl.config.checks.algo import check_algo
+from megarl.config.checks.keys import check_keys
 from megarl.config.schema.algo import AlgoConfig, NormScope, RewardNormConfig
+from megarl.config.schema.root import Config
 from megarl.types import Experience, Sequences, TrainingSamples
 
 settings.register_profile("algo", derandomize=True, max_examples=40, suppress_health_check=list(HealthCheck))
@@ -214,3 +217,8 @@ def with_gaps(gaps, ages, lengths):
     padded = torch.nn.utils.rnn.pad_sequence([f64(row) for row in gaps], batch_first=True)
     old = torch.full_like(padded, -2.0)
     return dataclasses.replace(e, old_logprobs=old, rollout_logprobs=old - padded, ages=torch.tensor(ages))
+
+
+def find_problems(algo: AlgoConfig, responses_per_prompt: int = 1, optimizer_steps: int = 1) -> list[str]:
+    """What is wrong with the values of the group `algo`."""
+    return [*check_keys(Config(algo=algo)), *check_algo(algo, responses_per_prompt, optimizer_steps)]

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import reference
 import torch
-from algo_cases import as_lists, build_targets, configure, make_experience, norm, samples_as_lists
+from algo_cases import as_lists, build_targets, configure, find_problems, make_experience, norm, samples_as_lists
 from algo_presets import CONF, NAMES, load_preset
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -14,7 +14,6 @@ from megarl.algo.losses import count_minibatch, policy_loss
 from megarl.algo.objective import format_objective
 from megarl.algo.registry import needs_critic
 from megarl.algo.targets import compute_targets
-from megarl.config.checks.algo import check_algo
 from megarl.config.schema.algo import (
     AdvantageStd,
     AlgoConfig,
@@ -60,7 +59,7 @@ def test_the_presets_are_those_of_the_table():
 def test_a_preset_is_free_of_contradictions_and_holds_only_deltas(name):
     algo, train = load_preset(name)
     assert algo.name == name
-    assert check_algo(algo, train.responses_per_prompt, steps(train)) == []
+    assert find_problems(algo, train.responses_per_prompt, steps(train)) == []
     plain = OmegaConf.structured(AlgoConfig)
 
     def walk(node, base, path):
@@ -115,7 +114,7 @@ def test_a_full_kl_alone_needs_no_reference_role(where):
 @pytest.mark.parametrize("name", ["ppo", "vc_ppo", "vapo", "sao", "bpco"])
 def test_lambda_policy_can_be_swept_under_every_preset_with_a_critic(name, value):
     algo, train = load_preset(name, f"algo.lambda_policy={value}")
-    assert check_algo(algo, train.responses_per_prompt, steps(train)) == []
+    assert find_problems(algo, train.responses_per_prompt, steps(train)) == []
     assert str(algo.lambda_policy) == value
 
 
@@ -160,9 +159,9 @@ CONTRADICTIONS = [
         "algo.lambda_policy: '0.9x' found; must be a number from 0 to 1, or adaptive",
     ),
     ({"lambda_policy": 1.5}, 1, 1, "algo.lambda_policy: 1.5 found"),
-    ({"lambda_critic": -0.1}, 1, 1, "algo.lambda_critic: -0.1 found; must be at least 0, at most 1"),
-    ({"gamma": float("nan")}, 1, 1, "algo.gamma: nan found"),
-    ({"dual_clip": 1.0}, 1, 1, "algo.dual_clip: 1.0 found; must be above 1"),
+    ({"lambda_critic": -0.1}, 1, 1, "algo.lambda_critic: found -0.1; it must be 0 or more and at most 1"),
+    ({"gamma": float("nan")}, 1, 1, "algo.gamma: found nan"),
+    ({"dual_clip": 1.0}, 1, 1, "algo.dual_clip: found 1.0; it must be above 1"),
     (
         {"dual_clip": 3.0, "surrogate": "logprob"},
         1,
@@ -175,8 +174,8 @@ CONTRADICTIONS = [
         1,
         "gradient on-policy is zero",
     ),
-    ({"kl__in_loss": True, "kl__loss_coef": 0.0}, 1, 1, "algo.kl.loss_coef: 0.0 found"),
-    ({"kl__in_reward": True, "kl__coef": 0.0}, 1, 1, "algo.kl.coef: 0.0 found"),
+    ({"kl__in_loss": True, "kl__loss_coef": 0.0}, 1, 1, "algo.kl.loss_coef: found 0.0"),
+    ({"kl__in_reward": True, "kl__coef": 0.0}, 1, 1, "algo.kl.coef: found 0.0"),
     ({"kl__target": 0.1}, 1, 1, "algo.kl.target: 0.1 found"),
     ({"overlong__penalty": 1.0, "overlong__buffer": 0}, 1, 1, "algo.overlong.buffer: 0 found"),
     ({"overlong__buffer": 4}, 1, 1, "algo.overlong.buffer: 4 found"),
@@ -187,7 +186,7 @@ CONTRADICTIONS = [
     ({"advantage": "group", "value_clip": 0.2}, 4, 1, "algo.value_clip: 0.2 found"),
     ({"value_loss_agg_mode": LossAggMode["seq-mean-token-sum-norm"]}, 1, 1, "algo.value_loss_agg_mode"),
     ({"kl__target_agg_mode": LossAggMode["seq-mean-token-sum-norm"]}, 1, 1, "algo.kl.target_agg_mode"),
-    ({"clip_low": 1.2}, 1, 1, "algo.clip_low: 1.2 found"),
+    ({"clip_low": 1.2}, 1, 1, "algo.clip_low: found 1.2"),
     ({"surrogate": "dis", "clip_low": 0.0}, 1, 1, "algo.clip_low: 0 found with algo.surrogate=dis"),
     ({"surrogate": "dis", "clip_low": 1.0}, 1, 1, "must be above 0 and below 1"),
     ({"surrogate": "dis", "clip_high": 0.0}, 1, 1, "algo.clip_high: 0 found with algo.surrogate=dis"),
@@ -216,14 +215,14 @@ CONTRADICTIONS = [
 
 @pytest.mark.parametrize(("values", "responses", "optimizer_steps", "message"), CONTRADICTIONS)
 def test_a_contradiction_is_named_with_its_key_and_what_would_be_right(values, responses, optimizer_steps, message):
-    found = check_algo(configure(**values), responses, optimizer_steps)
+    found = find_problems(configure(**values), responses, optimizer_steps)
     assert len(found) == 1, found
     assert message in found[0]
     assert "must be" in found[0] or "only with" in found[0]
 
 
 def test_the_defaults_are_free_of_contradictions():
-    assert check_algo(AlgoConfig(), 1, 8) == []
+    assert find_problems(AlgoConfig(), 1, 8) == []
 
 
 def test_vapos_printed_objective_is_its_formula_with_its_numbers():

@@ -6,14 +6,22 @@ import math
 import pytest
 import tether_reference
 import torch
-from algo_cases import as_lists, configure, experiences, make_experience, some, with_failures, with_turn_rewards
+from algo_cases import (
+    as_lists,
+    configure,
+    experiences,
+    find_problems,
+    make_experience,
+    some,
+    with_failures,
+    with_turn_rewards,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algo.advantages import fit_rho, update_rho
 from megarl.algo.objective import format_objective
 from megarl.algo.targets import compute_targets
-from megarl.config.checks.algo import check_algo
 from megarl.config.schema.algo import TetherConfig
 
 RHO, BATCH_RHO = "advantage/tether_rho", "advantage/tether_rho_batch"
@@ -113,10 +121,12 @@ def test_the_fitted_weight_predicts_better_than_either_baseline_alone():
 def test_a_group_of_one_has_no_fit_and_gamma_and_group_means_are_refused():
     e = make_experience([0], [3], [1.0], [False], 0, holes=False)
     assert BATCH_RHO not in compute(e)[1]
-    assert any("train.responses_per_prompt: 1 found" in text for text in check_algo(configure(**TETHER), 1, 1))
-    assert any(text.startswith("algo.gamma: 0.9 found") for text in check_algo(configure(**TETHER, gamma=0.9), 4, 1))
-    assert any("algo.tether.decay: 1.5" in text for text in check_algo(configure(**TETHER, tether__decay=1.5), 4, 1))
-    assert check_algo(configure(**TETHER), 4, 1) == []
+    assert any("train.responses_per_prompt: 1 found" in text for text in find_problems(configure(**TETHER), 1, 1))
+    assert any(text.startswith("algo.gamma: 0.9 found") for text in find_problems(configure(**TETHER, gamma=0.9), 4, 1))
+    assert any(
+        "algo.tether.decay: found 1.5" in text for text in find_problems(configure(**TETHER, tether__decay=1.5), 4, 1)
+    )
+    assert find_problems(configure(**TETHER), 4, 1) == []
 
 
 def test_the_printed_formula_has_the_weight_and_its_decay():

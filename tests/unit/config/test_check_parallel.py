@@ -2,14 +2,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.checks.roles import check_overlap, check_parallel, find_nearest_divisor
-from megarl.config.schema.roles import OptimizerConfig, ParallelConfig
+from megarl.config.checks.config import check_parallel, find_nearest_divisor
+from megarl.config.schema.roles import ParallelConfig
 
 
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
-        (ParallelConfig(cp=0), "p.cp: found 0; it must be 1 or more"),
         (
             ParallelConfig(num_processes=6, tp=2, cp=2),
             "p.num_processes: found 6, which tp 2 x pp 1 x cp 2 = 4 does not divide; 8 would fit",
@@ -58,15 +57,6 @@ def test_a_layout_that_megatron_takes_passes(parallel: ParallelConfig) -> None:
 
 def test_what_is_left_is_data_parallel() -> None:
     assert ParallelConfig(num_processes=24, tp=2, pp=3, cp=2).dp == 2
-
-
-def test_overlapped_gathering_needs_overlapped_reduction() -> None:
-    only_gather = OptimizerConfig(overlap_param_gather=True, overlap_grad_reduce=False)
-    (problem,) = check_overlap("policy.optimizer", only_gather)
-    assert problem.startswith("policy.optimizer.overlap_param_gather: found true")
-    both = OptimizerConfig(overlap_param_gather=True, overlap_grad_reduce=True)
-    assert list(check_overlap("policy.optimizer", both)) == []
-    assert list(check_overlap("policy.optimizer", OptimizerConfig(overlap_param_gather=True))) == []
 
 
 @given(number=st.integers(1, 200), wanted=st.integers(1, 300))

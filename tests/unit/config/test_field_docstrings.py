@@ -7,7 +7,7 @@ import pytest
 
 from megarl.config import schema
 
-FILES = sorted(path for path in Path(schema.__path__[0]).glob("*.py") if not path.stem.startswith("algo"))
+FILES = sorted(path for path in Path(schema.__path__[0]).glob("*.py") if path.stem not in ("algo", "key"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

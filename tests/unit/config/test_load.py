@@ -127,9 +127,9 @@ def test_the_problems_of_another_process_stay_apart():
 
 
 def test_all_problems_are_reported_at_once():
-    message = problems_of("train.samples_per_minibatch=100", "policy.optimizer.lr=-1")
+    message = problems_of("train.samples_per_minibatch=100", "policy.optimizer.min_lr=1")
     assert "samples_per_minibatch" in message
-    assert "policy.optimizer.lr" in message
+    assert "policy.optimizer.min_lr" in message
 
 
 def test_the_nearest_divisor_is_suggested():

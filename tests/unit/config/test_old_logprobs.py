@@ -4,35 +4,32 @@ import itertools
 
 import pytest
 
-from megarl.algo.registry import reads_old_logprobs
+from megarl.algo.registry import needs_pass, reads_old_logprobs, reuses_logprobs, scores_first
 from megarl.config.load import load_config
-from megarl.config.old_logprobs import list_pass_reasons, reuses_logprobs, scores_first
 from megarl.config.schema.roles import Fp8
 
 ONE_STEP = ("algo=grpo", "train.num_minibatches=1")
 
 
 @pytest.mark.parametrize(
-    ("overrides", "reason"),
+    ("overrides", "needed"),
     [
-        ((), None),
-        (("algo.kl.in_loss=true", "algo.kl.loss_coef=0.1"), None),
-        (("algo.mismatch.correction=tis",), None),
-        (("rollout.max_staleness=1", "algo.mismatch.correction=tis"), None),
-        (("train.num_minibatches=2",), "2 optimizer steps in an iteration"),
-        (("train.epochs_per_iteration=3",), "3 optimizer steps in an iteration"),
-        (("algo=ppo", "algo.kl.in_reward=true"), "algo.kl.in_reward=true: the rewards need them"),
-        (("algo=topr",), "the topr terms"),
-        (("model=tiny_moe", "rollout.router_replay=true"), "rollout.router_replay=true"),
-        (("+model.megatron.moe_input_jitter_eps=0.01",), "model.megatron.moe_input_jitter_eps"),
+        ((), False),
+        (("algo.kl.in_loss=true", "algo.kl.loss_coef=0.1"), False),
+        (("algo.mismatch.correction=tis",), False),
+        (("rollout.max_staleness=1", "algo.mismatch.correction=tis"), False),
+        (("train.num_minibatches=2",), True),
+        (("train.epochs_per_iteration=3",), True),
+        (("algo=ppo", "algo.kl.in_reward=true"), True),
+        (("algo=topr",), True),
+        (("model=tiny_moe", "rollout.router_replay=true"), True),
+        (("+model.megatron.moe_input_jitter_eps=0.01",), True),
     ],
 )
-def test_the_policy_scores_first_for_a_reason_only(overrides, reason):
+def test_the_policy_scores_first_for_a_reason_only(overrides, needed):
     chosen = [text for text in ONE_STEP if text.split("=")[0] not in [each.split("=")[0] for each in overrides]]
     config = load_config([*chosen, *overrides])
-    reasons = list_pass_reasons(config)
-    assert [text.startswith(reason) for text in reasons] == [True] if reason else reasons == []
-    assert (scores_first(config), reuses_logprobs(config)) == (reason is not None, reason is None)
+    assert (needs_pass(config), scores_first(config), reuses_logprobs(config)) == (needed, needed, not needed)
 
 
 def test_every_combination_scores_first_or_reuses_exactly_where_something_reads_them():

@@ -3,7 +3,7 @@
 import pytest
 
 from megarl.algo.objective import format_critic
-from megarl.config.checks.roles import check_critic, find_return_range
+from megarl.config.checks.config import check_critic, find_return_range
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.placement import find_server_offload, take_turns

@@ -18,8 +18,8 @@ TOPR = ("model=tiny", "algo=topr", FILE)
             ["algo=ppo"],
             r"rollout\.file: runs/a/rollouts\.jsonl found with algo\.mismatch\.correction=none.*must be null",
         ),
-        (["algo=topr", "algo.replay.num_iterations=2"], r"algo\.replay\.num_iterations: 2 found.*must be 0"),
-        (["algo=dapo", "algo.mismatch.correction=tis"], r"algo\.dynamic_sampling\.enabled: true found.*must be false"),
+        (["algo=topr", "algo.replay.num_iterations=2"], r"algo\.replay\.num_iterations: found 2 .*must be 0"),
+        (["algo=dapo", "algo.mismatch.correction=tis"], r"algo\.dynamic_sampling\.enabled: found true .*must be false"),
         (["algo=topr", "rollout.max_staleness=2"], r"rollout\.max_staleness: found 2 .*it must be 0"),
         (["algo=topr", "rollout.router_replay=true"], r"rollout\.router_replay: found true .*it must be false"),
         (

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 from omegaconf import OmegaConf
 
-from megarl.config.checks.unused import find_unused
+from megarl.config.checks.keys import find_unused
 from megarl.config.errors import ConfigError
 from megarl.config.load import check_overrides, list_options, load_config
 from megarl.config.schema.algo import AlgoConfig
@@ -141,7 +141,7 @@ def test_a_key_set_to_the_value_that_it_has_already_counts_as_set():
         *("algo.value_pretrain.steps=0", "algo.value_clip=null", "algo.kl.in_loss=false", "algo.kl.target=null"),
         *("algo.advantage_std=none", "algo.overlong.filter_critic=false", "algo.dual_clip=null", "algo.std_of=raw"),
         *("algo.reward_norm.mean=none", "algo.value_pretrain.patience=null", "algo.mismatch.correction=none"),
-        *("critic.init=null", "algo.overlong.buffer=0", "algo.value_pretrain.rollouts=null"),
+        *("critic.init=null", "algo.value_pretrain.rollouts=null"),
     ],
 )
 def test_switching_a_feature_off_that_is_off_anyway_is_allowed(override):

@@ -7,8 +7,8 @@ import torch
 from fakes.disturbed import add_engine_noise
 from fakes.run import World
 
+from megarl.algo.registry import reuses_logprobs
 from megarl.config.load import list_options
-from megarl.config.old_logprobs import reuses_logprobs
 from megarl.report.metrics import load_metrics
 
 

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.checks.keys import check_node
 from megarl.config.errors import ConfigError
 from megarl.config.evaluation_sets import expand_sets, load_configs
+from megarl.config.schema.root import Config
 from megarl.config.schema.run import EvaluateConfig, check_evaluate, get_temperature, list_ks
 from megarl.evaluate import choose_run_dir
 
@@ -75,7 +77,8 @@ def test_a_bad_command_line_names_the_key(overrides, message):
     ],
 )
 def test_values_that_cannot_be_are_named(config, message):
-    assert [problem for problem in check_evaluate(config) if message in problem]
+    problems = [*check_node(Config(), config, "evaluate"), *check_evaluate(config)]
+    assert [problem for problem in problems if message in problem]
 
 
 def test_one_response_is_greedy_and_several_are_sampled_and_k_are_powers_of_two():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tool_loading import load_tool
 from torch import Tensor
 
-from megarl.config.checks.roles import check_parallel
+from megarl.config.checks.config import check_parallel
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema.roles import ParallelConfig, RandomModelConfig

@@ -8,7 +8,7 @@ import yaml
 from omegaconf import OmegaConf
 from roll_cases import FILES, import_tree, load_tree, make, run_import, write
 
-from megarl.config.checks.unused import find_unused
+from megarl.config.checks.keys import find_unused
 from megarl.config.load import load_config
 from megarl.config.roll_import import import_roll, list_losses, list_overrides, read_roll_file
 from megarl.config.schema.root import Config

@@ -1,0 +1,132 @@
+"""One key of the configuration: its default, its range, and under which other choices it has an effect."""
+
+from collections.abc import Callable
+from dataclasses import MISSING, Field, dataclass, field
+from math import inf, isfinite
+from typing import Any
+
+_METADATA = "key"
+
+
+@dataclass(frozen=True)
+class Effect:
+    """When a key, and with it all below it, has an effect."""
+
+    counts: Callable[[Any], bool]
+    """of a `megarl.config.checks.keys.Place`: the node of the key and the whole configuration"""
+    reason: str
+    """why the key has none, and what would make it count; {config}, {node} and {path} are those of the place"""
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a field says of itself besides its type and default."""
+
+    low: float = -inf
+    high: float = inf
+    is_above: bool = False
+    """`low` itself is out of the range."""
+    is_below: bool = False
+    """`high` itself is out of the range."""
+    why: str = ""
+    """Where the bounds come from; empty where nobody would ask."""
+    effects: tuple[Effect, ...] = ()
+    despite: tuple[Effect, ...] = ()
+    """Effects of the groups above that the key does without: it counts all the same."""
+    strict: bool = False
+    """Without effect, another value than the default is an error whoever set it, a preset too."""
+    off: object = None
+    """A value with which the key asks for nothing, besides null, a choice none, and 0 or false as the default."""
+    is_prose: bool = False
+    """A text that may be empty and have lines."""
+    names_folder: bool = False
+    """A text that is a part of the run's folder."""
+
+    def contains(self, number: float) -> bool:
+        low = number > self.low if self.is_above else number >= self.low
+        return isfinite(number) and low and (number < self.high if self.is_below else number <= self.high)
+
+    def describe_range(self) -> str:
+        bounds = []
+        if isfinite(self.low):
+            bounds.append(f"above {self.low:g}" if self.is_above else f"{self.low:g} or more")
+        if isfinite(self.high):
+            high = str(int(self.high)) if self.high == int(self.high) else f"{self.high:g}"
+            bounds.append(f"below {high}" if self.is_below else f"at most {high}")
+        return (" and ".join(bounds) or "a finite number") + (f" ({self.why})" if self.why else "")
+
+
+def key(
+    default: Any = MISSING,
+    *,
+    factory: Callable[[], Any] | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    low: float = -inf,
+    high: float = inf,
+    when: Effect | tuple[Effect, ...] = (),
+    despite: Effect | tuple[Effect, ...] = (),
+    kw_only: bool = False,
+    **facts: Any,
+) -> Any:
+    """The field of a schema; above and below are bounds that are out of the range themselves, facts those of `Key`."""
+    found = Key(
+        low if above is None else above,
+        high if below is None else below,
+        above is not None,
+        below is not None,
+        effects=(when,) if isinstance(when, Effect) else when,
+        despite=(despite,) if isinstance(despite, Effect) else despite,
+        **facts,
+    )
+    values = {"default": default} if factory is None else {"default_factory": factory}
+    return field(**values, kw_only=kw_only, metadata={_METADATA: found})
+
+
+def get_key(each: Field[Any]) -> Key:
+    found: Key = each.metadata.get(_METADATA, Key())
+    return found
+
+
+def with_choice(name: str, *choices: str) -> Effect:
+    """Of what these choices of algo.NAME read, and a declaration of the user's own, which may read anything."""
+
+    def counts(place: Any) -> bool:
+        chosen = getattr(place.config.algo, name)
+        return chosen in choices or ":" in chosen
+
+    right = " or ".join(choices)
+    return Effect(counts, f"under algo.{name}={{config.algo.{name}}}; it counts with algo.{name}={right}")
+
+
+YEAR_S = 31_536_000
+DEADLINE: dict[str, Any] = {
+    "low": 1,
+    "high": YEAR_S,
+    "why": "seconds; a busy machine answers no call in less, and clocks end before infinity",
+}
+START: dict[str, Any] = {
+    "low": 10,
+    "high": YEAR_S,
+    "why": "seconds; a process that is well imports torch for as long",
+}
+
+TRAINED = Effect(
+    lambda place: place.command != "evaluate",
+    "in an evaluation, which trains nothing; it counts in python -m megarl.train",
+)
+EVALUATED = Effect(lambda place: place.command != "train", "in training; it counts in python -m megarl.evaluate")
+GENERATED = Effect(
+    lambda place: place.command != "train" or place.config.rollout.file is None,
+    "with rollout.file, whose prompts, responses and scores are learned from without a server; it counts with"
+    " rollout.file=null",
+)
+NOT_ALONE = Effect(
+    lambda place: place.command != "train" or not place.config.has_critic_alone,
+    "where the critic alone learns, from saved rollouts; it counts with train.num_iterations above 0 or with"
+    " algo.value_pretrain.rollouts=null",
+)
+WITH_CRITIC = Effect(
+    lambda place: place.has_critic,
+    "under algo.advantage={config.algo.advantage}, which has no critic; it counts with algo.advantage=gae or tether",
+)
