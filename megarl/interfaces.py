@@ -1,4 +1,4 @@
-"""The three interfaces of the loop: what the trainer needs from training, generation and weight sync.
+"""The interfaces of the loop: what the trainer needs from training, servers and weight sync.
 
 Every call that runs in other processes returns a `Pending`: the work has been started, and `result()` waits for it. It
 raises `DeadlineError`, naming what it waited for, when the deadline that the implementation was given passes.
@@ -7,8 +7,7 @@ raises `DeadlineError`, naming what it waited for, when the deadline that the im
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from megarl.types import Metrics, Response, Sequences, TrainingSamples
+    from megarl.types import Metrics, Sequences, TrainingSamples
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -154,53 +153,6 @@ class TurnRequest:
     """Ahead of requests that are not"""
     truncation: Truncation | None = None
     """None: the engine's own"""
-
-
-class RolloutEngine(Protocol):
-    """The generation servers, asked by coroutines that run on an event loop in a thread of its own."""
-
-    @property
-    def num_servers(self) -> int: ...
-
-    @property
-    def num_slots(self) -> int:
-        """Number of responses that the servers generate at once."""
-        ...
-
-    @property
-    def depends_on_batch(self) -> bool:
-        """Whether the last bits of a turn depend on what else its server computes at the same time; to repeat a turn
-        exactly, the same batch must then be sent.
-        """
-        ...
-
-    async def generate_turns(self, requests: Sequence[TurnRequest], take: Callable[[int, Response], None]) -> None:
-        """Generate all turns, those of one server as one batch; `take(i, turn)` gets the i-th as soon as it is there.
-
-        A request that is alone and whose server is lost goes to another. Raises ValueError for tokens that are none,
-        what explains the loss of a server, and DeadlineError.
-        """
-        ...
-
-    async def drop_cached_prefixes(self) -> None:
-        """Have the servers forget what they have cached, once no request is left."""
-        ...
-
-    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin `work` on the event loop. Cancelling the future cancels the work. Thread-safe."""
-        ...
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which an exception in the waiting thread (a signal's) cancels. Thread-safe."""
-        ...
-
-    def cancel(self) -> None:
-        """Cancel all work: each wait for it raises CancelledError (concurrent.futures)."""
-        ...
-
-    def check_health(self) -> None:
-        """Raise RuntimeError naming the server, its exit status and the end of its log where one is down."""
-        ...
 
 
 class RolloutServers(Protocol):

@@ -16,7 +16,7 @@ from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.root import Config
 from megarl.config.schema.task import MultiTurnEnvironmentConfig
 from megarl.experience import add_old_logprobs, average_steps, compute_experience, split_minibatches
-from megarl.interfaces import Pending, RolloutEngine, RolloutServers, TrainBackend, WeightSync, wait_all
+from megarl.interfaces import Pending, RolloutServers, TrainBackend, WeightSync, wait_all
 from megarl.report.report import Report
 from megarl.report.scores import (
     TooManyFailuresError,
@@ -26,6 +26,7 @@ from megarl.report.scores import (
     describe_failures,
 )
 from megarl.rollout.collector import Collector
+from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.rollout_file import RolloutWriter, SavedGroups
 from megarl.rollout.source import build_source, join_groups
@@ -47,7 +48,7 @@ class TrainerComponents:
     """None: nothing but the critic learns, from saved rollouts"""
     critic: TrainBackend | None
     reference: TrainBackend | None
-    engine: RolloutEngine | None
+    engine: SGLangEngine | None
     """None, as collector and sampler: nothing is generated (`saved`)"""
     collector: Collector | None
     sync: WeightSync

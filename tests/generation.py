@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from megarl.interfaces import RolloutEngine
 from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.episodes import EpisodeRunner, Sampling
@@ -10,7 +9,7 @@ from megarl.task.scorer import Scorer
 from megarl.types import Prompt, Response, Score
 
 
-def build_collector(engine: RolloutEngine, kind: type[Collector] = Collector, **keys) -> Collector:
+def build_collector(engine: SGLangEngine, kind: type[Collector] = Collector, **keys) -> Collector:
     """A collector of single turns that are all worth nothing; keys: of `Collector`."""
     length = keys.pop("response_length", None)
     response_length = length or (engine._config.response_length if isinstance(engine, SGLangEngine) else 16)
@@ -19,7 +18,7 @@ def build_collector(engine: RolloutEngine, kind: type[Collector] = Collector, **
 
 
 def generate_groups(
-    engine: RolloutEngine,
+    engine: SGLangEngine,
     prompts: Sequence[Prompt],
     *,
     num_responses: int,

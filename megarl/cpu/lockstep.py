@@ -1,13 +1,15 @@
 """Turns of several episodes in waves that repeat exactly, for servers whose numbers depend on the batch."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from megarl.interfaces import RolloutEngine, TurnRequest
+from megarl.interfaces import TurnRequest
 from megarl.types import Response
 
 Wave = Sequence[tuple[TurnRequest, "asyncio.Future[Response]"]]
+Generate = Callable[[Sequence[TurnRequest], Callable[[int, Response], None]], Awaitable[None]]
+"""`generate(requests, take)` generates all turns as one batch; `take(i, turn)` gets the i-th as soon as it is there"""
 
 
 class Lockstep:
@@ -17,8 +19,8 @@ class Lockstep:
     same batches in every run. A turn is handed out as soon as it is there, while others of its wave go on.
     """
 
-    def __init__(self, engine: RolloutEngine, num_episodes: int):
-        self._engine = engine
+    def __init__(self, generate: Generate, num_episodes: int):
+        self._generate = generate
         self._num_left = num_episodes
         self._waiting: dict[int, tuple[TurnRequest, asyncio.Future[Response]]] = {}
         self._waves: set[asyncio.Task[None]] = set()
@@ -61,4 +63,4 @@ class Lockstep:
             if not wave[index][1].done():
                 wave[index][1].set_result(response)
 
-        await self._engine.generate_turns([request for request, _ in wave], take)
+        await self._generate([request for request, _ in wave], take)

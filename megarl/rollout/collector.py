@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from megarl.config.errors import ConfigError
 from megarl.config.schema.root import Config
 from megarl.cpu.lockstep import Lockstep
-from megarl.interfaces import DeadlineError, RolloutEngine, Truncation, TurnRequest
+from megarl.interfaces import DeadlineError, Truncation, TurnRequest
 from megarl.rollout.client import ConnectionLostError
 from megarl.rollout.conversation import Conversation
-from megarl.rollout.engine import ATTEMPT_PAUSE_S, MAX_ATTEMPTS, compute_sampling_seed, gather_all
+from megarl.rollout.engine import ATTEMPT_PAUSE_S, MAX_ATTEMPTS, SGLangEngine, compute_sampling_seed, gather_all
 from megarl.rollout.episodes import Episode, EpisodeRequest, EpisodeRunner, Sampling, draw_seed
 from megarl.rollout.journal import Journal
 from megarl.task.data import build_evaluation_set
@@ -99,7 +99,7 @@ class Independent:
     SHARE_QUEUED = 0.25
     """Requests that wait at the servers, as a share of those that run there: the next one is there when one ends."""
 
-    def __init__(self, engine: RolloutEngine):
+    def __init__(self, engine: SGLangEngine):
         self._engine = engine
         self._num_free = int(engine.num_slots * (1 + self.SHARE_QUEUED)) + 1
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
@@ -151,7 +151,7 @@ class Collector:
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        engine: SGLangEngine,
         scorer: Scorer,
         runner: EpisodeRunner,
         *,
@@ -246,9 +246,8 @@ class Collector:
         rollout = self.collect_greedy(prompts, weight_version=weight_version, key=key)
         metrics: Metrics = {}
         for each in self._eval_sets:
-            name = f"{key}-{each.name}"
             sampling = Sampling(each.temperature, urgent=True, truncation=each.truncation)
-            samples = self._collect(each.prompts, each.num_samples, name, sampling)
+            samples = self._collect(each.prompts, each.num_samples, f"{key}-{each.name}", sampling)
             check_versions(samples, weight_version)
             metrics |= compute_set_metrics(each.name, samples)
         return rollout, metrics
@@ -271,12 +270,11 @@ class Collector:
         servers = [row % self._engine.num_servers for row in range(len(prompts))]
         for attempt in range(MAX_ATTEMPTS):
             await asyncio.sleep(ATTEMPT_PAUSE_S if attempt else 0.0)
-            sender = Lockstep(self._engine, len(prompts) * num_responses)
+            sender = Lockstep(self._engine.generate_turns, len(prompts) * num_responses)
             try:
                 # Nothing else runs then, and nothing is cached.
                 await self._engine.drop_cached_prefixes()
-                requests = self._build_requests(prompts, num_responses, key, sampling, servers)
-                return await self._run_all(requests, sender, num_responses)
+                return await self._run_all(prompts, num_responses, key, sampling, servers, sender)
             except ConnectionLostError:
                 if attempt == MAX_ATTEMPTS - 1:
                     raise
@@ -285,11 +283,7 @@ class Collector:
         raise AssertionError("unreachable")
 
     async def _run_independent(
-        self,
-        prompts: Sequence[Prompt],
-        num_responses: int,
-        key: str | None,
-        sampling: Sampling,
+        self, prompts: Sequence[Prompt], num_responses: int, key: str | None, sampling: Sampling
     ) -> tuple[Sample, ...]:
         if self._independent is None:
             self._independent = Independent(self._engine)
@@ -298,33 +292,29 @@ class Collector:
             servers.append(min(range(self._engine.num_servers), key=self._num_under_way.__getitem__))
             self._num_under_way[servers[-1]] += num_responses
         try:
-            requests = self._build_requests(prompts, num_responses, key, sampling, servers)
-            first, self._num_begun = self._num_begun, self._num_begun + len(requests)
-            return await self._run_all(requests, self._independent, num_responses, first)
+            first, self._num_begun = self._num_begun, self._num_begun + len(prompts) * num_responses
+            return await self._run_all(prompts, num_responses, key, sampling, servers, self._independent, first)
         finally:
             for server in servers:
                 self._num_under_way[server] -= num_responses
 
-    def _build_requests(
+    async def _run_all(
         self,
         prompts: Sequence[Prompt],
         num_responses: int,
         key: str | None,
         sampling: Sampling,
         servers: Sequence[int],
-    ) -> list[EpisodeRequest]:
+        sender: Lockstep | Independent,
+        first: int = 0,
+    ) -> tuple[Sample, ...]:
+        """servers: of each prompt. first: number of the first episode, for the sender."""
         requests = []
         for row, (prompt, server) in enumerate(zip(prompts, servers, strict=True)):
             for k in range(num_responses):
                 name = None if key is None else f"{key}/{row}/{k}"
                 seed = draw_seed() if name is None else compute_sampling_seed(f"{self._seed}/{name}/environment")
                 requests.append(EpisodeRequest(prompt, name, seed, sampling, server))
-        return requests
-
-    async def _run_all(
-        self, requests: Sequence[EpisodeRequest], sender: Lockstep | Independent, num_responses: int, first: int = 0
-    ) -> tuple[Sample, ...]:
-        """first: number of the first episode, for the sender."""
         samples = await gather_all(
             self._run_one(first + number, request, sender, number // num_responses)
             for number, request in enumerate(requests)
@@ -365,14 +355,10 @@ class Collector:
 
 
 def build_collector(
-    config: Config,
-    engine: RolloutEngine,
-    scorer: Scorer,
-    conversation: Conversation | None,
-    journal: Journal | None = None,
-    eval_sets: Sequence[EvalSet] = (),
+    config: Config, engine: SGLangEngine, scorer: Scorer, conversation: Conversation | None, **options: Any
 ) -> Collector:
-    """The collector of a training run. conversation: what answers the policy; None with environment=single_turn."""
+    """The collector of a training run. conversation: what answers the policy; None with environment=single_turn.
+    options: journal and eval_sets of `Collector`."""
     return Collector(
         engine,
         scorer,
@@ -380,8 +366,7 @@ def build_collector(
         seed=config.seed,
         temperature=config.rollout.temperature,
         in_lockstep=config.rollout.max_staleness == 0,
-        journal=journal,
-        eval_sets=eval_sets,
+        **options,
     )
 
 

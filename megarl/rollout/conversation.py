@@ -327,7 +327,9 @@ def load_parser(
         if text and found.has_tool_call(text):
             parsed = found.parse_non_stream(text)[1]
             calls = [[call.name, call.parameters] for call in parsed if call.name]
-            num_begun = max(len(parsed), count_markers(text, found.detector.bot_token))
+            # How many calls the text begins, as far as the format has a marker for each.
+            marker = found.detector.bot_token.strip()
+            num_begun = max(1, len(parsed), text.count(marker) if marker else 0)
             num_malformed = num_begun - len(calls)
         return {"parser": name, "calls": calls, "num_malformed": num_malformed}
 
@@ -347,8 +349,3 @@ def find_parser(template: str | None, vocabulary: Any, forced: bool, toggle: Any
     if "<tool_call>" in template:
         return "hermes"
     return "llama3" if "ipython" in template else None
-
-
-def count_markers(text: str, marker: str) -> int:
-    """How many calls a text begins, as far as its format has a marker for each; at least one."""
-    return max(1, text.count(marker.strip())) if marker.strip() else 1

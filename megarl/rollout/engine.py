@@ -1,4 +1,4 @@
-"""Generation over one or several SGLang servers; implements the RolloutEngine interface."""
+"""Generation over one or several SGLang servers, asked by coroutines on an event loop in a thread of its own."""
 
 import asyncio
 import functools
@@ -161,7 +161,7 @@ def compute_sampling_seed(name: str) -> int:
 
 
 class SGLangEngine(OnEventLoop):
-    """A RolloutEngine over servers that hold the same weights.
+    """Servers that hold the same weights.
 
     On a CPU, turns with a name are reproducible bit for bit where they are sent in the same batches to the same number
     of servers without cached prefixes: the last bits of a logit depend on the batch. On a GPU SGLang uses the seeds
@@ -213,16 +213,22 @@ class SGLangEngine(OnEventLoop):
 
     @property
     def num_slots(self) -> int:
+        """Number of responses that the servers generate at once."""
         return self.num_servers * self._config.max_running_requests
 
     @property
     def depends_on_batch(self) -> bool:
+        """Whether the last bits of a turn depend on what else its server computes at the same time; to repeat a turn
+        exactly, the same batch must then be sent.
+        """
         return find_serving().depends_on_batch
 
     async def generate_turns(self, requests: Sequence[TurnRequest], take: Callable[[int, Response], None]) -> None:
-        """Generate all turns; see `RolloutEngine`. Raises ValueError for a turn without tokens before it or with an id
-        outside the vocabulary; what `check_processes` raises for a server that is down, else ConnectionLostError where
-        no server answers; DeadlineError.
+        """Generate all turns, those of one server as one batch; `take(i, turn)` gets the i-th as soon as it is there.
+
+        A request that is alone and whose server is lost goes to another. Raises ValueError for a turn without tokens
+        before it or with an id outside the vocabulary; what `check_processes` raises for a server that is down, else
+        ConnectionLostError where no server answers; DeadlineError.
         """
         try:
             if len(requests) == 1:

@@ -5,11 +5,11 @@ import contextlib
 import inspect
 import math
 import random
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +22,6 @@ from megarl.rollout.conversation import Conversation
 from megarl.rollout.engine import call_in_thread
 from megarl.timeline import RESPONSES, span
 from megarl.types import FinishReason, Prompt, Response, Turn, WeightVersions
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 NUM_CALLS = 64
@@ -202,10 +199,8 @@ def check_conversation(conversation: Conversation | None, prompts: Iterable[Prom
 
 def _build_turn(request: EpisodeRequest, token_ids: NDArray[np.int32], limit: int, number: int) -> TurnRequest:
     name = request.name if number == 0 or request.name is None else f"{request.name}/{number}"
-    sampling = request.sampling
-    return TurnRequest(
-        token_ids, limit, sampling.temperature, request.server, name, sampling.urgent, sampling.truncation
-    )
+    own = request.sampling
+    return TurnRequest(token_ids, limit, own.temperature, request.server, name, own.urgent, own.truncation)
 
 
 class _Transcript:
@@ -278,23 +273,14 @@ class _Transcript:
 def _check_step(step: object) -> Step:
     if not isinstance(step, Step):
         raise EnvironmentFailure(f"Environment.step returned a {type(step).__name__}; a Step was expected")
-    if not isinstance(step.details, Mapping):
-        raise EnvironmentFailure(f"Environment.step gave details of type {type(step.details).__name__}, not a dict")
-    for name, value in {
-        "reward": step.reward,
-        **{f"details {key!r}": each for key, each in step.details.items()},
-    }.items():
-        if not _is_finite(value):
+    for name, value in {"reward": step.reward, **step.details}.items():
+        try:
+            is_finite = not isinstance(value, str | bytes) and math.isfinite(float(value))
+        except (TypeError, ValueError, OverflowError):
+            is_finite = False
+        if not is_finite:
             raise EnvironmentFailure(f"Environment.step gave the {name} {value!r}; it must be a finite number")
     return step
-
-
-def _is_finite(value: Any) -> bool:
-    """Also of NumPy's and torch's numbers."""
-    try:
-        return not isinstance(value, str | bytes) and math.isfinite(float(value))
-    except (TypeError, ValueError, OverflowError):
-        return False
 
 
 def _encode(encode: Callable[[], T]) -> T:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from megarl.config.schema.algo import ReplayConfig, SamplingBy, uses_topr
 from megarl.config.schema.root import Config
-from megarl.interfaces import RolloutEngine
 from megarl.report.scores import describe_failures
 from megarl.rollout.collector import Collector, check_published, check_versions, compute_staleness
+from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.journal import Journal, name_group, name_pretraining
 from megarl.rollout.rollout_file import SavedGroups, read_group, read_rollouts
 from megarl.task.data import PromptSampler
@@ -519,7 +519,7 @@ class GroupSource:
     def __init__(
         self,
         config: Config,
-        engine: RolloutEngine,
+        engine: SGLangEngine,
         collector: Collector,
         sampler: PromptSampler[Prompt],
         with_servers: Callable[[Callable[[], Any]], Any] = lambda ask: ask(),
@@ -742,7 +742,7 @@ class SavedSource:
 def build_source(
     config: Config,
     saved: SavedGroups | None,
-    engine: RolloutEngine | None,
+    engine: SGLangEngine | None,
     collector: Collector | None,
     sampler: PromptSampler[Prompt] | None,
     with_servers: Callable[[Callable[[], Any]], Any],

@@ -19,7 +19,7 @@ from megarl.config.schema.root import Config
 from megarl.config.schema.run import EvaluateConfig, RolloutConfig, get_temperature, list_ks
 from megarl.config.values import name_data, name_reward
 from megarl.cpu.threads import settle_threads
-from megarl.interfaces import DeadlineError, RolloutEngine
+from megarl.interfaces import DeadlineError
 from megarl.mcore.hf import check_files
 from megarl.models.checkpoint import default_cache_dir, load_tokenizer, resolve_checkpoint
 from megarl.report.evaluation import (
@@ -250,7 +250,7 @@ def _check_length(checkpoint: Path, prompt_length: int, response_length: int) ->
 
 
 def evaluate_sets(
-    engine: RolloutEngine,
+    engine: SGLangEngine,
     sets: Sequence[EvaluationSet],
     config: EvaluateConfig,
     run_dir: Path,
@@ -291,7 +291,7 @@ def evaluate_sets(
 
 
 def _collect_batches(
-    engine: RolloutEngine,
+    engine: SGLangEngine,
     each: EvaluationSet,
     config: EvaluateConfig,
     recovery: Recovery,

@@ -190,7 +190,9 @@ def open_components(
         offloader = _build_offloader(config, engine.clients, turns, resources, report)
         sync = build_sync(config, inputs, groups[Role.policy], engine.clients, resources, run_dir, offloader)
         stack.callback(sync.close)
-        collector = build_collector(config, engine, scorer, inputs.conversation, journal, inputs.eval_sets)
+        collector = build_collector(
+            config, engine, scorer, inputs.conversation, journal=journal, eval_sets=inputs.eval_sets
+        )
         report.show_processes(partial(describe_processes, groups, engine.num_servers, collector))
         yield TrainerComponents(
             policy=groups[Role.policy],

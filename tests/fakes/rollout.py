@@ -1,4 +1,4 @@
-"""A `RolloutEngine`, its `RolloutServers` and the `WeightSync` into them, in this process."""
+"""An engine, its `RolloutServers` and the `WeightSync` into them, in this process."""
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -70,7 +70,7 @@ class FakeServers:
 
 
 class FakeEngine(OnEventLoop):
-    """`RolloutEngine`: all turns go on token by token, so that weights and versions may change under them.
+    """For a `SGLangEngine`: all turns go on token by token, so that weights and versions may change under them.
 
     on_token: called before each token of a call with the call's key and the token's number; it may raise, wait or
     publish.

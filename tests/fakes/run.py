@@ -129,7 +129,9 @@ class World:
                     critic=roles.get(Role.critic),
                     reference=roles.get(Role.reference),
                     engine=engine,
-                    collector=build_collector(config, engine, Scorer(self.reward), inputs.conversation, journal),
+                    collector=build_collector(
+                        config, engine, Scorer(self.reward), inputs.conversation, journal=journal
+                    ),
                     sync=FakeSync(roles[Role.policy], servers, self.note, offloader),
                     offloader=offloader,
                     sampler=PromptSampler(inputs.data.train, config.seed),

@@ -57,7 +57,7 @@ def run_episodes(engine: BatchEngine, num_turns: list[int], waits: list[int]) ->
     """The batches of episodes of so many turns, which yield to the others so often before each."""
 
     async def run() -> None:
-        sender = Lockstep(engine, len(num_turns))
+        sender = Lockstep(engine.generate_turns, len(num_turns))
 
         async def episode(number: int) -> None:
             for turn in range(num_turns[number]):
@@ -87,7 +87,7 @@ def test_waves_are_the_same_whatever_the_timing(num_turns, waits, delays):
 @pytest.mark.parametrize("error", [RuntimeError("lost"), KeyboardInterrupt()])
 def test_what_a_wave_raises_is_raised_in_all_of_its_episodes(error):
     async def run() -> list[BaseException | Response]:
-        sender = Lockstep(BatchEngine(error=error), 3)
+        sender = Lockstep(BatchEngine(error=error).generate_turns, 3)
         sends = (sender.send(number, make_request(number)) for number in range(3))
         return await asyncio.gather(*sends, return_exceptions=True)
 
@@ -106,7 +106,7 @@ def test_closing_breaks_off_the_wave_under_way():
             await asyncio.sleep(60)
 
         engine.generate_turns = hang
-        sender = Lockstep(engine, 1)
+        sender = Lockstep(engine.generate_turns, 1)
         task = asyncio.ensure_future(sender.send(0, make_request(0)))
         await asyncio.sleep(0)
         await sender.close()

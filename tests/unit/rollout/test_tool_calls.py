@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from megarl.rollout.conversation import count_markers
 from megarl.task.process import FunctionProcess
 
 CALL = '{"name": "calculator", "arguments": {"expression": "2*3"}}'
@@ -67,8 +66,3 @@ def test_sglangs_parser_reads_the_calls(case: str, answers: dict[str, Any]) -> N
 def test_a_parser_that_cannot_be_told_is_asked_for(answers: dict[str, Any]) -> None:
     assert answers["wrong name"].startswith("found 'hermess'; it must be one of SGLang's parsers: ")
     assert "found null, and the chat template does not tell it" in answers["unknown template"]
-
-
-def test_markers_count_the_calls_that_were_begun() -> None:
-    assert count_markers("<tool_call>1</tool_call> <tool_call>", "<tool_call>\n") == 2
-    assert count_markers("[f(x=1)]", "") == 1
