@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from megarl.config.errors import ConfigError
 from megarl.config.evaluation_sets import expand_sets, load_configs
 from megarl.config.load import complete_overrides
-from megarl.config.roll import rewrite_overrides
+from megarl.config.names import rewrite_overrides
 from megarl.config.schema.roles import ModelSource
 from megarl.config.schema.root import Config, register
 from megarl.config.search_path import CONF_DIR

@@ -21,9 +21,8 @@ from megarl.config import brought
 from megarl.config.checks.config import check_config
 from megarl.config.checks.keys import find_unused
 from megarl.config.errors import ConfigError, find_nearest_key
-from megarl.config.names import find_old_name, find_peer_name
+from megarl.config.names import Rewritten, find_old_name, find_peer_name, rewrite_overrides
 from megarl.config.overrides import check_words, find_choices_with, list_set_keys, open_overrides
-from megarl.config.roll import Rewritten, rewrite_overrides
 from megarl.config.schema.root import Config, register
 from megarl.config.schema.run import NO_QUANTIZED_WEIGHTS
 from megarl.config.schema.task import SCHEMAS

@@ -1,55 +1,64 @@
-"""The names of names.yaml, which are no keys of ours: ROLL's, which are accepted (megarl/config/roll.py), and those of
-TRL, verl, OpenRLHF and of megarl before, which an unknown key is answered with.
+"""Names that are no keys of ours, by the table names.yaml: ROLL's (github.com/alibaba/ROLL), which are accepted on the
+command line and in whole files of its RLVR pipeline, and those of TRL, verl, OpenRLHF and of megarl before, which an
+unknown key is answered with.
+
+What ROLL means was read in its PPOConfig, RLVRConfig and functionals.py (releases 0.1.0 to 0.3.0).
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from megarl.config.errors import ConfigError
+from megarl.config.overrides import list_set_keys
+from megarl.config.schema.algo import AlgoConfig
+from megarl.config.values import write_value
 
 FILE = Path(__file__).with_name("names.yaml")
+# YAML's safe loader, in C where PyYAML was built with it: every command reads this file at its start.
+TABLE: Mapping[str, Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(FILE.read_text("utf-8")).get_single_data()
 NONE = "none; "
 """How an answer begins that says why there is no counterpart"""
+PG_CLIP = 0.2
+"""ROLL's default of pg_clip, pg_clip_low and pg_clip_high"""
+_OWN = {f"algo.{each.name}" for each in fields(AlgoConfig)}
+
+Values = Mapping[str, Any]
+"""ROLL's names, those of a file dotted, and what was given under them"""
 
 
-@dataclass(frozen=True)
-class Alias:
+class Unread(ConfigError):
+    """A value that ROLL itself does not read beside another: refused on the command line, left out of a file."""
+
+
+class Alias(NamedTuple):
     """What a name of ROLL's is here."""
 
-    targets: tuple[str, ...]
+    ours: tuple[str, ...]
     """Our keys; () where there is no such thing here, and then `text` says why."""
     text: str
-    off: tuple[object, ...] = ()
-    """Where there are no targets: the values that ask for nothing."""
-    is_read: bool = True
-    """Whether ROLL's RLVR pipeline reads it."""
-
-
-@cache
-def read_names() -> Mapping[str, Any]:
-    """The sections of names.yaml."""
-    # YAML's safe loader, in C where PyYAML was built with it: every command reads this file at its start.
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return dict(loader(FILE.read_text("utf-8")).get_single_data())
+    conversion: str | Mapping[str, Any] | None = None
+    """Our value for each of ROLL's, or a function of this file for all names that have it; None: the value itself."""
+    off: Sequence[Any] = ()
+    """Where there is no such thing: the values that ask for nothing."""
 
 
 ALIASES: Mapping[str, Alias] = {
-    **{name: Alias(tuple(ours.split()), text) for name, (ours, text) in read_names()["roll"].items()},
-    **{
-        name: Alias((), text, tuple(off), name not in read_names()["roll_unread"])
-        for name, (off, text) in read_names()["roll_nothing"].items()
-    },
+    **{name: Alias(tuple(ours.split()), *rest) for name, (ours, *rest) in TABLE["roll"].items()},
+    **{name: Alias((), text, None, off) for name, (off, text) in TABLE["roll_nothing"].items()},
 }
-CHOICES: Mapping[str, Any] = read_names()["roll_choices"]
-"""ROLL's values by name, and ours where they differ"""
 PEER_NAMES: Mapping[str, tuple[str, str]] = {
     name: (trainer, ours)
     for trainer in ("OpenRLHF", "verl", "TRL")
-    for ours, names in read_names()["peers"].items()
+    for ours, names in TABLE["peers"].items()
     for name in names.get(trainer, ())
 }
 """Name -> whose it is, and the key of ours or why there is none. Most mean something a little different than ours."""
@@ -60,13 +69,12 @@ def find_old_name(name: str) -> str | None:
 
     A key below a node that was renamed or removed is answered as the node is.
     """
-    old = read_names()["megarl"]
     node = name
-    while node not in old:
+    while node not in TABLE["megarl"]:
         if "=" in node or "." not in node:
             return None
         node = node.rpartition(".")[0]
-    ours = old[node]
+    ours = TABLE["megarl"][node]
     if re.fullmatch(r"[\w.]+(=[\w./-]+)?", ours) and not ours.endswith("."):
         return f"; it is {ours}{name.removeprefix(node)} now"
     return f"; it was removed: {ours.removesuffix('.')}"
@@ -86,3 +94,332 @@ def find_peer_name(key: str) -> str | None:
     if ours.startswith(NONE):
         return f"; {trainer}'s {name} has no counterpart: {ours.removeprefix(NONE)}"
     return f"; {trainer}'s {name} is {ours} here"
+
+
+# The conversions of names that mean something only together: from all that is given to our keys and values.
+
+
+def _refuse(problem: str, error: type[ConfigError] = ConfigError) -> NoReturn:
+    raise error([problem])
+
+
+def _read_flag(given: Values, name: str) -> bool:
+    value = given.get(name) or False
+    if not isinstance(value, bool):
+        _refuse(f"{name}: found {value}; must be true or false")
+    return value
+
+
+def _read_number(given: Values, name: str, default: float) -> float:
+    value = given.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        _refuse(f"{name}: found {value}; must be a number")
+    return value
+
+
+def clip(given: Values) -> dict[str, Any]:
+    """ROLL's dual clip bounds the ratio by 1 + 2 * pg_clip."""
+    ranged, dual, both = _read_flag(given, "use_pg_clip_range"), _read_flag(given, "dual_clip_loss"), "pg_clip" in given
+    if unread := [name for name in ("pg_clip_low", "pg_clip_high") if name in given and not ranged]:
+        _refuse(f"{unread[0]}: ROLL reads it only with use_pg_clip_range=true: add that, or set algo.clip_low", Unread)
+    if ranged and both and not dual:
+        _refuse("pg_clip: ROLL reads it with use_pg_clip_range=true only for dual_clip_loss=true: leave it out", Unread)
+    found: dict[str, Any] = {}
+    for side in ("low", "high") if ranged or both else ():
+        found[f"algo.clip_{side}"] = given.get(f"pg_clip_{side}" if ranged else "pg_clip", PG_CLIP)
+    if "dual_clip_loss" in given:
+        found["algo.dual_clip"] = round(1 + 2 * _read_number(given, "pg_clip", PG_CLIP), 9) if dual else None
+    return found
+
+
+def loss_aggregation(given: Values) -> dict[str, Any]:
+    token_level, mode = _read_flag(given, "token_level_loss"), given.get("loss_agg_mode")
+    if mode and "token_level_loss" in given and (mode == "token-mean") is not token_level:
+        _refuse(f"token_level_loss: found with loss_agg_mode={mode}, which ROLL reads instead: leave one out", Unread)
+    return {"algo.loss_agg_mode": mode or ("token-mean" if token_level else "seq-mean-token-mean")}
+
+
+def normalisation(given: Values) -> dict[str, Any]:
+    estimator, reasons = given.get("adv_estimator"), TABLE["roll_estimators"]
+    if estimator is not None and (reason := reasons.get(str(estimator), "")) is not None:
+        choices = ", ".join(name for name, why in reasons.items() if why is None)
+        _refuse(f"adv_estimator: found {estimator}; {reason or f'the choices are {choices}'}")
+    shift, scale, spread = (_read_flag(given, name) for name in ("reward_shift", "reward_scale", "div_std_global"))
+    names = {"norm_mean_type": "mean", "norm_std_type": "std", "reward_norm": "both"}
+    scopes = {half: str(given[name] or "none").lower() for name, half in names.items() if name in given}
+    for name, half in names.items():
+        if scopes.get(half, "none") not in ("none", "batch", "group", "running"):
+            _refuse(f"{name}: found {given[name]}; must be batch, group, running or null")
+        if estimator == "grpo" and scopes.get(half, "none") not in ("none", "group"):
+            _refuse(f"{name}: ROLL normalises by the group under adv_estimator=grpo, whatever is given", Unread)
+    if estimator == "grpo":
+        return _convert_grpo(given, shift, spread)
+    found = {"algo.advantage": estimator} if estimator else {}
+    if spread and (estimator in ("gae", "reinforce", "rloo") or "group" in scopes.values()):
+        _refuse("div_std_global: true found; it divides the group's advantage: adv_estimator=grpo without reward_norm")
+    if "div_std_global" in given:
+        found |= {"algo.advantage_std": "batch", "algo.std_of": "centered"} if spread else {"algo.std_of": "raw"}
+    both = scopes.pop("both", None)
+    if both and scopes:
+        _refuse("reward_norm: found with norm_mean_type or norm_std_type, which set the same: leave it out")
+    if shift + scale > bool(both):
+        name = "reward_shift" if shift else "reward_scale"
+        _refuse(f"{name}: true found; it chooses one half of reward_norm: give reward_norm and one of them")
+    halves = {"mean": "none" if scale else both, "std": "none" if shift else both} if both else scopes
+    return found | {f"algo.reward_norm.{half}": scope for half, scope in halves.items()}
+
+
+def _convert_grpo(given: Values, shift: bool, spread: bool) -> dict[str, Any]:
+    """ROLL's grpo: rewards normalised by their group, whatever else is configured, then summed up per token."""
+    if given.get("reward_scale"):
+        _refuse("reward_scale: true found; ROLL ignores it under adv_estimator=grpo: leave it out", Unread)
+    if given.get("add_token_level_kl") or given.get("gamma", 1) != 1:
+        exact = "adv_estimator=reinforce norm_mean_type=group norm_std_type=group has ROLL's order"
+        _refuse(f"adv_estimator: grpo found with add_token_level_kl or gamma, which come after the division: {exact}")
+    if spread and shift:
+        _refuse("div_std_global: true found with reward_shift=true, which divides by nothing: leave one out")
+    std = {"algo.advantage_std": "batch", "algo.std_of": "centered"} if spread else {"algo.advantage_std": "group"}
+    return {"algo.advantage": "group", **({"algo.advantage_std": "none"} if shift else std)}
+
+
+def warmup(given: Values) -> dict[str, Any]:
+    """ROLL's is a number alone; here 0 switches off what may be off already."""
+    steps = given["critic_warmup"]
+    return {"algo.value_pretrain.steps": steps} | ({"algo.value_pretrain.enabled": True} if steps else {})
+
+
+def _group(names: Iterable[str]) -> list[list[str]]:
+    """The names, those of one conversion together."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        conversion = ALIASES[name].conversion
+        groups.setdefault(conversion if isinstance(conversion, str) else name, []).append(name)
+    return list(groups.values())
+
+
+def _convert(names: Sequence[str], given: Values) -> dict[str, Any]:
+    """Our keys and values for the names of a group. Raises ConfigError with one problem, which begins with a name."""
+    alias, value = ALIASES[names[0]], given[names[0]]
+    if isinstance(alias.conversion, str):
+        found: dict[str, Any] = globals()[alias.conversion](given)
+        return found
+    if not alias.ours and value not in alias.off:
+        _refuse(f"{names[0]}: no such thing here: {alias.text}")
+    if alias.conversion is not None and str(value) not in alias.conversion:
+        _refuse(f"{names[0]}: found {value}; the choices are {', '.join(alias.conversion)}")
+    return dict.fromkeys(alias.ours, value if alias.conversion is None else alias.conversion[str(value)])
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    overrides: list[str]
+    lines: list[str]
+    """What was rewritten, one line each, to be printed."""
+    origins: dict[str, str]
+    """Our key -> the override that it came from."""
+
+
+def rewrite_overrides(overrides: Sequence[str]) -> Rewritten:
+    """The same overrides with our keys in place of ROLL's names (`pg_clip=0.2`, `algo.pg_clip=0.2`).
+
+    A sweep over a name that sets several keys becomes a sweep over the first, which the others follow by interpolation.
+    Raises ConfigError for a name without a counterpart, for a name and a key that set the same, and for a sweep
+    that would have to change several keys in different ways.
+    """
+    given: dict[str, str] = {}
+    for text in overrides:
+        if (name := _find_alias(text)) in given:
+            _refuse(f"{name}: given twice, as {given[name]} and {text}: leave one out")
+        if name is not None:
+            given[name] = text
+    values = {name: _list_values(name, text) for name, text in given.items()}
+    setters = {key: text for text in overrides if not _find_alias(text) for key in list_set_keys(text)}
+    by_name: dict[str, list[str]] = {}
+    lines, origins = [], {}
+    for names in _group(given):
+        assignments, source = _assign(names, values), " ".join(given[name] for name in names)
+        if twice := [key for key in assignments if key in setters]:
+            _refuse(f"{given[names[0]]}: sets {twice[0]}, and so does {setters[twice[0]]}: leave one out")
+        origins |= dict.fromkeys(assignments, source)
+        setters |= origins
+        by_name[names[0]] = [f"{key}={text}" for key, text in assignments.items()]
+        meaning = "; ".join(dict.fromkeys(ALIASES[name].text for name in names))
+        lines.append(f"{source} -> {' '.join(by_name[names[0]]) or 'nothing to set'} ({meaning})")
+    rewritten = [by_name.get(alias, []) if (alias := _find_alias(text)) else [text] for text in overrides]
+    return Rewritten([text for texts in rewritten for text in texts], lines, origins)
+
+
+def _find_alias(text: str) -> str | None:
+    """The name of ROLL's that an override sets; None where it sets a key of ours."""
+    key, equals, value = text.lstrip("+").partition("=")
+    if key == "algo.reward_norm":  # a node of ours, and with one word for both of its keys ROLL's name
+        return "reward_norm" if equals and not value.lstrip().startswith("{") else None
+    name = key.removeprefix("algo.")
+    return name if equals and name in ALIASES and key not in _OWN else None
+
+
+def _list_values(name: str, text: str) -> list[Any]:
+    """The value, or each of a sweep's."""
+    parser = OverridesParser.create()
+    try:
+        parsed = parser.parse_override(text.lstrip("+"))
+    except HydraException as error:
+        raise ConfigError([f"{name}: {str(error).strip().splitlines()[0]}"]) from error
+    if parsed.is_sweep_override() and not parsed.is_discrete_sweep():
+        _refuse(f"{name}: {text} found; a sweep over it must list its values, as {name}=a,b")
+    texts = list(parsed.sweep_string_iterator()) if parsed.is_sweep_override() else [text.partition("=")[2]]
+    values = [parser.parse_override(f"{name}={each}").value() for each in texts]
+    return [getattr(value, "text", value) for value in values]  # a quoted string is an object of the parser's
+
+
+def _assign(names: Sequence[str], values: Mapping[str, Sequence[Any]]) -> dict[str, str]:
+    """Our keys for a group of names, and the text of each value: fixed, a sweep, or following the key that sweeps."""
+    swept = [name for name in names if len(values[name]) > 1]
+    first, changed = {name: each[0] for name, each in values.items()}, [*swept, *names][0]
+    runs = [_convert(names, {**first, changed: value}) for value in values[changed]]
+    columns = {key: [write_value(run.get(key)) for run in runs] for run in runs for key in run}
+    changing = [key for key, column in columns.items() if len(set(column)) > 1]
+    same = all(columns[key] == columns[changing[0]] for key in changing) and all(
+        len(run) == len(columns) for run in runs
+    )
+    if not same or len(swept) > 1:
+        cannot = f"a sweep would have to change {', '.join(columns)} in different ways, which Hydra cannot"
+        _refuse(f"{' and '.join(swept)}: {cannot}: sweep our keys instead, or start one run per value")
+    texts = {key: f"${{{changing[0]}}}" if number else ",".join(columns[key]) for number, key in enumerate(changing)}
+    return {key: texts.get(key, column[0]) for key, column in columns.items()}
+
+
+# Whole files of ROLL's RLVR pipeline, which tools/import_roll.py converts.
+
+ROLES = {"actor_train": "policy", "critic": "critic", "reference": "reference"}
+_OFF = (None, False, 0, "", "disable", "disabled", [], {})
+_BATCHES = ("per_device_train_batch_size", "gradient_accumulation_steps")
+_SIZES = (
+    *(f"strategy_args.strategy_config.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context")),
+    "model_args.ulysses_size",
+)
+
+
+class Outcome(NamedTuple):
+    """What became of a key of ROLL's."""
+
+    key: str
+    found: Any
+    overrides: dict[str, Any]
+    note: str
+    by_hand: bool = False
+    """Whether it asks for something that is not converted"""
+
+    def __str__(self) -> str:
+        became = " ".join(f"{key}={write_value(value)}" for key, value in self.overrides.items()) or "nothing here"
+        note = f" ({'TO DECIDE BY HAND: ' if self.by_hand else ''}{self.note})" if self.note else ""
+        return f"{self.key}: {write_value(self.found)} -> {became}{note}"
+
+
+def read_roll_file(path: Path) -> dict[str, Any]:
+    """The values by dotted key. Raises ValueError, OSError, or YAML's or OmegaConf's error for another kind of file."""
+    root = OmegaConf.load(path)
+    if re.search(r"\$\{[^}]*:", path.read_text("utf-8")):
+        raise ValueError("an interpolation like ${oc.env:NAME} reads something else than the file: write its value")
+    if "actor_train" not in root or "actor_infer" not in root or "custom_envs" in root:
+        raise ValueError("a file of ROLL's RLVR pipeline has actor_train and actor_infer, and no custom_envs")
+    return dict(_walk(OmegaConf.to_container(root, resolve=True), ""))
+
+
+def _walk(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, child in tree.items():
+        yield from (
+            _walk(child, f"{prefix}{name}.") if isinstance(child, dict) and child else [(f"{prefix}{name}", child)]
+        )
+
+
+def import_roll(given: Values) -> list[Outcome]:
+    """What became of every key of a file, and of ROLL's defaults where it is silent. Data and reward that are not
+    converted are left to options that do not load without a path."""
+    table = TABLE["roll_file"]
+    trained = {
+        f"{role}.training_args.{k}": v for role in ("actor_train", "critic") for k, v in table["trained"].items()
+    }
+    values = {**table["defaults"], **trained, **given}
+    base = {**table["base"], "algo": table["presets"].get(values["adv_estimator"], "ppo")}
+    outcomes = [Outcome("defaults", "", base, "below what follows")]
+    for names in _group(name for name in values if name in ALIASES):
+        while names:
+            try:
+                converted = _convert(names, values)
+            except ConfigError as error:
+                name, _, why = error.problems[0].partition(": ")
+                names.remove(name)
+                by_hand = not isinstance(error, Unread) and name not in TABLE["roll_unread"]
+                outcomes.append(Outcome(name, values.pop(name), {}, why, by_hand))
+            else:
+                outcomes += [Outcome(name, values[name], converted, ALIASES[name].text) for name in names]
+                break
+    return outcomes + [_import_key(key, value, values) for key, value in values.items() if key not in ALIASES]
+
+
+def _import_key(key: str, value: Any, values: Values) -> Outcome:
+    """By the table: the key itself, or the longest part of it; `*` is any role of Megatron, or any domain."""
+    first, _, rest = key.partition(".")
+    starred = f"*.{rest}" if first in ROLES else re.sub(r"^rewards\.[^.]+", "rewards.*", key)
+    entry = TABLE["roll_file"]["keys"].get(key) or TABLE["roll_file"]["keys"].get(starred)
+    if entry is not None and value is not None:
+        ours, conversion = entry if isinstance(entry, list) else (entry, None)
+        try:
+            if isinstance(conversion, str):
+                return Outcome(key, value, globals()[conversion](value, values, first), ours)
+            converted = value if conversion is None else conversion[value]
+            return Outcome(key, value, {ours.replace("*", ROLES.get(first, "")): converted} if ours else {}, "")
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            return Outcome(key, value, {}, f"{ours}: {error}", by_hand=True)
+    parts = [name.rsplit(".", size)[0] for size in range(key.count(".") + 1) for name in (key, starred)]
+    sections = [(section, table) for section in ("by_hand", "nothing") for table in TABLE["roll_file"][section].items()]
+    for part in parts:
+        for section, (why, keys) in sections:
+            if part in keys:
+                return Outcome(key, value, {}, why, section == "by_hand" and value not in _OFF)
+    return Outcome(key, value, {}, "no key of ROLL's at the commit read", value not in _OFF)
+
+
+# From a value of the file, all of them and ROLL's role: our keys and values. What is raised is told.
+
+
+def _count_devices(mapping: Any) -> int:
+    """Of ROLL's device_mapping, `list(range(0,8)) + [8, 9]` or a list; 1 where it is neither."""
+    ranges = re.findall(r"range\(\s*(\d+)\s*,\s*(\d+)\s*\)", str(mapping))
+    listed = [number for each in re.findall(r"\[([\d,\s]*)\]", str(mapping)) for number in re.findall(r"\d+", each)]
+    return max(1, sum(int(high) - int(low) for low, high in ranges) + len(listed))
+
+
+def devices(mapping: Any, _: Values, role: str) -> dict[str, Any]:
+    return {f"{ROLES[role]}.parallel.num_processes": _count_devices(mapping)}
+
+
+def servers(mapping: Any, values: Values, _: str) -> dict[str, Any]:
+    tp = values.get("actor_infer.strategy_args.strategy_config.tensor_parallel_size") or 1
+    return {"rollout.num_servers": max(1, _count_devices(mapping) // tp), "rollout.tp": tp}
+
+
+def minibatch(_: Any, values: Values, role: str) -> dict[str, Any]:
+    """Samples of an optimizer step: per device x accumulation x data-parallel ranks."""
+    samples = {}
+    for name in ("actor_train", "critic"):
+        split = prod(values.get(f"{name}.{size}") or 1 for size in _SIZES)
+        batch = prod(values[f"{name}.training_args.{each}"] for each in _BATCHES)
+        samples[name] = batch * max(1, _count_devices(values.get(f"{name}.device_mapping")) // split)
+    if role == "critic" and values.get("adv_estimator") == "gae" and samples["critic"] != samples["actor_train"]:
+        raise ValueError(f"found {samples['critic']} of the critic and {samples['actor_train']} of the policy")
+    return {"train.samples_per_minibatch": samples["actor_train"]}
+
+
+def data_file(value: Any, _: Values, __: str) -> dict[str, Any]:
+    (name,) = [value] if isinstance(value, str) else value  # several are to be joined by hand
+    if not name.endswith((".jsonl", ".parquet")):
+        raise ValueError("one file of JSON lines (data=jsonl) or Parquet (data=parquet)")
+    return {"data": name.rpartition(".")[2], "data.path": name}
+
+
+def math_reward(worker: Any, _: Values, __: str) -> dict[str, Any]:
+    if not str(worker).endswith(".MathRuleRewardWorker"):
+        raise ValueError("of its domain, a function of yours: reward=function reward.path=package.module:callable")
+    return {"reward": "math", "data.answer_field": "ground_truth"}

@@ -14,9 +14,9 @@ from omegaconf import DictConfig
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import check_overrides, list_left_out, load, to_config
+from megarl.config.names import rewrite_overrides
 from megarl.config.overrides import check_words, open_overrides
 from megarl.config.placement import check_cluster
-from megarl.config.roll import rewrite_overrides
 from megarl.config.schema.root import Config
 from megarl.config.search_path import is_search_path, take_config_dirs
 from megarl.report.sinks import check_sinks

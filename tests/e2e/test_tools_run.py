@@ -44,7 +44,7 @@ COMMANDS = {
 ELSEWHERE = {
     "convert_checkpoint.py": "unit/tools/test_convert_command.py",
     "docs/generate.py": "docs/test_doc_commands.py",
-    "import_roll.py": "unit/tools/roll_cases.py",
+    "import_roll.py": "unit/tools/test_import_roll.py",
     "plan.py": "docs/test_doc_commands.py",
     "report.py": "unit/report/test_page.py",
 }

@@ -1,13 +1,14 @@
-"""A name that is none of ours, megarl's own of before or TRL's, verl's or OpenRLHF's, is answered with ours."""
+"""ROLL's names work or are refused with the reason; other trainers' names and our own of before are answered."""
 
 import re
 
 import pytest
+from test_overrides import COMPOSED
 
 from megarl.config import names
 from megarl.config.errors import ConfigError
-from megarl.config.load import compose_config, load_config
-from megarl.config.names import ALIASES, NONE, PEER_NAMES
+from megarl.config.load import check_overrides, compose_config, load_config
+from megarl.config.names import ALIASES, NONE, PEER_NAMES, TABLE, rewrite_overrides
 from megarl.config.overrides import find_choices_with, list_open_keys
 from megarl.config.search_path import list_options, write_search_path
 from megarl.config.values import list_values
@@ -17,7 +18,6 @@ OF_A_CHOICE = {"data.path", "data.heldout_path", "data.prompt_field", "data.answ
 GROUPS = "algo|model|policy|critic|reference|data|reward|rollout|train|evaluate|cluster|checkpoint|logger"
 OLD = {
     "train.eval_often": "train.eval_every",
-    "rollout.retry": "rollout.max_server_restarts",
     "critic.optim": "critic.optimizer",
     "logger.fax": "Nobody reads faxes; logger.wandb sends the same.",
     "reward=oracle": "reward=math",
@@ -25,9 +25,69 @@ OLD = {
 }
 
 
+def problems_of(*overrides):
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_each_of_rolls_names_is_in_the_table_of_overrides_or_refused_with_its_reason(name):
+    if ALIASES[name].ours:
+        assert name in {str(text).split("=")[0].removeprefix("algo.") for row in COMPOSED for text in row.values[1]}
+    else:
+        assert f"{name}: no such thing here: {ALIASES[name].text}" in problems_of(f"{name}=x")
+        for off in ALIASES[name].off:
+            assert rewrite_overrides([f"{name}={off}"]).overrides == []
+
+
+def test_the_rewriting_is_told_in_one_line_and_our_own_keys_are_left_as_they_are():
+    own = [
+        "algo.gamma=0.9",
+        "algo.reward_norm={mean: batch}",
+        "algo.reward_norm.std=batch",
+        "-m",
+        "~algo.x",
+        "algo=ppo",
+    ]
+    rewritten = rewrite_overrides([*own, "pg_clip=0.2", "seed=3"])
+    assert rewritten.overrides == [*own, "algo.clip_low=0.2", "algo.clip_high=0.2", "seed=3"]
+    assert rewritten.lines == ["pg_clip=0.2 -> algo.clip_low=0.2 algo.clip_high=0.2 (ROLL's pg_clip sets both)"]
+    assert "algo.lambda_policy (from lambd=0.9): has no effect" in problems_of("algo=grpo", "lambd=0.9")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rewritten"),
+    [
+        ("pg_clip=0.2,0.3", "algo.clip_low=0.2,0.3 algo.clip_high=${algo.clip_low}"),
+        ("algo=ppo lambd=0.9,1.0", "algo=ppo algo.lambda_policy=0.9,1.0 algo.lambda_critic=${algo.lambda_policy}"),
+        ("dual_clip_loss=true,false pg_clip=0.3", "algo.clip_low=0.3 algo.clip_high=0.3 algo.dual_clip=1.6,null"),
+        (
+            "algo=ppo reward_norm=batch,running reward_shift=true",
+            "algo=ppo algo.reward_norm.mean=batch,running algo.reward_norm.std=none",
+        ),
+        ("whiten_advantages=true,false seed=1,2", "algo.whiten_advantages=true,false seed=1,2"),
+        ("token_level_loss=true,false", "algo.loss_agg_mode=token-mean,seq-mean-token-mean"),
+        ("ppo_epochs=range(1,4)", "train.epochs_per_iteration=1,2,3"),
+        ("pg_clip=0.2,0.3 dual_clip_loss=true", "a sweep would have to change"),
+        ("pg_clip=0.2,0.3 dual_clip_loss=false,true", "a sweep would have to change"),
+        ("algo=grpo div_std_global=true,false", "a sweep would have to change"),
+        ("loss_agg_mode=token-mean,seq-mean", "seq-mean"),
+        ("gamma=interval(0.9,1.0)", "list its values"),
+    ],
+)
+def test_a_sweep_over_a_name_of_rolls_has_one_run_per_value_or_is_refused(overrides, rewritten):
+    if "=" in rewritten:
+        assert rewrite_overrides(overrides.split()).overrides == rewritten.split()
+        check_overrides(rewritten.split())
+    else:
+        with pytest.raises(ConfigError, match=rewritten):
+            check_overrides(rewrite_overrides(overrides.split()).overrides)
+
+
 @pytest.fixture
 def old(monkeypatch):
-    monkeypatch.setattr(names, "read_names", lambda: {"megarl": OLD})
+    monkeypatch.setattr(names, "TABLE", {**TABLE, "megarl": OLD})
 
 
 @pytest.mark.usefixtures("old")
@@ -47,65 +107,40 @@ def old(monkeypatch):
     ],
 )
 def test_an_old_name_is_answered_with_what_it_is_now(override, problem):
-    with pytest.raises(ConfigError) as caught:
-        load_config([override])
-    assert caught.value.problems == (problem,)
+    assert problems_of(override) == problem
 
 
 @pytest.mark.usefixtures("old")
-@pytest.mark.parametrize(
-    ("key", "answer"),
-    [("eval_often", "; it is train.eval_every now"), ("eval_evry", "; did you mean train.eval_every?")],
-)
-def test_an_unknown_key_of_a_file_is_answered_too(tmp_path, key, answer):
+def test_an_old_name_in_a_file_is_answered_too(tmp_path):
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\ntrain:\n  {key}: 3\n")
-    with pytest.raises(ConfigError) as caught:
-        load_config([write_search_path([tmp_path]), "experiment=mine"])
-    assert caught.value.problems == (f"train.{key}: no such key, in experiment/mine{answer}",)
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrain:\n  eval_often: 3\n")
+    problem = problems_of(write_search_path([tmp_path]), "experiment=mine")
+    assert problem == "train.eval_often: no such key, in experiment/mine; it is train.eval_every now"
 
 
-def test_old_names_are_no_keys_and_the_new_ones_are():
+def test_what_names_are_answered_with_exists_and_the_names_themselves_are_none_of_ours():
     own = {key for key, _ in list_values(compose_config([]))}
     own |= {key.rsplit(".", depth)[0] for key in own for depth in range(1, key.count(".") + 1)}
-    for old, ours in names.read_names()["megarl"].items():
-        assert old not in own, old
+    assert not own & PEER_NAMES.keys()
+    assert not ALIASES.keys() & PEER_NAMES.keys()
+    for old, ours in TABLE["megarl"].items():
         group, _, option = old.partition("=")
+        assert old not in own, old
         assert option not in list_options(group) if option else not find_choices_with(old), old
         if re.fullmatch(r"[\w.]+", ours) and not ours.endswith("."):
-            is_option = ours.rpartition(".")[0] in list_open_keys()
-            assert ours in own or find_choices_with(ours) or is_option, (old, ours)
+            assert ours in own or find_choices_with(ours) or ours.rpartition(".")[0] in list_open_keys(), (old, ours)
         else:
             assert "=" in ours or ours.endswith("."), (old, ours)
-
-
-def test_every_answer_names_keys_and_options_that_exist():
-    groups = GROUPS.split("|")
-    known = {*groups, *OF_A_CHOICE, *(key for key, _ in list_values(compose_config([])))}
-    known |= {key.rsplit(".", 1)[0] for key in known if "." in key}
+    known = {*GROUPS.split("|"), *OF_A_CHOICE, *own}
     for name, (_, ours) in PEER_NAMES.items():
-        text = ours.replace("rollout.sglang.mem_fraction_static", "rollout.sglang").replace("evaluate.{}", "")
+        assert ours.startswith(NONE) or not ours.startswith("none"), name
+        text = ours.replace("rollout.sglang.mem_fraction_static", "rollout.sglang")
         for key in re.findall(rf"\b(?:{GROUPS})\.[a-z_0-9.]*[a-z_0-9]", text):
             assert key in known, (name, key)
         for group, option in re.findall(r"\b(data|reward)=(\w+)", text):
             assert option in list_options(group), (name, option)
 
 
-def test_no_name_is_a_key_of_ours_or_accepted_as_rolls():
-    own = {key for key, _ in list_values(compose_config([]))}
-    assert not own & set(PEER_NAMES)
-    assert not set(ALIASES) & set(PEER_NAMES)
-
-
-def test_no_counterpart_is_said_with_a_reason():
-    for name, (project, ours) in PEER_NAMES.items():
-        assert project in ("TRL", "verl", "OpenRLHF"), name
-        assert ours.removeprefix(NONE), name
-        assert ours.startswith(NONE) or not ours.startswith("none"), name
-
-
 @pytest.mark.parametrize("override", ["quantum_flux=3", "train.zebra=1", "some_setting=2", "max_tool_turns=1"])
 def test_a_word_like_none_of_ours_gets_no_suggestion(override):
-    with pytest.raises(ConfigError) as caught:
-        load_config([override])
-    assert "did you mean" not in str(caught.value)
+    assert "did you mean" not in problems_of(override)
