@@ -37,8 +37,8 @@ from megarl.algo.registry import needs_critic
 from megarl.config.errors import ConfigError
 from megarl.config.evaluation_sets import expand_sets, load_configs
 from megarl.config.load import load, load_config
-from megarl.config.placement import check_allocation, check_cluster, count_nodes, list_groups, place, read_allocation
 from megarl.config.names import rewrite_overrides
+from megarl.config.placement import check_allocation, check_cluster, count_nodes, list_groups, place, read_allocation
 from megarl.config.schema.roles import ModelSource
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import LEAST_OF_KIND, ClusterConfig
