@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from megarl.config.checks.unused import find_unused
+from megarl.config.checks.keys import find_unused
 from megarl.config.errors import ConfigError
 from megarl.config.load import compose_config, load_config
 from megarl.config.names import Outcome, import_roll, read_roll_file
