@@ -235,7 +235,8 @@ def rewrite_overrides(overrides: Sequence[str]) -> Rewritten:
     values = {name: _list_values(name, text) for name, text in given.items()}
     setters = {key: text for text in overrides if not _find_alias(text) for key in list_set_keys(text)}
     by_name: dict[str, list[str]] = {}
-    lines, origins = [], {}
+    lines: list[str] = []
+    origins: dict[str, str] = {}
     for names in _group(given):
         assignments, source = _assign(names, values), " ".join(given[name] for name in names)
         if twice := [key for key in assignments if key in setters]:
@@ -292,7 +293,7 @@ def _assign(names: Sequence[str], values: Mapping[str, Sequence[Any]]) -> dict[s
 # Whole files of ROLL's RLVR pipeline, which tools/import_roll.py converts.
 
 ROLES = {"actor_train": "policy", "critic": "critic", "reference": "reference"}
-_OFF = (None, False, 0, "", "disable", "disabled", [], {})
+_OFF: tuple[Any, ...] = (None, False, 0, "", "disable", "disabled", [], {})
 _BATCHES = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _SIZES = (
     *(f"strategy_args.strategy_config.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context")),
