@@ -1,6 +1,4 @@
-"""Files that a run needs again: JSON that others may have written or damaged, atomic writes, a directory's manifest of
-checksums, the lock of a run directory, and the folder of its checkpoints.
-"""
+"""Files that a run needs again: JSON that others may have damaged, atomic writes, manifests, lock, checkpoints."""
 
 import contextlib
 import fcntl
@@ -14,19 +12,32 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Raises ValueError, also for what is nested too deeply to be read."""
-    return _parse(text)
+def parse_json(text: str | bytes, **options: Any) -> Any:
+    """Raises ValueError, also for what is nested too deeply to be read. options: of json.loads."""
+    try:
+        return json.loads(text, **options)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def parse_strict_json(text: str | bytes) -> Any:
     """As `parse_json`, and without NaN and infinity, which are not JSON, or a key twice in an object."""
-    return _parse(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_repeated_keys)
+
+    def refuse_constant(name: str) -> float:
+        raise ValueError(f"{name} is not JSON; every metric is a finite number")
+
+    def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        record, names = dict(pairs), [name for name, _ in pairs]
+        if len(record) != len(pairs):
+            raise ValueError(f"the same key twice: {', '.join(name for name in record if names.count(name) > 1)}")
+        return record
+
+    return parse_json(text, parse_constant=refuse_constant, object_pairs_hook=refuse_repeated_keys)
 
 
 def load_json_object(path: Path) -> dict[str, Any]:
@@ -61,29 +72,34 @@ def check_state(where: str, state: Any) -> Any:
     if not same:
         raise ValueError(
             f"{where}: state_dict() comes back from JSON as another value (a tuple as a list, a key that is a number as"
-            " a text); it must be lists, dicts with texts as keys, texts, numbers, true, false and None"
+            " a text); it must be made of what JSON has"
         )
     return state
 
 
-def _parse(text: str | bytes, **options: Any) -> Any:
+def name_some(names: Sequence[str]) -> str:
+    """The first five names, and how many more there are."""
+    return f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace the file's content atomically; it is synced to disk on return."""
+    partial = path.with_name(f".{path.name}.partial")
+    with naming_file(path), partial.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    _sync_directory(path.parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    """Sync the directory's entries to disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
-        return json.loads(text, **options)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON; every metric is a finite number")
-
-
-def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) != len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"the same key twice: {', '.join(repeated)}")
-    return record
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 # manifest.json: the files of a checkpoint directory with their sizes and SHA-256; it is written last.
@@ -110,29 +126,21 @@ class FormatError(CheckpointError):
 
 
 @dataclass(frozen=True)
-class FileRecord:
-    bytes: int
-    sha256: str
-    """64 hex digits"""
-
-
-@dataclass(frozen=True)
 class Manifest:
     about: Mapping[str, Any]
     """The kind of checkpoint, its model and layout"""
-    files: Mapping[str, FileRecord]
-    """The record of each file, by path below the directory, with /"""
+    files: Mapping[str, tuple[int, str]]
+    """Bytes and SHA-256 of each file, by path below the directory, with /"""
 
 
 def write_manifest(directory: Path, about: Mapping[str, Any]) -> None:
     """Hash every file of `directory` and write its manifest; all are synced to disk on return."""
     paths = sorted(_list_files(directory))
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        records = list(pool.map(_record_on_disk, [directory / path for path in paths]))
-    files = {path: asdict(record) for path, record in zip(paths, records, strict=True)}
-    write_atomically(
-        directory / MANIFEST, json.dumps({"format": MANIFEST_FORMAT, "about": dict(about), "files": files}, indent=1)
-    )
+        records = list(pool.map(lambda path: _record(directory / path, os.fsync), paths))
+    files = {path: {"bytes": size, "sha256": digest} for path, (size, digest) in zip(paths, records, strict=True)}
+    content = {"format": MANIFEST_FORMAT, "about": dict(about), "files": files}
+    write_atomically(directory / MANIFEST, json.dumps(content, indent=1))
 
 
 def load_manifest(directory: Path) -> Manifest:
@@ -142,7 +150,7 @@ def load_manifest(directory: Path) -> Manifest:
         content = parse_json(path.read_text(encoding="utf-8"))
         if content["format"] != MANIFEST_FORMAT:
             raise FormatError(f"{path}: format {content['format']!r}; this release reads format {MANIFEST_FORMAT}")
-        files = {name: FileRecord(int(x["bytes"]), str(x["sha256"])) for name, x in content["files"].items()}
+        files = {name: (int(record["bytes"]), str(record["sha256"])) for name, record in content["files"].items()}
         return Manifest(dict(content["about"]), files)
     except FileNotFoundError:
         raise CheckpointError(f"{directory}: no {MANIFEST}: it is not a checkpoint, or was not completed") from None
@@ -160,83 +168,48 @@ def verify_files(directory: Path) -> None:
     A file that is not listed (.DS_Store; .nfs..., which NFS leaves for open files) is named in a RuntimeWarning and
     left alone. Raises CheckpointError naming the files that are missing or changed, up to five of each.
     """
-    manifest = load_manifest(directory)
-    found = set(_list_files(directory))
-    problems = _name("missing", manifest.files.keys() - found)
-    present = sorted(manifest.files.keys() & found)
+    files, found = load_manifest(directory).files, set(_list_files(directory))
+
+    def check(name: str) -> str:
+        try:
+            # The size first: it tells a truncated file without reading it.
+            path, record = directory / name, files[name]
+            return "" if path.stat().st_size == record[0] and _record(path) == record else "damaged"
+        except OSError:
+            return "unreadable" if name in found else "missing"
+
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        same = list(pool.map(lambda name: _matches(directory / name, manifest.files[name]), present))
-        problems += _name("damaged", {name for name, fine in zip(present, same, strict=True) if fine is False})
-        problems += _name("unreadable", {name for name, fine in zip(present, same, strict=True) if fine is None})
+        states = dict(zip(files, pool.map(check, files), strict=True))
+    problems = [
+        f"{what}: {name_some(sorted(names))}"
+        for what in ("missing", "damaged", "unreadable")
+        if (names := [name for name, state in states.items() if state == what])
+    ]
     if problems:
         raise CheckpointError(f"{directory}: {'; '.join(problems)}")
-    for unlisted in _name("not in the manifest, left alone", found - manifest.files.keys()):
-        warnings.warn(f"{directory}: {unlisted}", RuntimeWarning, stacklevel=2)
-    for name in present:
+    if unlisted := sorted(found - files.keys()):
+        text = f"{directory}: not in the manifest, left alone: {name_some(unlisted)}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    for name in files:
         if Path(name).name == MANIFEST:
             verify_files((directory / name).parent)
-
-
-def name_some(names: Sequence[str]) -> str:
-    """The first five names, and how many more there are."""
-    return f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace the file's content atomically; it is synced to disk on return."""
-    partial = path.with_name(f".{path.name}.partial")
-    with naming_file(path), partial.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    sync_directory(path.parent)
-
-
-def sync_directory(directory: Path) -> None:
-    """Sync the directory's entries to disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _list_files(directory: Path) -> Iterator[str]:
     """The paths of the files that the manifest of `directory` lists."""
     for entry in sorted(directory.iterdir()):
         if entry.is_dir():
-            if (entry / MANIFEST).is_file():
-                yield f"{entry.name}/{MANIFEST}"
-            else:
-                yield from (f"{entry.name}/{name}" for name in _list_files(entry))
+            below = [MANIFEST] if (entry / MANIFEST).is_file() else _list_files(entry)
+            yield from (f"{entry.name}/{name}" for name in below)
         elif entry.name != MANIFEST and not entry.name.startswith(NFS_LEFT):
             yield entry.name
 
 
-def _record(path: Path) -> FileRecord:
+def _record(path: Path, sync: Callable[[int], None] = lambda _descriptor: None) -> tuple[int, str]:
+    """(bytes, SHA-256)"""
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileRecord(os.fstat(file.fileno()).st_size, digest)
-
-
-def _record_on_disk(path: Path) -> FileRecord:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return _record(path)
-
-
-def _matches(path: Path, record: FileRecord) -> bool | None:
-    """Whether the file matches its record; None: it cannot be read."""
-    try:
-        # The size first: it tells a truncated file without reading it.
-        return path.stat().st_size == record.bytes and _record(path) == record
-    except OSError:
-        return None
-
-
-def _name(problem: str, names: set[str]) -> list[str]:
-    return [f"{problem}: {name_some(sorted(names))}"] if names else []
+        sync(file.fileno())
+        return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # One process at a time may write to a run directory.
@@ -255,46 +228,35 @@ def locking(
     Raises CheckpointError naming the process that holds it.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + patience_s
     with (directory / LOCK).open("a+") as file:
-        try:
-            is_mine = take_lock(file)
-            if not is_mine and patience_s > 0:
+        is_first = True
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+            except OSError as error:
+                raise CheckpointError(
+                    f"{directory}: its file system has no locks ({error}), which keep two"
+                    " processes from writing to one folder; Lustre has them where it is mounted with -o flock"
+                ) from error
+            if time.monotonic() >= end:
+                waited = f", even after {patience_s:g} s" if patience_s else ""
+                raise CheckpointError(f"{directory}: {holder} uses it{waited}; only one process at a time may be")
+            if is_first:
                 say(
-                    f"waiting up to {patience_s:g} s for the lock of {directory}, which {read_holder(file)} holds:"
+                    f"waiting up to {patience_s:g} s for the lock of {directory}, which {holder} holds:"
                     " a network file system keeps the lock of a lost node for a while"
                 )
-            end = time.monotonic() + patience_s
-            while not is_mine and time.monotonic() < end:
-                time.sleep(min(LOCK_POLL_S, patience_s))
-                is_mine = take_lock(file)
-        except OSError as error:
-            raise CheckpointError(
-                f"{directory}: its file system has no locks ({error}), which keep two"
-                " processes from writing to one folder; Lustre has them where it is mounted with -o flock"
-            ) from error
-        if not is_mine:
-            waited = f", even after {patience_s:g} s" if patience_s else ""
-            raise CheckpointError(
-                f"{directory}: {read_holder(file)} uses it{waited}; only one process at a time may be"
-            )
+            is_first = False
+            time.sleep(min(LOCK_POLL_S, patience_s))
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
         yield
-
-
-def take_lock(file: IO[str]) -> bool:
-    """Try to take the lock; returns whether this process holds it. Raises OSError where there are no locks."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def read_holder(file: IO[str]) -> str:
-    file.seek(0)
-    return file.read().strip() or "another process"
 
 
 # RUN_DIR/checkpoints: iteration-000020/, iteration-000040/, ... and `latest`, which names the newest complete one.
@@ -315,20 +277,14 @@ _PATTERN = re.compile(r"iteration-(\d{6,}|-\d{5,})")
 
 
 class Folder:
-    def __init__(self, path: Path, *, keep_last: int, keep_best: int = 0, record: Path | None = None):
-        """path: created with the first checkpoint. keep_last, keep_best: how many are kept (see CheckpointConfig).
-
-        record: a file outside `path` that names the newest checkpoint.
-        """
-        self.path = path
-        self._record = record
-        self._keep_last = keep_last
-        self._keep_best = keep_best
+    def __init__(self, path: Path, *, keep_last: int, keep_best: int = 0):
+        """path: created with the first checkpoint. keep_last, keep_best: how many are kept (see CheckpointConfig)."""
+        self.path, self._keep_last, self._keep_best = path, keep_last, keep_best
 
     def begin(self, iteration: int) -> Path:
         """Create an empty directory in which to build a checkpoint; what an earlier attempt has left is removed."""
+        self.abandon(iteration)
         building = self.find_building(iteration)
-        shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
         return building
 
@@ -338,10 +294,9 @@ class Folder:
         final = self.path / name_checkpoint(iteration)
         shutil.rmtree(final, ignore_errors=True)
         self.find_building(iteration).rename(final)
-        sync_directory(self.path)
-        write_atomically(self.path / LATEST, f"{final.name}\n")
-        if self._record is not None:
-            write_atomically(self._record, f"{final.name}\n")
+        _sync_directory(self.path)
+        for named in (self.path / LATEST, self.path.parent / RECORD):
+            write_atomically(named, f"{final.name}\n")
         self.prune()
         return final
 
@@ -350,19 +305,18 @@ class Folder:
 
     def list_complete(self) -> list[int]:
         """The iterations of the complete checkpoints, ascending."""
-        if not self.path.is_dir():
-            return []
-        found = (_PATTERN.fullmatch(entry.name) for entry in self.path.iterdir() if entry.is_dir())
+        entries = self.path.iterdir() if self.path.is_dir() else ()
+        found = (_PATTERN.fullmatch(entry.name) for entry in entries if entry.is_dir())
         return sorted(int(match[1]) for match in found if match)
 
     def check_kept(self) -> None:
         """Raise CheckpointError where checkpoints were saved and all of them are gone."""
-        if self._record is None or self.list_complete() or not self._record.is_file():
-            return
-        raise CheckpointError(
-            f"{self.path}: found no checkpoint, but the run had saved {self._record.read_text().strip()}: put it back;"
-            f" without it the run begins anew, which needs another hydra.run.dir (or remove {self._record})"
-        )
+        record = self.path.parent / RECORD
+        if not self.list_complete() and record.is_file():
+            raise CheckpointError(
+                f"{self.path}: found no checkpoint, but the run had saved {record.read_text().strip()}: put it back;"
+                f" without it the run begins anew, which needs another hydra.run.dir (or remove {record})"
+            )
 
     def find_newest(self, say: Callable[[str], None]) -> tuple[int, Path] | None:
         """The newest checkpoint whose checksums are right; None where there never was one.
@@ -370,6 +324,7 @@ class Folder:
         Newer damaged ones are reported and renamed to NAME.damaged. Raises CheckpointError where there are or were
         checkpoints and none is intact, and for one of another release; nothing is then changed.
         """
+        self.check_kept()
         problems: dict[Path, CheckpointError] = {}
         for iteration in reversed(self.list_complete()):
             directory = self.path / name_checkpoint(iteration)
@@ -387,9 +342,8 @@ class Folder:
                 damaged.rename(aside)
             write_atomically(self.path / LATEST, f"{directory.name}\n")
             return iteration, directory
-        if problems or (self.path / LATEST).is_file():
-            causes = "; ".join(map(str, problems.values())) or f"{LATEST} names one that does not exist"
-            raise CheckpointError(f"{self.path}: no checkpoint is intact: {causes}")
+        if problems:
+            raise CheckpointError(f"{self.path}: no checkpoint is intact: {'; '.join(map(str, problems.values()))}")
         return None
 
     def clean(self) -> None:
@@ -402,35 +356,28 @@ class Folder:
         return self.list_complete()[-self._keep_last :]
 
     def score(self, iteration: int, value: float) -> None:
-        """Record the checkpoint's evaluation, by which the best are kept; does nothing where it has been removed.
-
-        The record is not covered by the manifest.
-        """
-        scores = self._load_scores() | {iteration: value}
-        known = {str(number): scores[number] for number in sorted(scores)}
+        """Record the checkpoint's evaluation, by which the best are kept; the manifest does not cover the record."""
         if self.path.is_dir():
-            write_atomically(self.path / SCORE, json.dumps(known))
+            scores = self._load_scores() | {iteration: value}
+            write_atomically(self.path / SCORE, json.dumps({str(number): scores[number] for number in sorted(scores)}))
 
     def prune(self) -> None:
         """Remove all but the newest `keep_last` and the best `keep_best`."""
-        complete = self.list_complete()
-        scores = {number: value for number, value in self._load_scores().items() if number in complete}
-        best = (
-            sorted(scores, key=lambda number: (scores[number], number))[-self._keep_best :] if self._keep_best else []
-        )
+        complete, scores = self.list_complete(), self._load_scores()
+        ranked = sorted((number for number in complete if number in scores), key=lambda n: (scores[n], n))
+        best = ranked[-self._keep_best :] if self._keep_best else []
         for number in set(complete) - set(self.list_newest()) - set(best):
             # Rename it first: a partly removed checkpoint must not look like a complete one.
-            going = self.find_building(number)
-            (self.path / name_checkpoint(number)).rename(going)
+            (self.path / name_checkpoint(number)).rename(self.find_building(number))
             # What cannot be removed now, because somebody reads it, is removed when the run is resumed.
-            shutil.rmtree(going, ignore_errors=True)
+            self.abandon(number)
 
     def _load_scores(self) -> dict[int, float]:
         try:
-            return {int(number): float(value) for number, value in parse_json((self.path / SCORE).read_text()).items()}
+            return {int(number): float(value) for number, value in load_json_object(self.path / SCORE).items()}
         except FileNotFoundError:
             return {}
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError) as error:
             # It decides only which old checkpoints are kept.
             warnings.warn(f"{self.path / SCORE}: is not what a run writes ({error!r}); left out", RuntimeWarning)
             return {}
@@ -449,8 +396,8 @@ def check_space(directory: Path, num_bytes: int) -> None:
     _, free = find_free(directory)
     if num_bytes > free:
         raise CheckpointError(
-            f"{directory}: a checkpoint takes about {_format_bytes(num_bytes)} and its file system has"
-            f" {_format_bytes(free)} free;"
+            f"{directory}: a checkpoint takes about {num_bytes / 2**30:.2f} GiB and its file system has"
+            f" {free / 2**30:.2f} GiB free;"
             " make room, or lower checkpoint.keep_last, or set checkpoint.save_every=null to train without any"
         )
 
@@ -459,7 +406,3 @@ def find_free(directory: Path) -> tuple[Path, int]:
     """The directory or its nearest existing parent, and the free bytes of its file system."""
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     return existing, shutil.disk_usage(existing).free
-
-
-def _format_bytes(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"

@@ -46,9 +46,19 @@ class Algorithm:
         load_state(self.config.algo, state["estimator"])
 
     def build_targets(
-        self, experience: Experience, *, has_old_logprobs: bool = True
+        self, experience: Experience, iteration: int, *, has_old_logprobs: bool = True
     ) -> tuple[TrainingSamples, Metrics]:
-        """Advantages and returns over the global batch. has_old_logprobs: False where the update computes them."""
+        """Advantages and returns over the global batch, up to iteration 0 Monte-Carlo returns for the critic alone.
+
+        has_old_logprobs: False where the update computes them. Metrics of the critic are those before it learns.
+        """
+        if iteration <= 0:
+            samples, metrics = self._compute(experience, build_pretraining_algo(self.config.algo), True)
+            assert experience.values is not None
+            assert samples.returns is not None
+            explained = compute_explained_variance(experience.values, samples.returns, samples.mask)
+            found = {name: value for name, value in metrics.items() if name.startswith("critic/")}
+            return samples, found | {EXPLAINED: explained}
         algo = self.config.algo
         samples, metrics = self._compute(experience, algo, has_old_logprobs)
         self.tether_rho = update_rho(self.tether_rho, metrics, algo.tether)
@@ -58,15 +68,6 @@ class Algorithm:
             self.engine_noise = self.engine_noise if noise is None else noise
             metrics |= compute_engine_taper(samples, experience.scored, algo.topr.ratio_level, self.engine_noise)
         return samples, metrics
-
-    def build_pretraining_targets(self, experience: Experience) -> tuple[TrainingSamples, Metrics]:
-        """Monte-Carlo returns for the critic, and its metrics before it learns from them."""
-        samples, metrics = self._compute(experience, build_pretraining_algo(self.config.algo), True)
-        assert experience.values is not None
-        assert samples.returns is not None
-        explained = compute_explained_variance(experience.values, samples.returns, samples.mask)
-        found = {name: value for name, value in metrics.items() if name.startswith("critic/")}
-        return samples, found | {EXPLAINED: explained}
 
     def end_step(self, metrics: Metrics) -> str | None:
         """Take the explained variance of a step of value pretraining; why it was the last one, None: it was not."""

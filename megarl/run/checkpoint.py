@@ -106,26 +106,19 @@ def measure_files(run_dir: Path) -> dict[str, int]:
     return {name: (run_dir / name).stat().st_size for name in TRACKED if (run_dir / name).is_file()}
 
 
-def sync_files(run_dir: Path) -> None:
-    """Sync the files of TRACKED to disk, since the checkpoint relies on them."""
-    for name in TRACKED:
-        if (run_dir / name).is_file():
-            with (run_dir / name).open("rb") as file:
-                os.fsync(file.fileno())
-
-
 def cut_files(run_dir: Path, sizes: Mapping[str, int]) -> None:
     """Truncate the files to these sizes, to 0 where none is given.
 
     Raises CheckpointError where a file is shorter, that is where lines are lost.
     """
-    for name in TRACKED:
-        path, size = run_dir / name, sizes.get(name, 0)
-        found = path.stat().st_size if path.is_file() else 0
-        if found < size:
-            raise CheckpointError(f"{path}: has {found} bytes; when the checkpoint was written it had {size}")
-        if path.is_file():
-            os.truncate(path, size)
+    found = dict.fromkeys(sizes, 0) | measure_files(run_dir)
+    for name, size in found.items():
+        if size < sizes.get(name, 0):
+            raise CheckpointError(
+                f"{run_dir / name}: has {size} bytes; when the checkpoint was written it had {sizes[name]}"
+            )
+        if size:
+            os.truncate(run_dir / name, sizes.get(name, 0))
 
 
 POLL_S = 0.05
@@ -158,8 +151,7 @@ class CheckpointWriter:
         specs: of these roles at least. forget: called when a checkpoint is complete with the oldest iteration kept,
         removes what is no longer needed. say: prints a line, called from a thread of its own.
         """
-        self.run_dir = run_dir
-        self.folder = folder
+        self.run_dir, self.folder = run_dir, folder
         self.last: int | None = None
         """Iteration of the newest checkpoint that is complete or in progress"""
         self._roles, self._forget, self._say = roles, forget, say
@@ -180,7 +172,9 @@ class CheckpointWriter:
         with deferring_stops():
             building = self.folder.begin(state.iteration)
             self._under_way = self.last = state.iteration
-            sync_files(self.run_dir)
+            for name in state.sizes:  # The checkpoint relies on these files.
+                with (self.run_dir / name).open("rb") as file:
+                    os.fsync(file.fileno())
             if (self.run_dir / RUN_FILE).is_file():
                 shutil.copyfile(self.run_dir / RUN_FILE, building / RUN_FILE)
             save_trainer_state(building, state)
@@ -190,7 +184,9 @@ class CheckpointWriter:
         """Wait until the roles' files are written, and start hashing and publishing them in the background."""
         if self._publishing is not None:
             if self._publishing.done():
-                self._complete()
+                with deferring_stops():
+                    publishing, self._publishing, self._under_way = self._publishing, None, None
+                publishing.result()
         elif self._under_way is not None:
             with deferring_stops():
                 wait_all([role.finish_save() for role in self._roles.values()], end=end)
@@ -200,12 +196,10 @@ class CheckpointWriter:
         """Wait until no checkpoint is in progress. Raises what failed, DeadlineError at `end`."""
         self.proceed(end)
         while self._publishing is not None:
-            if self._publishing.done():
-                self._complete()
-            elif end is not None and time.monotonic() > end:
+            if end is not None and time.monotonic() > end and not self._publishing.done():
                 raise DeadlineError(f"checkpoint of iteration {self._under_way}: hashing is not finished")
-            else:
-                time.sleep(POLL_S)
+            wait([self._publishing], POLL_S)
+            self.proceed(end)
 
     def score(self, iteration: int, value: float | None) -> None:
         """Record the evaluation of the iteration, where it has a checkpoint, complete or in progress."""
@@ -223,13 +217,6 @@ class CheckpointWriter:
             self._say(f"the checkpoint of iteration {self._under_way} is not complete: {error}")
         self._pool.shutdown(wait=False)
 
-    def _complete(self) -> None:
-        assert self._publishing is not None
-        with deferring_stops():
-            publishing = self._publishing
-            self._publishing = self._under_way = None
-        publishing.result()
-
     @span("hash and publish the checkpoint")
     def _publish(self, iteration: int) -> Path:
         building = self.folder.find_building(iteration)
@@ -244,52 +231,19 @@ class CheckpointWriter:
 
 
 class LoopSaver:
-    """What the loop tells of its state, so that half an update is never saved. By itself it saves nothing."""
+    """Saves a loop every `checkpoint.save_every` iterations, at its end, when it is asked to stop and when it fails.
 
-    def measure_files(self) -> dict[str, int]:
-        """Bytes of each growing file of the run (TRACKED), to which a resumed run cuts them back."""
-        return {}
+    It is told of the loop's state, so that half an update is never saved. Without a writer it saves nothing.
+    """
 
-    def restore(self, state: TrainerState) -> None:
-        """Resume after the checkpoint that holds `state`."""
-
-    def proceed(self) -> None:
-        """Let a checkpoint under way take its next step, waiting for the roles' files where they are being written."""
-
-    def begin_update(self) -> None:
-        """From here to `commit` the weights belong to no iteration."""
-
-    def commit(self, state: TrainerState) -> None:
-        """The roles hold what `state` says."""
-
-    def score(self, value: float | None) -> None:
-        """Note checkpoint.best_metric of the present weights; None: they were not evaluated."""
-
-    def save_if_due(self) -> None:
-        """Begin a checkpoint where `checkpoint.save_every` asks for one; it is written while the loop runs on."""
-
-    def save(self, wait: bool = True, end: float | None = None) -> None:
-        """Checkpoint the present state, unless there is one; without `wait` it is written while the loop runs on.
-
-        Raises DeadlineError at `end` (time.monotonic), RuntimeError after an aborted update.
-        """
-
-    def saving_newest(self) -> contextlib.AbstractContextManager[None]:
-        """Within it a signal that raises Stopped, and any error, has the newest whole state saved, within
-        checkpoint.stop_deadline_s. A failed save never replaces the error; notes on it say what is saved and where.
-        """
-        return contextlib.nullcontext()
-
-    def close(self) -> None:
-        """Give up what is under way; complete checkpoints stay."""
-
-
-class CheckpointSaver(LoopSaver):
-    """Saves a loop every `checkpoint.save_every` iterations, at its end, when it is asked to stop and when it fails."""
-
-    def __init__(self, settings: CheckpointConfig, writer: CheckpointWriter, report: Report, how: str):
-        """how: what resumes from the checkpoints, in messages."""
-        self._settings, self._writer, self._report, self._how = settings, writer, report, how
+    def __init__(
+        self,
+        settings: CheckpointConfig | None = None,
+        writer: CheckpointWriter | None = None,
+        report: Report | None = None,
+    ):
+        """report: None only without a writer."""
+        self._settings, self._writer, self._report = settings or CheckpointConfig(), writer, report
         self._state: TrainerState | None = None
         self._first: int | None = None
         """The iteration that the run starts from"""
@@ -300,34 +254,49 @@ class CheckpointSaver(LoopSaver):
         """Score of the current weights, once they are evaluated"""
 
     def measure_files(self) -> dict[str, int]:
-        return measure_files(self._writer.run_dir)
+        """Bytes of each growing file of the run (TRACKED), to which a resumed run cuts them back."""
+        return measure_files(self._writer.run_dir) if self._writer else {}
 
     def restore(self, state: TrainerState) -> None:
-        self._state, self._writer.last = state, state.iteration
+        """Resume after the checkpoint that holds `state`."""
+        self._state = state
+        if self._writer:
+            self._writer.last = state.iteration
 
     def proceed(self) -> None:
-        with self._noting_failure():
-            self._writer.proceed()
+        """Let a checkpoint under way take its next step, waiting for the roles' files where they are being written."""
+        if self._writer:
+            with self._noting_failure():
+                self._writer.proceed()
 
     def begin_update(self) -> None:
+        """From here to `commit` the weights belong to no iteration."""
         self._is_whole, self._score = False, None
 
     def commit(self, state: TrainerState) -> None:
+        """The roles hold what `state` says."""
         self._state, self._is_whole = state, True
         self._first = state.iteration if self._first is None else self._first
 
     def score(self, value: float | None) -> None:
-        assert self._state is not None
+        """Note checkpoint.best_metric of the present weights; None: they were not evaluated."""
         self._score = value
-        self._writer.score(self._state.iteration, value)
+        if self._writer and self._state:
+            self._writer.score(self._state.iteration, value)
 
     def save_if_due(self) -> None:
+        """Begin a checkpoint where `checkpoint.save_every` asks for one; it is written while the loop runs on."""
         every = self._settings.save_every
         if every is not None and self._state is not None and self._state.iteration % every == 0:
             self.save(wait=False)
 
     def save(self, wait: bool = True, end: float | None = None) -> None:
-        assert self._state is not None
+        """Checkpoint the present state, unless there is one; without `wait` it is written while the loop runs on.
+
+        Raises DeadlineError at `end` (time.monotonic), RuntimeError after an aborted update.
+        """
+        if not (self._writer and self._report and self._state):
+            return
         iteration = self._state.iteration
         if not self._is_whole:
             raise RuntimeError(f"the update of iteration {iteration + 1} was aborted: its weights cannot be saved")
@@ -338,8 +307,24 @@ class CheckpointSaver(LoopSaver):
             if wait:
                 self._writer.settle(end)
 
+    @contextlib.contextmanager
+    def saving_newest(self) -> Iterator[None]:
+        """Within it a signal that raises Stopped, and any error, has the newest whole state saved, within
+        checkpoint.stop_deadline_s. A failed save never replaces the error; notes on it say what is saved and where.
+        """
+        try:
+            yield
+        except (Exception, Stopped) as error:
+            if self._writer and self._report and self._state:
+                save = self._save_stopped if isinstance(error, Stopped) else self._save_failed
+                # The deadline counts from here: finishing the update may have taken longer than that.
+                save(error, self._state.iteration, self._writer, self._report.message)
+            raise
+
     def close(self) -> None:
-        self._writer.close()
+        """Give up what is under way; complete checkpoints stay."""
+        if self._writer:
+            self._writer.close()
 
     @contextlib.contextmanager
     def _noting_failure(self) -> Iterator[None]:
@@ -349,33 +334,22 @@ class CheckpointSaver(LoopSaver):
             self._has_failed = True
             raise
 
-    @contextlib.contextmanager
-    def saving_newest(self) -> Iterator[None]:
+    def _save_stopped(
+        self, stopped: BaseException, iteration: int, writer: CheckpointWriter, say: Callable[[str], None]
+    ) -> None:
+        deadline_s = self._settings.stop_deadline_s
+        say(f"{stopped}: saving iteration {iteration}, within {deadline_s:g} s")
         try:
-            yield
-        except Stopped as stopped:
-            if self._state is not None:
-                self._save_stopped(stopped, f"iteration {self._state.iteration}")
-            raise
-        except Exception as error:
-            if self._state is not None:
-                self._save_failed(error, self._state.iteration)
-            raise
-
-    def _save_stopped(self, stopped: Stopped, what: str) -> None:
-        deadline_s, say = self._settings.stop_deadline_s, self._report.message
-        say(f"{stopped}: saving {what}, within {deadline_s:g} s")
-        try:
-            # The deadline counts from here: finishing the update may have taken longer than that.
             self.save(end=time.monotonic() + deadline_s)
-            say(f"saved: {self._how} resumes it")
+            say(f"saved: resume={writer.run_dir} resumes it")
         except Exception as error:
-            causes = [f"{what} was not saved: {error}"]
+            say(f"iteration {iteration} was not saved: {error}")
             if isinstance(stopped.__context__, Exception):
-                causes.append(f"before that: {stopped.__context__}")
-            say("\n".join(causes))
+                say(f"before that: {stopped.__context__}")
 
-    def _save_failed(self, error: Exception, iteration: int) -> None:
+    def _save_failed(
+        self, error: BaseException, iteration: int, writer: CheckpointWriter, say: Callable[[str], None]
+    ) -> None:
         """Save the state after `iteration`, the last whole one, and note on `error` what is saved and where.
 
         Within an update the roles hold no whole state; a checkpoint that is in progress is then completed.
@@ -385,15 +359,16 @@ class CheckpointSaver(LoopSaver):
         try:
             if not self._is_whole:
                 error.add_note(f"the update of iteration {iteration + 1} was not finished: its weights are not saved")
-            if self._has_failed or (iteration == self._first and self._writer.last is None):
+            if self._has_failed or (iteration == self._first and writer.last is None):
                 pass  # The disk, or the processes, would fail again; the start needs no checkpoint.
             elif self._is_whole:
-                self._report.message(f"{type(error).__name__}: saving iteration {iteration}, within {deadline_s:g} s")
+                say(f"{type(error).__name__}: saving iteration {iteration}, within {deadline_s:g} s")
                 self.save(end=end)
             else:
-                self._writer.settle(end)
+                writer.settle(end)
         except (Exception, Stopped) as problem:
             error.add_note(f"iteration {iteration} was not saved: {problem}")
-        newest = self._writer.folder.list_complete()[-1:]
-        where = [f"resumes after iteration {n}: {self._writer.folder.path / name_checkpoint(n)}" for n in newest]
-        error.add_note(f"{self._how} {where[0] if where else 'begins anew: there is no checkpoint yet'}")
+        newest = writer.folder.list_complete()[-1:]
+        where = [f"resumes after iteration {n}: {writer.folder.path / name_checkpoint(n)}" for n in newest]
+        begins = where[0] if where else "begins anew: there is no checkpoint yet"
+        error.add_note(f"resume={writer.run_dir} {begins}")

@@ -39,8 +39,8 @@ from megarl.rollout.conversation import Conversation, build_conversation
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.episodes import EpisodeRunner, check_conversation
 from megarl.rollout.server import add_turn_end, build_command, check_served_class, load_generation_spec
+from megarl.run.fleet import Recovery
 from megarl.run.process import get_terminal
-from megarl.run.recovery import Recovery
 from megarl.task.data import build_evaluation_set, build_heldout, find_training_questions
 from megarl.task.environments import build_tool_prompt
 from megarl.task.render import Renderer, use_chat_template

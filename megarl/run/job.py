@@ -1,7 +1,6 @@
 """The processes of a training run, and the components of the loop that use them."""
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +15,6 @@ from megarl.config.errors import ConfigError
 from megarl.config.placement import (
     SERVERS,
     find_server_offload,
-    is_restarted,
     is_sharing,
     list_groups,
     place,
@@ -24,70 +22,53 @@ from megarl.config.placement import (
 )
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import Transport
-from megarl.files import RUN_FILE, locking
-from megarl.interfaces import UNPUBLISHED, Done, Pending, RolloutServers, TrainBackend, wait_all
+from megarl.files import RUN_FILE
+from megarl.interfaces import (
+    UNPUBLISHED,
+    Done,
+    Pending,
+    RolloutServers,
+    TrainBackend,
+    WeightSync,
+    wait_all,
+)
 from megarl.mcore.spec import Role
 from megarl.report import token_file
 from megarl.report.report import Report
-from megarl.rollout.client import SGLangClient
-from megarl.rollout.collector import Collector, build_collector
+from megarl.rollout.collector import build_collector
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.journal import Journal
 from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.rollout_file import FILE_NAME, RolloutWriter, SavedGroups
 from megarl.rollout.source import NoSync
 from megarl.rollout.token_records import TokenRecorder
+from megarl.run.fleet import TrainerComponents
 from megarl.run.inputs import Inputs
-from megarl.run.process import get_terminal
 from megarl.run.resume import load_run
 from megarl.sync.ranks import Ranks
 from megarl.sync.sync import DiskSync, ShardSync
 from megarl.task.data import PromptSampler
-from megarl.task.render import CriticPrompt
-from megarl.task.scorer import build_scorer
-from megarl.trainer import TrainerComponents
-from megarl.types import Prompt
-
-LOCK_PATIENCE_S = 150.0
-"""How long a requeued job waits for the lock of its earlier start. The NFS server of Linux releases the locks of a lost
-client after 90 s and Lustre's after 100 s, unless set otherwise"""
-
-
-def lock_run_dir(run_dir: Path) -> contextlib.AbstractContextManager[None]:
-    """As `locking`; outside a requeued job a second run in the folder is refused at once."""
-    patience_s = LOCK_PATIENCE_S if is_restarted(os.environ) else 0.0
-    return locking(run_dir, patience_s, lambda text: print(text, file=get_terminal(), flush=True))
-
-
-def describe_processes_to_start(config: Config, log_dir: Path) -> str:
-    """`starting Ray and its processes: policy 2, critic 1, servers 1; their output: RUN_DIR/logs`."""
-    counts = ", ".join(f"{group.name} {group.num_processes}" for group in list_groups(config) if group.num_processes)
-    return f"starting Ray and its processes: {counts}; their output: {log_dir}"
+from megarl.task.scorer import Scorer, build_scorer
 
 
 def describe_data(config: Config, inputs: Inputs) -> str:
     """What the run learns from, in a line or more; empty where `describe_start` says it."""
     if config.has_critic_alone:
         return ""
-    if inputs.saved_groups is not None:
-        lines = list(describe_saved(config, inputs.saved_groups))
-        if inputs.critic_prompt is not None:
-            first = inputs.saved_groups.prompts[0]
-            lines.append(f"before the first prompt {_describe_critic_prompt(inputs.critic_prompt, first)}")
-        return "\n".join(lines)
-    data = inputs.data
-    num_too_long = data.num_dropped - data.num_repeated
-    dropped = f"; {num_too_long} dropped (longer than data.prompt_length)" if num_too_long else ""
-    dropped += f"; {data.num_repeated} dropped (repeats of a held-out question)" if data.num_repeated else ""
-    text = f"data: {len(data.train)} prompts to train on, {len(data.heldout)} held out{dropped}"
-    if inputs.critic_prompt is not None:
-        text += f"; before the first {_describe_critic_prompt(inputs.critic_prompt, data.train[0])}"
-    lines = [text, f"data: {'; '.join(data.notes)}"]
-    return "\n".join([*lines, *(f"train.eval_sets.{each.name}: {'; '.join(each.notes)}" for each in inputs.eval_sets)])
-
-
-def _describe_critic_prompt(critic_prompt: CriticPrompt, prompt: Prompt) -> str:
-    return f"the critic alone reads {critic_prompt.fill(prompt)!r} ({len(critic_prompt.encode(prompt))} tokens)"
+    if (saved := inputs.saved_groups) is not None:
+        lines, first = list(describe_saved(config, saved)), saved.prompts[0] if saved.prompts else None
+    else:
+        data = inputs.data
+        too_long, first = data.num_dropped - data.num_repeated, data.train[0]
+        text = f"data: {len(data.train)} prompts to train on, {len(data.heldout)} held out"
+        text += f"; {too_long} dropped (longer than data.prompt_length)" if too_long else ""
+        text += f"; {data.num_repeated} dropped (repeats of a held-out question)" if data.num_repeated else ""
+        lines = [text, f"data: {'; '.join(data.notes)}"]
+        lines += [f"train.eval_sets.{each.name}: {'; '.join(each.notes)}" for each in inputs.eval_sets]
+    if (own := inputs.critic_prompt) is not None and first is not None:
+        text = f"before the first prompt the critic alone reads {own.fill(first)!r} ({len(own.encode(first))} tokens)"
+        lines.append(text)
+    return "\n".join(lines)
 
 
 def describe_saved(config: Config, saved: SavedGroups) -> Iterator[str]:
@@ -99,7 +80,9 @@ def describe_saved(config: Config, saved: SavedGroups) -> Iterator[str]:
         f" in {saved.path}; a pass over them takes {per_pass:g} iterations{failed}"
     )
     yield from (f"warning: {text}" for text in saved.dropped)
-    here, there = config.rollout.temperature, _find_temperature(saved.path)
+    here, there = config.rollout.temperature, None
+    with contextlib.suppress(ConfigError, OSError):
+        there = load_run(saved.path.parent)["config"].get("rollout.temperature")
     if there is None:
         yield f"the responses' temperature is not recorded ({RUN_FILE} beside the file); {here:g} is assumed"
     elif there != here:
@@ -107,15 +90,6 @@ def describe_saved(config: Config, saved: SavedGroups) -> Iterator[str]:
             f"warning: the responses were sampled at temperature {there:g}; the policy that is trained is the one at"
             f" rollout.temperature={here:g}, and its ratios to them are of the two distributions"
         )
-
-
-def _find_temperature(path: Path) -> float | None:
-    """rollout.temperature of the run in whose folder the file is; None: it is not in one."""
-    try:
-        found = load_run(path.parent)["config"].get("rollout.temperature")
-    except (ConfigError, OSError):
-        return None
-    return float(found) if isinstance(found, int | float) else None
 
 
 @dataclass(frozen=True)
@@ -136,32 +110,37 @@ class RunResources:
 @contextlib.contextmanager
 def open_resources(config: Config, inputs: Inputs, log_dir: Path) -> Iterator[RunResources]:
     """Ray, and the servers, started without waiting unless the roles come first; all is shut down on leaving."""
-    stop_s = config.cluster.shutdown_deadline_s / 3
     groups = list_groups(config)
-    if not config.has_servers:
-        with open_ray(config.cluster, sum(group.num_processes for group in groups)) as cluster:
+    with open_ray(config.cluster, sum(group.num_processes for group in groups)) as cluster:
+        if not config.has_servers:
             yield RunResources(lambda: Done([]), lambda: None, cluster)
-        return
-    slots = place(config.cluster, groups)
-    shares_gpus = is_sharing(slots)
-    rollout = replace(config.rollout, offload=find_server_offload(config))
-    with (
-        open_ray(config.cluster, sum(group.num_processes for group in groups)) as cluster,
-        running_servers(
+            return
+        slots, rollout = place(config.cluster, groups), replace(config.rollout, offload=find_server_offload(config))
+        with running_servers(
             rollout,
             inputs.checkpoint,
             log_dir,
             config.seed,
             cluster,
             slots[SERVERS],
-            stop_s,
+            config.cluster.shutdown_deadline_s / 3,
             weight_version=UNPUBLISHED,
-            shares_gpus=shares_gpus,
-        ) as servers,
-    ):
-        if not shares_gpus:
-            servers.start()
-        yield RunResources(servers.start, servers.check_alive, cluster, servers.api_key, servers)
+            shares_gpus=is_sharing(slots),
+        ) as servers:
+            if not is_sharing(slots):
+                servers.start()
+            yield RunResources(servers.start, servers.check_alive, cluster, servers.api_key, servers)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What answers prompts and scores the answers."""
+
+    engine: SGLangEngine
+    scorer: Scorer
+    sync: WeightSync
+    offloader: ServerOffloader
+    servers: RolloutServers | None
 
 
 @contextlib.contextmanager
@@ -181,65 +160,73 @@ def open_components(
     with contextlib.ExitStack() as stack:
         turns = Turns(take_turns(config))
         groups = _start_groups(stack, config, inputs, resources, run_dir / "logs", report, turns)
-        if inputs.saved_groups is not None:
-            recorder = open_token_recorder(stack, config, inputs, groups.get(Role.policy), run_dir)
-            yield build_saved_components(groups, inputs, report, recorder)
-            return
-        engine = stack.enter_context(contextlib.closing(_build_engine(config, inputs, resources)))
-        scorer = stack.enter_context(contextlib.closing(build_scorer(config.reward)))
-        offloader = _build_offloader(config, engine.clients, turns, resources, report)
-        sync = build_sync(config, inputs, groups[Role.policy], engine.clients, resources, run_dir, offloader)
-        stack.callback(sync.close)
-        collector = build_collector(
-            config, engine, scorer, inputs.conversation, journal=journal, eval_sets=inputs.eval_sets
-        )
-        report.show_processes(partial(describe_processes, groups, engine.num_servers, collector))
-        yield TrainerComponents(
-            policy=groups[Role.policy],
-            critic=groups.get(Role.critic),
-            reference=groups.get(Role.reference),
-            engine=engine,
-            collector=collector,
-            sync=sync,
-            sampler=PromptSampler(inputs.data.train, config.seed),
-            heldout=inputs.data.heldout[: config.train.num_eval_prompts],
-            report=report,
-            rollout_file=open_rollout_file(stack, run_dir) if config.logger.save_rollouts else None,
-            token_recorder=open_token_recorder(stack, config, inputs, groups[Role.policy], run_dir),
-            servers=resources.servers,
-            offloader=offloader,
-            critic_prompt=inputs.critic_prompt,
-        )
+        generation = None
+        if inputs.saved_groups is None:
+            generation = _open_generation(stack, config, inputs, resources, run_dir, report, turns, groups[Role.policy])
+        components = build_components(stack, config, inputs, run_dir, report, groups, generation, journal)
+        report.show_processes(partial(_describe_processes, groups, components))
+        yield components
 
 
-def describe_processes(groups: Mapping[Role, WorkerGroup], num_servers: int, collector: Collector) -> str:
-    """`2 servers, 192 responses under way | policy 4 workers | critic 2 workers`, for the live display."""
-    parts = [f"{num_servers} server{'s' * (num_servers != 1)}"]
-    if collector.num_running:
-        parts[0] += f", {collector.num_running} responses under way"
-    for role, group in groups.items():
-        parts.append(f"{role.value} {group.num_ranks} worker{'s' * (group.num_ranks != 1)}")
-    return " | ".join(parts)
-
-
-def build_saved_components(
-    groups: Mapping[Role, TrainBackend], inputs: Inputs, report: Report, token_recorder: TokenRecorder
+def build_components(
+    stack: contextlib.ExitStack,
+    config: Config,
+    inputs: Inputs,
+    run_dir: Path,
+    report: Report,
+    roles: Mapping[Role, TrainBackend],
+    generation: Generation | None,
+    journal: Journal | None = None,
 ) -> TrainerComponents:
-    """The components of a loop over saved responses: the roles, and nothing that generates."""
-    return TrainerComponents(
-        policy=groups.get(Role.policy),
-        critic=groups.get(Role.critic),
-        reference=groups.get(Role.reference),
-        engine=None,
-        collector=None,
+    """The components of the loop over these roles; their files are closed with the stack.
+
+    generation: None where the roles learn from saved responses.
+    """
+    policy, logger, recorder = roles.get(Role.policy), config.logger, TokenRecorder()
+    if logger.num_token_records > 0 and policy is not None:
+        path, most = run_dir / token_file.FILE_NAME, 1000 * logger.token_record_kb
+        file = token_file.TokenFile(path, logger.num_token_records, most, inputs.tokenizer.decode)
+        stack.callback(file.close)
+        recorder = TokenRecorder(file, policy if logger.token_passes else None, config.rollout.temperature)
+    components = TrainerComponents(
+        policy=policy,
+        critic=roles.get(Role.critic),
+        reference=roles.get(Role.reference),
         sync=NoSync(),
-        sampler=None,
-        heldout=(),
         report=report,
         saved=inputs.saved_groups,
-        token_recorder=token_recorder,
+        token_recorder=recorder,
         critic_prompt=inputs.critic_prompt,
     )
+    if (it := generation) is None:
+        return components
+    writer = RolloutWriter(run_dir / FILE_NAME) if logger.save_rollouts else None
+    if writer is not None:
+        stack.callback(writer.close)
+    return replace(
+        components,
+        engine=it.engine,
+        collector=build_collector(
+            config, it.engine, it.scorer, inputs.conversation, journal=journal, eval_sets=inputs.eval_sets
+        ),
+        sync=it.sync,
+        sampler=PromptSampler(inputs.data.train, config.seed),
+        heldout=inputs.data.heldout[: config.train.num_eval_prompts],
+        rollout_file=writer,
+        servers=it.servers,
+        offloader=it.offloader,
+    )
+
+
+def _describe_processes(groups: Mapping[Role, WorkerGroup], components: TrainerComponents) -> str:
+    """`2 servers, 192 responses under way | policy 4 workers | critic 2 workers`, for the live display."""
+    found = [(role.value, "worker", group.num_ranks) for role, group in groups.items()]
+    parts = [f"{name} {number} {what}{'s' * (number != 1)}" for name, what, number in found]
+    if components.engine is None or components.collector is None:
+        return " | ".join(parts)
+    number, running = components.engine.num_servers, components.collector.num_running
+    servers = f"{number} server{'s' * (number != 1)}" + (f", {running} responses under way" if running else "")
+    return " | ".join([servers, *parts])
 
 
 def _start_groups(
@@ -289,9 +276,18 @@ def wait_started(
     wait_all([start_servers(), *roles])
 
 
-def _build_engine(config: Config, inputs: Inputs, resources: RunResources) -> SGLangEngine:
-    """Waits for the servers."""
-    return SGLangEngine(
+def _open_generation(
+    stack: contextlib.ExitStack,
+    config: Config,
+    inputs: Inputs,
+    resources: RunResources,
+    run_dir: Path,
+    report: Report,
+    turns: Turns,
+    policy: WorkerGroup,
+) -> Generation:
+    """Waits for the servers; with rollout.offload they give memory back before each call of a role from here on."""
+    engine = SGLangEngine(
         resources.start_servers().result(),
         inputs.checkpoint,
         replace(config.rollout, stop_token_ids=list(inputs.stop_token_ids)),
@@ -299,51 +295,21 @@ def _build_engine(config: Config, inputs: Inputs, resources: RunResources) -> SG
         check_processes=resources.check_servers,
         api_key=resources.api_key,
     )
-
-
-def _build_offloader(
-    config: Config, clients: Sequence[SGLangClient], turns: Turns, resources: RunResources, report: Report
-) -> ServerOffloader:
-    """From here on the servers give their memory back before each call of a role, with rollout.offload."""
-    servers = resources.servers
+    stack.callback(engine.close)
+    scorer = stack.enter_context(contextlib.closing(build_scorer(config.reward)))
+    servers, rollout, clients = resources.servers, config.rollout, engine.clients
     measure = servers.measure_gpus if isinstance(servers, Servers) else list
     offloader = ServerOffloader(clients, find_server_offload(config), measure, report.message)
     turns.free_servers = offloader.release
-    return offloader
-
-
-def build_sync(
-    config: Config,
-    inputs: Inputs,
-    policy: WorkerGroup,
-    clients: Sequence[SGLangClient],
-    resources: RunResources,
-    run_dir: Path,
-    offloader: ServerOffloader,
-) -> DiskSync | ShardSync:
-    """The weight sync that rollout.transport selects."""
-    rollout, host = config.rollout, resources.cluster.host
+    host, probe = resources.cluster.host, inputs.probe_tokens
     ranks = Ranks(policy, clients, rollout, inputs.architecture, host, run_dir / "sync_plan.md")
     common: dict[str, Any] = {"policy_dtype": config.policy.dtype, "check_processes": resources.check_servers}
     common["offloader"] = offloader
+    sync: DiskSync | ShardSync
     if rollout.transport is Transport.disk:
-        return DiskSync(policy, clients, rollout, run_dir / "sync", inputs.probe_tokens, ranks=ranks, **common)
-    common |= {"scratch": resources.cluster.scratch, "host": host}
-    return ShardSync(policy, clients, rollout, ranks, inputs.probe_tokens, **common)
-
-
-def open_rollout_file(stack: contextlib.ExitStack, run_dir: Path) -> RolloutWriter:
-    return stack.enter_context(contextlib.closing(RolloutWriter(run_dir / FILE_NAME)))
-
-
-def open_token_recorder(
-    stack: contextlib.ExitStack, config: Config, inputs: Inputs, policy: TrainBackend | None, run_dir: Path
-) -> TokenRecorder:
-    """What writes RUN_DIR/tokens.jsonl, closed with the stack; with logger.num_token_records=0 nothing is written."""
-    logger = config.logger
-    if logger.num_token_records == 0 or policy is None:
-        return TokenRecorder()
-    path, max_bytes = run_dir / token_file.FILE_NAME, 1000 * logger.token_record_kb
-    file = token_file.TokenFile(path, logger.num_token_records, max_bytes, inputs.tokenizer.decode)
-    stack.callback(file.close)
-    return TokenRecorder(file, policy if logger.token_passes else None, config.rollout.temperature)
+        sync = DiskSync(policy, clients, rollout, run_dir / "sync", probe, ranks=ranks, **common)
+    else:
+        common |= {"scratch": resources.cluster.scratch, "host": host}
+        sync = ShardSync(policy, clients, rollout, ranks, probe, **common)
+    stack.callback(sync.close)
+    return Generation(engine, scorer, sync, offloader, servers)

@@ -48,7 +48,7 @@ def trainer(
 
 def publish(trainer: Trainer) -> int:
     """The present weights as the next version."""
-    trainer.publish(next(VERSIONS))
+    trainer.fleet.publish(next(VERSIONS))
     return trainer.version
 
 

@@ -48,7 +48,7 @@ def test_a_wrong_expert_tied_embedding_or_adapter_fails_the_checksums_and_the_ne
     with open_trainer(None, tmp_path / "run", ["algo=grpo", *overrides]) as trainer:
         parts = trainer.components
         (client,), base, right = parts.engine.clients, tmp_path / "base", tmp_path / "right"
-        trainer.publish(0)
+        trainer.fleet.publish(0)
         parts.policy.export_weights(base).result()
         trainer.train(1)
         parts.policy.export_weights(right).result()

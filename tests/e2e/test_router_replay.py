@@ -44,14 +44,14 @@ def test_a_policy_whose_routers_break_ties_otherwise_agrees_with_the_server_when
         hosts_of(server, num_workers=1) as hosts,
         open_trainer(hosts, tmp_path / "run", overrides) as trainer,
     ):
-        rollout, _ = trainer.collect(1)
+        rollout, _ = trainer.source.take(1)
         assert all(sample.response.routed_experts is not None for sample in rollout.samples)
         chosen = tuple(replace(s, response=replace(s.response, routed_experts=None)) for s in rollout.samples)
-        experience, _ = trainer.build_experience(Rollout(chosen, rollout.weight_version))
-        _, without = trainer.build_targets(experience)
-        experience, _ = trainer.build_experience(rollout)
-        samples, metrics = trainer.build_targets(experience)
-        update = trainer.update(samples, 1)
+        experience, _ = trainer.roles.score(Rollout(chosen, rollout.weight_version), 1)
+        _, without = trainer.algorithm.build_targets(experience, 1)
+        experience, _ = trainer.roles.score(rollout, 1)
+        samples, metrics = trainer.algorithm.build_targets(experience, 1)
+        update = trainer.roles.update(samples, 1)
         (greedy,) = trainer.components.collector.collect_greedy(
             trainer.components.heldout[:1], weight_version=0
         ).samples

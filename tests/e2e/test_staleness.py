@@ -134,11 +134,11 @@ def test_at_staleness_one_an_iteration_learns_from_two_versions_each_with_its_ow
         f"model.path={tiny_checkpoint}",
     ]
     with hosts_of(stale_server, num_workers=2) as hosts, open_trainer(hosts, run_dir, overrides) as trainer:
-        trainer.publish(0)
+        trainer.fleet.publish(0)
         num_tokens: Counter[int] = Counter()
         for iteration in range(1, 4):
-            rollout, metrics = trainer.collect(iteration)
-            experience, _ = trainer.build_experience(rollout)
+            rollout, metrics = trainer.source.take(iteration)
+            experience, _ = trainer.roles.score(rollout, 1)
             versions = [v for sample in rollout.samples for v in sample.response.weight_versions.expand()]
             behind = trainer.version - torch.tensor(versions)
             assert metrics["rollout/staleness_max"] == behind.max() <= 1
@@ -148,13 +148,13 @@ def test_at_staleness_one_an_iteration_learns_from_two_versions_each_with_its_ow
             assert gap[behind == 0].numel() == 0 or gap[behind == 0].max() < 1e-4
             assert gap[behind == 1].numel() == 0 or gap[behind == 1].max() > 1e-2
             num_tokens.update(behind.tolist())
-            samples, _ = trainer.build_targets(experience)
-            trainer.update(samples, iteration)
+            samples, _ = trainer.algorithm.build_targets(experience, 1)
+            trainer.roles.update(samples, iteration)
             # The weights change while the next rollout is under way, however long the update took.
             if iteration < 3:
                 iterations_allowed[0] += 1
                 wait_for_running_requests(stale_server.url)
-            trainer.publish(trainer.version + 1)
+            trainer.fleet.publish(trainer.version + 1)
         assert min(num_tokens[0], num_tokens[1]) > 0
         assert trainer.source.close() == 0
     # One rollout an iteration, its prompts those of a run that waits, whichever group was complete first.

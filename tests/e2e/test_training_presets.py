@@ -40,7 +40,7 @@ def test_dynamic_sampling_trains_on_groups_of_different_rewards_only(hosts, over
     with open_trainer(hosts, tmp_path, ["algo=dapo", *overrides]) as trainer:
         trainer.components.collector._scorer = Scorer(score)
         assert trainer.run().num_iterations == 2
-        rollout, metrics = trainer.collect(3)
+        rollout, metrics = trainer.source.take(3)
         assert {s.prompt.text[0] for s in rollout.samples} <= {"d", "e", "f"}
         assert metrics["sampling/rounds"] > 1
     lines = load_metrics(tmp_path / "metrics.jsonl")
@@ -53,12 +53,12 @@ def test_topr_learns_from_replayed_samples_weighted_by_the_ratio_to_the_policy_t
 ):
     given = ["algo=topr", "algo.replay.num_iterations=2", "algo.replay.frac=0.5", "train.num_iterations=3"]
     with open_trainer(hosts, tmp_path, [*overrides, *given]) as trainer:
-        trainer.publish(0)
+        trainer.fleet.publish(0)
         trainer.train(1)
         first = trainer.state.metrics
-        trainer.publish(1)
-        rollout, _ = trainer.collect(2)
-        experience, metrics = trainer.build_experience(rollout)
+        trainer.fleet.publish(1)
+        rollout, _ = trainer.source.take(2)
+        experience, metrics = trainer.roles.score(rollout, 1)
         assert "replay/frac" not in first
         assert experience.ages.tolist() == [0] * 128 + [1] * 128
         fresh, old = experience.ages == 0, experience.ages == 1
@@ -66,7 +66,7 @@ def test_topr_learns_from_replayed_samples_weighted_by_the_ratio_to_the_policy_t
         # The engines agree on fresh samples; the older ones were sampled by another policy.
         assert gap[fresh][experience.mask[fresh]].max() < 1e-4
         assert gap[old][experience.mask[old]].max() > 1e-3
-        samples, metrics = trainer.build_targets(experience)
+        samples, metrics = trainer.algorithm.build_targets(experience, 1)
         assert metrics["replay/frac"] == 0.5
         assert metrics["mismatch/kl"] < 1e-6 < metrics["replay/kl"]
         # The trainer's own log-probs of the weights that sampled: now, and in the first iteration of the replayed.
@@ -77,7 +77,7 @@ def test_topr_learns_from_replayed_samples_weighted_by_the_ratio_to_the_policy_t
         assert own.abs().max() > 0
         assert torch.equal(experience.sampling_logprobs[fresh], experience.old_logprobs[fresh])
         assert (metrics["topr/engine_mu_frac"], metrics["topr/engine_taper"]) == (0.0, 1.0)
-        update = trainer.update(samples, 2)
+        update = trainer.roles.update(samples, 2)
         assert isfinite(update["policy/loss"])
         assert 0 < update["topr/taper_mean"] < 1
 

@@ -17,16 +17,15 @@ from megarl.config.load import load_config
 from megarl.config.schema.root import Config
 from megarl.mcore.spec import Role
 from megarl.report.report import Report, build_report
-from megarl.rollout.collector import build_collector
 from megarl.rollout.journal import Journal
 from megarl.rollout.offload import ServerOffloader
 from megarl.run import attempts
+from megarl.run.fleet import TrainerComponents
 from megarl.run.inputs import Inputs, load_inputs
-from megarl.run.job import RunResources, build_saved_components, open_rollout_file, open_token_recorder
-from megarl.task.data import PromptSampler
+from megarl.run.job import Generation, RunResources, build_components
 from megarl.task.reward import AsyncReward
 from megarl.task.scorer import Scorer
-from megarl.trainer import Trainer, TrainerComponents
+from megarl.trainer import Trainer
 from megarl.types import Prompt, Response, RewardFunction, Score
 
 SMALL = (
@@ -107,11 +106,18 @@ class World:
         report: Report,
         journal: Journal | None = None,
     ) -> Iterator[TrainerComponents]:
-        if inputs.saved_groups is not None:
-            with contextlib.ExitStack() as stack:
-                yield self.add_saved(config, inputs, report, run_dir, stack)
-            return
+        with contextlib.ExitStack() as stack:
+            roles, generation = self._build_parts(stack, config, inputs, resources)
+            built = build_components(stack, config, inputs, run_dir, report, roles, generation, journal)
+            self.components.append(built)
+            yield built
+
+    def _build_parts(
+        self, stack: contextlib.ExitStack, config: Config, inputs: Inputs, resources: RunResources
+    ) -> tuple[dict[Role, FakeBackend], Generation | None]:
         servers = resources.servers
+        if inputs.saved_groups is not None:
+            return {role: FakeBackend(spec, self.note) for role, spec in inputs.specs.items()}, None
         assert isinstance(servers, FakeServers)
         resources.start_servers().result()
         offloader = ServerOffloader([FakeClient(servers, name) for name in servers.names], config.rollout.offload)
@@ -122,37 +128,9 @@ class World:
             decode=lambda tokens: inputs.tokenizer.decode(tokens, skip_special_tokens=True),
             on_token=lambda key, number: self.on_token(key, number),
         )
-        with contextlib.closing(engine), contextlib.ExitStack() as stack:
-            self.components.append(
-                TrainerComponents(
-                    policy=roles[Role.policy],
-                    critic=roles.get(Role.critic),
-                    reference=roles.get(Role.reference),
-                    engine=engine,
-                    collector=build_collector(
-                        config, engine, Scorer(self.reward), inputs.conversation, journal=journal
-                    ),
-                    sync=FakeSync(roles[Role.policy], servers, self.note, offloader),
-                    offloader=offloader,
-                    sampler=PromptSampler(inputs.data.train, config.seed),
-                    heldout=inputs.data.heldout[: config.train.num_eval_prompts],
-                    report=report,
-                    rollout_file=open_rollout_file(stack, run_dir) if config.logger.save_rollouts else None,
-                    token_recorder=open_token_recorder(stack, config, inputs, roles[Role.policy], run_dir),
-                    servers=servers,
-                    critic_prompt=inputs.critic_prompt,
-                )
-            )
-            yield self.components[-1]
-
-    def add_saved(
-        self, config: Config, inputs: Inputs, report: Report, run_dir: Path, stack: contextlib.ExitStack
-    ) -> TrainerComponents:
-        """With rollout.file: the roles alone."""
-        roles = {role: FakeBackend(spec, self.note) for role, spec in inputs.specs.items()}
-        recorder = open_token_recorder(stack, config, inputs, roles.get(Role.policy), run_dir)
-        self.components.append(build_saved_components(roles, inputs, report, recorder))
-        return self.components[-1]
+        stack.enter_context(contextlib.closing(engine))
+        sync = FakeSync(roles[Role.policy], servers, self.note, offloader)
+        return roles, Generation(engine, Scorer(self.reward), sync, offloader, servers)
 
     @contextlib.contextmanager
     def open_trainer(self, run_dir: Path, overrides: Sequence[str], **replaced: Any) -> Iterator[Trainer]:

@@ -23,7 +23,7 @@ LAYERS = (
     {"cpu"},
     {"mcore", "rollout"},
     {"sync"},
-    {"cluster", "run.inputs", "run.command", "run.recovery", "run.resume", "run.ended"},
+    {"cluster", "run.inputs", "run.command", "run.fleet", "run.resume", "run.ended"},
     {"run.checkpoint"},
     {"experience"},
     {"trainer", "plan", "sweep"},

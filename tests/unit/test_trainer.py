@@ -5,7 +5,7 @@ import torch
 from fakes.backend import Done
 
 from megarl.config.load import load_config
-from megarl.experience import average_steps, compute_experience, split_minibatches
+from megarl.experience import Roles, average_steps, split_minibatches
 from megarl.types import Experience, FinishReason, Prompt, Response, Rollout, Sample, Score, Sequences
 
 
@@ -43,12 +43,12 @@ class CountingPolicy:
         return Done(-torch.ones(sequences.num_samples, int(sequences.response_lengths.max())))
 
 
-def compute(*overrides: str, scores_policy: bool = True) -> tuple[Experience, int]:
+def compute(*overrides: str, reuses_logprobs: bool = False) -> tuple[Experience, int]:
     """At version 5, a response whose three tokens are 3, 2 and 1 versions behind; and how often the policy scored."""
     response = Response((7, 8, 9), "", (-0.5,) * 3, (True,) * 3, (2, 3, 4), FinishReason.stop)
     rollout = Rollout((Sample(Prompt("p", "p", (1,), ""), response, Score(1.0, True), 0),), 5)
     config, policy = load_config(overrides), CountingPolicy()
-    experience = compute_experience(config, config.algo, rollout, policy, None, None, scores_policy=scores_policy)
+    experience, _ = Roles(config, policy, None, None).score(rollout, 1, reuses_logprobs=reuses_logprobs)
     return experience, policy.num_calls
 
 
@@ -62,5 +62,5 @@ def test_a_token_one_update_older_than_allowed_is_too_stale(max_staleness: int, 
 def test_the_policy_scores_once_and_not_at_all_where_the_update_does():
     scored, num_calls = compute("algo=grpo")
     assert (scored.old_logprobs.tolist(), num_calls) == ([[-1.0] * 3], 1)
-    reusing, num_calls = compute("algo=grpo", scores_policy=False)
+    reusing, num_calls = compute("algo=grpo", reuses_logprobs=True)
     assert (reusing.old_logprobs.tolist(), num_calls) == ([[-0.5] * 3], 0)

@@ -50,10 +50,11 @@ from megarl.config.schema.root import Config
 from megarl.models.checkpoint import build_once, default_cache_dir, resolve_checkpoint
 from megarl.report.metrics import load_metrics
 from megarl.report.report import build_report
+from megarl.run.fleet import TrainerComponents
 from megarl.run.inputs import load_inputs
 from megarl.run.job import RunResources, open_components, open_resources
 from megarl.run.process import show_warnings, stopping_on_signals
-from megarl.trainer import Trainer, TrainerComponents
+from megarl.trainer import Trainer
 from megarl.types import Experience, Metrics, Rollout, Sample, TrainingSamples
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,6 +146,9 @@ class RecordingTrainer(Trainer):
 
     def __init__(self, config: Config, components: TrainerComponents, arm: Arm):
         super().__init__(config, components)
+        self._parts = self.source.take, self.roles.score, self.algorithm.build_targets
+        self.source.take, self.roles.score = self._take, self._score  # type: ignore[method-assign]
+        self.algorithm.build_targets = self._build_targets  # type: ignore[method-assign]
         self.arm, self.task = arm, TASKS.get(arm.task or "")
         self.taken: Rollout | None = None
         self.frozen: Rollout | None = None
@@ -153,14 +157,14 @@ class RecordingTrainer(Trainer):
             name: [] for name in ("samples", "right", "reward", "surprise", "snr", "noise_share")
         }
 
-    def collect(self, iteration: int) -> tuple[Rollout, Metrics]:
-        rollout, metrics = super().collect(iteration)
+    def _take(self, iteration: int) -> tuple[Rollout, Metrics]:
+        rollout, metrics = self._parts[0](iteration)
         if iteration <= 0:
             return rollout, metrics
         found, add = rollout.samples, self.series
         counted = [s for s in found if s.score.details.get("counted", 1.0)]
         right = [s.score.details.get("right", float(s.score.correct)) for s in counted]
-        add["samples"].append(self.num_samples)
+        add["samples"].append(self.source.num_samples)
         add["right"].append(sum(right) / max(1, len(right)))
         add["reward"].append(sum(s.score.reward for s in found) / len(found))
         surprise = -sum(float(s.response.rollout_logprobs.sum()) for s in found)
@@ -181,8 +185,10 @@ class RecordingTrainer(Trainer):
         ]
         return Rollout(tuple(samples), self.version)
 
-    def build_experience(self, rollout: Rollout) -> tuple[Experience, Metrics]:
-        experience, metrics = super().build_experience(rollout)
+    def _score(self, rollout: Rollout, iteration: int, **keys: Any) -> tuple[Experience, Metrics]:
+        experience, metrics = self._parts[1](rollout, iteration, **keys)
+        if iteration <= 0:
+            return experience, metrics
         if self.arm.frozen:
             if self.first_old_logprobs is None:
                 self.first_old_logprobs = experience.old_logprobs
@@ -190,8 +196,10 @@ class RecordingTrainer(Trainer):
                 experience = replace(experience, old_logprobs=self.first_old_logprobs)
         return experience, metrics
 
-    def build_targets(self, experience: Experience) -> tuple[TrainingSamples, Metrics]:
-        samples, metrics = super().build_targets(experience)
+    def _build_targets(self, experience: Experience, iteration: int, **keys: Any) -> tuple[TrainingSamples, Metrics]:
+        samples, metrics = self._parts[2](experience, iteration, **keys)
+        if iteration <= 0:
+            return samples, metrics
         self.series["noise_share"].append(measure_noise_share(experience, samples.advantages))
         if self.task is not None and self.task.bits is not None:
             assert self.taken is not None

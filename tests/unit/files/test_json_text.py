@@ -7,8 +7,8 @@ import pytest
 from megarl.config.errors import ConfigError
 from megarl.files import load_json_object, naming_file, parse_json, parse_strict_json
 from megarl.mcore.spec import read_architecture
-from megarl.report.metrics import MetricsWriter, load_metrics
-from megarl.report.record import load_outcome, load_status, load_sweep
+from megarl.report.metrics import load_metrics
+from megarl.report.record import load_outcome, load_status
 from megarl.rollout.rollout_file import load_rollouts
 from megarl.run.resume import load_run
 from megarl.task.sources import read_jsonl
@@ -57,22 +57,6 @@ def test_a_deeply_nested_file_is_an_error_of_its_reader(tmp_path: Path, name: st
         read(tmp_path)
 
 
-def test_a_sweep_names_the_deeply_nested_files_of_a_run(tmp_path: Path):
-    run = tmp_path / "0"
-    (run / ".hydra").mkdir(parents=True)
-    for name in ("run.json", "status.json", "metrics.jsonl"):
-        (run / name).write_text(DEEP + "\n")
-    (found,) = load_sweep(tmp_path)
-    assert sum("nested too deeply" in problem for problem in found.problems) == 3
-
-
-@pytest.mark.parametrize(("text", "message"), [("[]", "holds a JSON list"), ("{}", "model_type is None")])
-def test_a_config_json_that_is_no_model_is_named(tmp_path: Path, text: str, message: str):
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=f"config.json: {message}"):
-        read_architecture(tmp_path)
-
-
 def test_a_write_that_finds_no_room_names_its_file(tmp_path):
     full = Path("/dev/full")
     with (
@@ -83,11 +67,3 @@ def test_a_write_that_finds_no_room_names_its_file(tmp_path):
         file.write("x" * 100_000)
     with pytest.raises(FileNotFoundError, match="missing'"), naming_file(tmp_path / "other"):
         (tmp_path / "missing").read_text()
-
-
-def test_metrics_without_room_name_their_file(tmp_path):
-    writer = MetricsWriter(tmp_path / "metrics.jsonl")
-    writer.close()
-    writer._file = Path("/dev/full").open("a")  # noqa: SIM115
-    with pytest.raises(OSError, match=r"No space left on device: .*metrics\.jsonl"):
-        writer.write(1, {"reward/mean": 0.5})

@@ -1,7 +1,6 @@
 """The manifest of a checkpoint directory against files that are as written, missing, changed, added, cut off."""
 
 import hashlib
-import json
 from pathlib import Path
 
 import pytest
@@ -34,8 +33,7 @@ def test_a_manifest_lists_size_and_sha256_of_every_file_and_of_manifests_below(c
     manifest = load_manifest(checkpoint)
     assert dict(manifest.about) == {"kind": "training"}
     assert sorted(manifest.files) == ["more/replay.jsonl", f"policy/{MANIFEST}", "state.json"]
-    record = manifest.files["state.json"]
-    assert (record.bytes, record.sha256) == (16, hashlib.sha256(b'{"iteration": 3}').hexdigest())
+    assert manifest.files["state.json"] == (16, hashlib.sha256(b'{"iteration": 3}').hexdigest())
     assert sorted(load_manifest(checkpoint / "policy").files) == ["__0_0.distcp", "hf/config.json"]
     verify_files(checkpoint)
 
@@ -87,15 +85,4 @@ def test_a_file_that_nfs_leaves_for_an_open_one_is_neither_listed_nor_named(chec
 def test_what_is_no_manifest_is_an_error_that_names_it(tmp_path: Path, content: str):
     (tmp_path / MANIFEST).write_text(content)
     with pytest.raises(CheckpointError, match=f"{MANIFEST}: is not a manifest"):
-        load_manifest(tmp_path)
-
-
-def test_a_directory_without_a_manifest_was_not_written_to_its_end(tmp_path: Path):
-    with pytest.raises(CheckpointError, match="was not completed"):
-        verify_files(tmp_path)
-
-
-def test_a_manifest_of_another_format_is_refused_by_its_number(tmp_path: Path):
-    (tmp_path / MANIFEST).write_text(json.dumps({"format": 2, "about": {}, "files": {}}))
-    with pytest.raises(CheckpointError, match="format 2; this release reads format 1"):
         load_manifest(tmp_path)

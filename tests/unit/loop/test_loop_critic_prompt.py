@@ -150,7 +150,7 @@ def test_a_run_that_fails_resumes_bit_for_bit_with_the_same_text(
     plain = (*RUN, *GUESS, "algo.dynamic_sampling.enabled=true")
     overrides = (*plain, TEXT, "logger.terminal=true")
     World().run_job(monkeypatch, tmp_path / "one", overrides)
-    assert "; before the first the critic alone reads '" in " ".join(capsys.readouterr().out.split())
+    assert "before the first prompt the critic alone reads '" in " ".join(capsys.readouterr().out.split())
     failing = Disturbance(lambda: FloatingPointError("nan"), "critic", "update", 6)
     with pytest.raises(FloatingPointError):
         run_disturbed(monkeypatch, tmp_path / "two", failing, *overrides)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,8 +85,8 @@ def test_the_last_evaluation_is_the_summary_and_is_of_the_last_weights(tmp_path:
 
 def test_a_rollout_has_whole_groups_in_order_and_none_of_the_heldout_prompts(tmp_path: Path) -> None:
     with World().open_trainer(tmp_path, ["algo=grpo"]) as trainer:
-        trainer.publish(0)
-        rollout, _ = trainer.collect(1)
+        trainer.fleet.publish(0)
+        rollout, _ = trainer.source.take(1)
         heldout = {prompt.id for prompt in trainer.components.heldout}
         expected = [p.id for p in PromptSampler(trainer.components.sampler._prompts, trainer.config.seed).next_batch(6)]
     samples = rollout.samples
@@ -96,8 +97,8 @@ def test_a_rollout_has_whole_groups_in_order_and_none_of_the_heldout_prompts(tmp
 
 def test_every_sampled_rollout_is_in_the_file_bit_by_bit(tmp_path: Path) -> None:
     with World().open_trainer(tmp_path, ["algo=grpo", "logger.save_rollouts=true"]) as trainer:
-        trainer.publish(0)
-        taken = [trainer.collect(iteration)[0] for iteration in (1, 2)]
+        trainer.fleet.publish(0)
+        taken = [trainer.source.take(iteration)[0] for iteration in (1, 2)]
     assert list(load_rollouts(tmp_path / "rollouts.jsonl")) == taken
 
 
@@ -136,7 +137,7 @@ def test_the_critic_takes_its_own_number_of_passes_and_both_roles_every_epoch(tm
         *("train.epochs_per_iteration=2", "critic.updates_per_policy_update=2"),
     ]
     with World().open_trainer(tmp_path, ["algo=ppo", *given]) as trainer:
-        trainer.publish(0)
+        trainer.fleet.publish(0)
         trainer.train(1)
         metrics = trainer.state.metrics
     # 2 minibatches x 2 epochs: the mean of 0.09 ... 0.06; the critic's 8 steps: of 0.09 ... 0.02.
@@ -152,15 +153,15 @@ def test_dynamic_sampling_trains_on_groups_of_right_and_wrong_responses_only(tmp
 
     with World().open_trainer(tmp_path, ["algo=dapo", "algo.dynamic_sampling.by=correct"]) as trainer:
         set_reward(trainer, reward)
-        trainer.publish(0)
-        rollout, metrics = trainer.collect(1)
+        trainer.fleet.publish(0)
+        rollout, metrics = trainer.source.take(1)
         assert {s.prompt.text[0] for s in rollout.samples} <= {"d", "e", "f"}
         assert len(rollout.samples) == 24
         assert metrics["sampling/rounds"] > 1
-        assert metrics["sampling/total_samples"] == trainer.num_samples == 4 * metrics["sampling/num_prompts"]
+        assert metrics["sampling/total_samples"] == trainer.source.num_samples == 4 * metrics["sampling/num_prompts"]
         set_reward(trainer, lambda _prompt, _response: Score(1.0, True))
         with pytest.raises(NoSignalError, match="too easy"):
-            trainer.collect(2)
+            trainer.source.take(2)
 
 
 def test_a_step_without_a_signal_is_said_in_its_iteration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,11 +186,11 @@ def test_replayed_samples_are_of_the_policy_that_sampled_them(tmp_path: Path) ->
     """mu is the trainer's own log-prob: now for fresh samples, in their first iteration for replayed ones."""
     with World().open_trainer(tmp_path, REPLAY) as trainer:
         add_engine_noise(trainer, 0.3)
-        trainer.publish(0)
+        trainer.fleet.publish(0)
         first: dict[tuple[str, tuple[int, ...]], list[float]] = {}
         for iteration in (1, 2, 3):
-            rollout, _ = trainer.collect(iteration)
-            experience, _ = trainer.build_experience(rollout)
+            rollout, _ = trainer.source.take(iteration)
+            experience, _ = trainer.roles.score(rollout, 1)
             trainer.source.keep_logprobs(experience.old_logprobs)
             assert (experience.ages == 0).tolist() == [True] * 12 + [iteration == 1] * 12
             for sample, row, mu, own, mask in zip(
@@ -210,25 +211,25 @@ def test_replayed_samples_are_of_the_policy_that_sampled_them(tmp_path: Path) ->
             gap = (experience.old_logprobs - experience.sampling_logprobs).abs()
             assert gap[fresh].max() == 0
             assert iteration == 1 or gap[old][experience.mask[old]].max() > 1e-3
-            samples, metrics = trainer.build_targets(experience)
+            samples, metrics = trainer.algorithm.build_targets(experience, 1)
             assert metrics.get("replay/frac", 0.0) == (0.0 if iteration == 1 else 0.5)
             assert metrics["mismatch/logprob_gap_mean"] == pytest.approx(0.3, abs=1e-4)
             assert metrics["topr/engine_mu_frac"] == 0.0
             assert metrics["topr/engine_taper"] == 1.0
-            update = trainer.update(samples, iteration)
+            update = trainer.roles.update(samples, iteration)
             assert iteration > 1 or update["topr/taper_mean"] == pytest.approx(1.0, abs=1e-4)
-            trainer.publish(iteration)
+            trainer.fleet.publish(iteration)
 
 
 def test_what_was_drawn_ahead_of_its_first_iteration_has_the_logprobs_of_that_iteration(tmp_path: Path) -> None:
     with World().open_trainer(tmp_path, [*REPLAY, "rollout.max_staleness=1"]) as trainer:
         first: dict[tuple[str, tuple[int, ...]], tuple[float, ...]] = {}
         num_replayed = 0
-        build = trainer.build_experience
+        build = trainer.roles.score
 
-        def build_noting(rollout: Rollout) -> tuple[Experience, Metrics]:
+        def build_noting(rollout: Rollout, *args: Any, **keys: Any) -> tuple[Experience, Metrics]:
             nonlocal num_replayed
-            experience, metrics = build(rollout)
+            experience, metrics = build(rollout, *args, **keys)
             for sample, row in zip(rollout.samples, experience.old_logprobs.tolist(), strict=True):
                 key = (sample.prompt.id, tuple(sample.response.token_ids.tolist()))
                 if sample.age == 0:
@@ -238,7 +239,7 @@ def test_what_was_drawn_ahead_of_its_first_iteration_has_the_logprobs_of_that_it
                     num_replayed += 1
             return experience, metrics
 
-        trainer.build_experience = build_noting  # type: ignore[method-assign]
+        trainer.roles.score = build_noting  # type: ignore[method-assign]
         trainer.run()
     assert num_replayed == 3 * 12
     lines = load_metrics(tmp_path / "metrics.jsonl")[1:]
@@ -281,7 +282,7 @@ def test_a_run_ends_after_its_number_of_samples_and_is_evaluated_then(tmp_path: 
     given = ["algo=lite_ppo", "train.num_iterations=50", "train.max_samples=30"]
     with World().open_trainer(tmp_path, given) as trainer:
         assert trainer.run().num_iterations == 2
-        assert trainer.num_samples == 48
+        assert trainer.source.num_samples == 48
     assert "reward/heldout" in load_metrics(tmp_path / "metrics.jsonl")[-1]
 
 
@@ -318,18 +319,18 @@ def test_values_that_are_not_finite_end_the_run(tmp_path: Path) -> None:
 
 def test_responses_of_other_weights_than_the_trainers_end_the_run(tmp_path: Path) -> None:
     with World().open_trainer(tmp_path, ["algo=grpo"]) as trainer:
-        trainer.publish(0)
+        trainer.fleet.publish(0)
         trainer.train(1)
         trainer.fleet.version = trainer.iteration
         with pytest.raises(
             RuntimeError, match="weight version 0; the trainer's is 1: the servers missed a weight sync"
         ):
-            trainer.collect(2)
+            trainer.source.take(2)
 
 
 def test_the_collector_scores_under_the_key_it_was_asked_with(tmp_path: Path) -> None:
     with World().open_trainer(tmp_path, ["algo=grpo"]) as trainer:
-        trainer.publish(0)
+        trainer.fleet.publish(0)
         collector = build_collector(trainer.components.engine, scorer=Scorer(reward_length))
         prompts = trainer.components.sampler.next_batch(3)
         first, same, other = (collector.sample(prompts, 4, key=key) for key in ("a", "a", "b"))

@@ -33,7 +33,7 @@ def test_it_explains_heldout_returns_and_leaves_the_policy_bit_identical(tmp_pat
         curve = pretrain(trainer)
         assert all(torch.equal(x, before[name]) for name, x in policy.copy_weights().items())
         assert not any(torch.equal(x, critic_before[name]) for name, x in critic.copy_weights().items())
-        assert trainer.num_samples == 8 * 24
+        assert trainer.source.num_samples == 8 * 24
         keys = [key for key, _ in trainer.components.engine.asked]
     assert keys[:8] == [f"pretraining-{step}" for step in range(1, 9)]
     assert keys[8].startswith("evaluation-0")

@@ -46,9 +46,9 @@ def test_no_token_counts_as_sampled_by_the_present_weights_even_where_its_versio
     with open_trainer(tmp_path, saved, *TOPR) as trainer:
         seen = set()
         for iteration in range(1, 1 + NUM_SAVED):
-            trainer.publish(iteration - 1)
-            rollout, metrics = trainer.collect(iteration)
-            experience, _ = trainer.build_experience(rollout)
+            trainer.fleet.publish(iteration - 1)
+            rollout, metrics = trainer.source.take(iteration)
+            experience, _ = trainer.roles.score(rollout, 1)
             seen |= {version for s in rollout.samples for version in s.response.weight_versions.expand().tolist()}
             assert rollout.weight_version == iteration - 1
             assert experience.ages.tolist() == [iteration] * 24
@@ -64,10 +64,10 @@ def test_no_token_counts_as_sampled_by_the_present_weights_even_where_its_versio
 
 
 def build_targets(trainer: Trainer) -> TrainingSamples:
-    trainer.publish(0)
-    rollout, _ = trainer.collect(1)
-    experience, _ = trainer.build_experience(rollout)
-    return trainer.build_targets(experience)[0]
+    trainer.fleet.publish(0)
+    rollout, _ = trainer.source.take(1)
+    experience, _ = trainer.roles.score(rollout, 1)
+    return trainer.algorithm.build_targets(experience, 1)[0]
 
 
 def test_toprs_loss_is_that_of_the_recorded_log_probs_computed_by_hand(saved, tmp_path):
@@ -181,7 +181,7 @@ def test_a_file_that_changes_during_the_run_is_refused(saved, tmp_path):
     with open_trainer(tmp_path / "run", copy, *TOPR) as trainer:
         copy.write_bytes(saved.read_bytes().replace(b'"correct":true', b'"correct":null'))
         with pytest.raises(RuntimeError, match=r"copy\.jsonl:\d+: the file has changed"):
-            trainer.source.take(1, 0)
+            trainer.source.take(1)
 
 
 def test_dis_weights_each_token_by_the_ratio_to_the_recorded_log_prob_or_masks_it(saved, tmp_path):

@@ -108,7 +108,7 @@ def test_a_server_that_was_just_started_is_never_asked_before_a_sync(tmp_path: P
     with World().open_trainer(tmp_path, TWO_SERVERS) as trainer:
         assert {server.version for server in get_servers(trainer).all.values()} == {UNPUBLISHED}
         with pytest.raises(RuntimeError, match="servers' weight version -1; the trainer's is 0"):
-            trainer.collect(1)
+            trainer.source.take(1)
 
 
 @contextmanager
@@ -142,10 +142,10 @@ def test_at_staleness_one_an_iteration_learns_from_two_versions_each_with_its_ow
 
     with staleness_of_one(tmp_path, "train.num_iterations=4") as (trainer, world):
         world.on_token = on_token
-        trainer.publish(0)
+        trainer.fleet.publish(0)
         for iteration in range(1, 5):
-            rollout, metrics = trainer.collect(iteration)
-            experience, _ = trainer.build_experience(rollout)
+            rollout, metrics = trainer.source.take(iteration)
+            experience, _ = trainer.roles.score(rollout, 1)
             versions = [v for sample in rollout.samples for v in sample.response.weight_versions.expand()]
             behind = trainer.version - torch.tensor(versions)
             assert metrics["rollout/staleness_max"] == behind.max() == (iteration > 1)
@@ -161,9 +161,9 @@ def test_at_staleness_one_an_iteration_learns_from_two_versions_each_with_its_ow
             # The present policy is that of the tokens that are not behind, and of no others.
             assert gap[behind == 0].max() < 1e-5
             assert iteration == 1 or gap[behind == 1].max() > 1e-3
-            samples, _ = trainer.build_targets(experience)
-            trainer.update(samples, iteration)
-            trainer.publish(iteration)
+            samples, _ = trainer.algorithm.build_targets(experience, 1)
+            trainer.roles.update(samples, iteration)
+            trainer.fleet.publish(iteration)
             published[iteration].set()
         assert trainer.source.close() == 0
         inputs = load([*STALE, "logger.save_rollouts=true", "train.num_iterations=4"])[1]
@@ -199,11 +199,11 @@ def test_a_straggler_delays_nobody_and_its_tokens_that_are_older_than_allowed_ar
 
     with staleness_of_one(tmp_path, "train.num_iterations=4") as (trainer, world):
         world.on_token = on_token
-        trainer.publish(0)
+        trainer.fleet.publish(0)
         for iteration in range(1, 5):
-            rollout, metrics = trainer.collect(iteration)
-            experience, _ = trainer.build_experience(rollout)
-            samples, _ = trainer.build_targets(experience)
+            rollout, metrics = trainer.source.take(iteration)
+            experience, _ = trainer.roles.score(rollout, 1)
+            samples, _ = trainer.algorithm.build_targets(experience, 1)
             if metrics["rollout/too_stale_frac"]:
                 assert experience.too_stale is not None
                 rows = torch.tensor([sample.group_number == 0 for sample in rollout.samples])
@@ -215,8 +215,8 @@ def test_a_straggler_delays_nobody_and_its_tokens_that_are_older_than_allowed_ar
                 assert samples.loss_mask[rows].any()
                 frac = experience.too_stale.sum() / experience.mask.sum()
                 assert metrics["rollout/too_stale_frac"] == pytest.approx(float(frac))
-            trainer.update(samples, iteration)
-            trainer.publish(iteration)
+            trainer.roles.update(samples, iteration)
+            trainer.fleet.publish(iteration)
             if iteration == 2:
                 published.set()
         assert trainer.source.close() == 0
@@ -242,7 +242,7 @@ def test_a_run_that_reaches_its_end_says_what_it_drops_and_ends_its_thread(
             None if (role, verb, trainer.iteration) != ("policy", "update", 1) else under_way.wait(DEADLINE_S) and None
         )
         assert trainer.run().num_iterations == 2
-        assert trainer.num_samples == 48
+        assert trainer.source.num_samples == 48
     assert "24 responses that ran ahead of iteration 2 are dropped" in " ".join(capsys.readouterr().out.split())
     lines = load_metrics(tmp_path / "metrics.jsonl")
     assert [line["iteration"] for line in lines] == [0, 1, 2]

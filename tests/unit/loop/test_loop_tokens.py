@@ -18,14 +18,14 @@ def load(path: Path) -> list[dict[str, Any]]:
 def test_a_run_writes_what_it_learned_from_and_how_its_update_changed_it(tmp_path: Path) -> None:
     with World().open_trainer(tmp_path, [*RUN, "logger.token_passes=true"]) as trainer:
         given = []
-        build_targets = trainer.build_targets
+        build_targets = trainer.algorithm.build_targets
 
-        def keep(experience: Any) -> Any:
-            samples, metrics = build_targets(experience)
+        def keep(experience: Any, *args: Any, **keys: Any) -> Any:
+            samples, metrics = build_targets(experience, *args, **keys)
             given.append((experience, samples))
             return samples, metrics
 
-        trainer.build_targets = keep
+        trainer.algorithm.build_targets = keep
         trainer.run()
         last = trainer.components.policy.logprobs(given[-1][0].sequences, 1.0).result()
     lines = load(tmp_path)

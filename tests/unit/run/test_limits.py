@@ -10,30 +10,27 @@ from megarl.config.load import load_config
 from megarl.report.page import format_run_page
 from megarl.report.record import load_run
 from megarl.run import attempts
-from megarl.run.limits import Limit, find_goal, find_limit, format_limit
+from megarl.run.limits import Limit, find_limit, format_limit
 from megarl.trainer import Summary
 
 
-def describe(limit: Limit | None) -> str:
-    assert limit is not None
-    return format_limit(limit, 3, 8)
-
-
-def test_each_limit_is_named_by_its_key_with_what_was_reached() -> None:
+@pytest.mark.parametrize(
+    ("minutes", "num_samples", "heldout_reward", "reached"),
+    [
+        (4.01, 0, 0.1, "after 4 minutes (train.max_minutes)"),
+        (1.0, 48, 0.1, "after 48 responses, of at least 30 (train.max_samples)"),
+        (1.0, 0, 0.625, "at the held-out reward 0.6250, of at least 0.5 (train.stop_at_heldout_reward)"),
+        (3.9, 29, float("nan"), None),
+    ],
+)
+def test_each_limit_is_named_by_its_key_with_what_was_reached(
+    minutes: float, num_samples: int, heldout_reward: float, reached: str | None
+) -> None:
     keys = ["train.max_minutes=4", "train.max_samples=30", "train.stop_at_heldout_reward=0.5"]
-    train = load_config(keys).train
-    assert describe(find_limit(train, 4.01, 0)) == "ended after 4 minutes (train.max_minutes): 3 of 8 iterations"
-    text = "ended after 48 responses, of at least 30 (train.max_samples): 3 of 8 iterations"
-    assert describe(find_limit(train, 1.0, 48)) == text
-    goal = "ended at the held-out reward 0.6250, of at least 0.5 (train.stop_at_heldout_reward): 3 of 8 iterations"
-    assert describe(find_goal(train, 0.625)) == goal
-
-
-def test_below_its_limits_nothing_ends_a_run_nor_does_a_reward_that_is_not_known() -> None:
-    train = load_config(["train.max_minutes=4", "train.max_samples=30", "train.stop_at_heldout_reward=0.5"]).train
-    assert find_limit(train, 3.9, 29) is None
-    assert find_goal(train, float("nan")) is None
-    assert find_limit(load_config([]).train, 1e9, 10**9) is None
+    limit = find_limit(load_config(keys).train, minutes, num_samples, heldout_reward)
+    found = None if limit is None else format_limit(limit, 3, 8)
+    assert found == (None if reached is None else f"ended {reached}: 3 of 8 iterations")
+    assert find_limit(load_config([]).train, 1e9, 10**9, 1.0) is None
 
 
 @pytest.mark.parametrize("saved", [True, False])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.run.recovery import Recovery
+from megarl.run.fleet import Recovery
 
 
 class Servers:
