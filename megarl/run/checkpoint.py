@@ -172,7 +172,7 @@ class CheckpointWriter:
         with deferring_stops():
             building = self.folder.begin(state.iteration)
             self._under_way = self.last = state.iteration
-            for name in state.sizes:  # The checkpoint relies on these files.
+            for name in measure_files(self.run_dir):  # The checkpoint relies on these files.
                 with (self.run_dir / name).open("rb") as file:
                     os.fsync(file.fileno())
             if (self.run_dir / RUN_FILE).is_file():
