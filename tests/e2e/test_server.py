@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from generation import build_collector, generate_groups
+from generation import generate_groups
 from loop_parts import hosts_of, open_trainer
 from safetensors.torch import load_file, save_file
 from servers import API_KEY
@@ -26,11 +26,9 @@ from megarl.ports import pick_free_port
 from megarl.rollout.client import RequestError, SGLangClient
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.server import ServerError, SGLangServer
-from megarl.rollout.tensors import build_tensors
 from megarl.sync.probe import build_probe_tokens
 from megarl.sync.sync import DiskSync
-from megarl.task.scorer import Scorer
-from megarl.types import FinishReason, Prompt, Score, Sequences, WeightVersions
+from megarl.types import FinishReason, Prompt, Sequences, WeightVersions
 
 EOS = 2
 pytestmark = [pytest.mark.server, pytest.mark.slow]
@@ -176,28 +174,6 @@ def test_temperature_zero_takes_the_likeliest_token(first_responses, engine, pol
         with torch.no_grad():
             best = policy.model(ids).logits[0, len(prompt.token_ids) - 1 : -1].argmax(-1)
         assert best.tolist() == response.token_ids.tolist()
-
-
-def test_collected_tensors_line_up_with_the_policys_forward(first_responses, engine, policy):
-    prompts = build_prompts(3)
-    collector = build_collector(engine, scorer=Scorer(lambda p, r: Score(len(r) / 100, False)), temperature=0.7)
-    version = engine.clients[0].load_weight_version()
-    rollout = collector.collect(prompts, 2, weight_version=version)
-    tensors = build_tensors(rollout)
-    assert rollout.weight_version == version
-    assert tensors.groups.tolist() == [0, 0, 1, 1, 2, 2]
-    pieces = tensors.sequences.tokens.split(tensors.sequences.lengths.tolist())
-    for row, (ids, start) in enumerate(zip(pieces, tensors.sequences.prompt_lengths.tolist(), strict=True)):
-        expected = policy.response_logprobs(ids[:start].tolist(), ids[start:].tolist(), 0.7)
-        torch.testing.assert_close(tensors.rollout_logprobs[row, : len(expected)], expected, atol=1e-4, rtol=0)
-        assert tensors.mask[row].sum() == len(expected) == round(float(tensors.rewards[row]) * 100)
-
-
-def test_a_rollout_with_other_weights_than_the_trainers_is_refused(first_responses, engine):
-    version = engine.clients[0].load_weight_version()
-    collector = build_collector(engine)
-    with pytest.raises(RuntimeError, match=rf"'p0' .* weight version {version}; the trainer's is {version + 1}"):
-        collector.collect(build_prompts(1), 1, weight_version=version + 1)
 
 
 def test_publishing_moves_new_weights_and_raises_the_version(

@@ -143,11 +143,6 @@ def test_a_key_repeats_bit_by_bit_where_the_prompt_is_in_the_cache(server, tiny_
         assert [ask(key) for key in keys] == first
 
 
-def test_another_seed_of_the_run_samples_others(first_responses, build_engine, first_server):
-    other = generate(build_engine(first_server.url, seed=8))
-    assert not {each for each in list_tokens(other) if len(each) > 8} & set(list_tokens(first_responses))
-
-
 def test_a_key_repeats_bit_by_bit_on_a_server_started_anew(first_responses, second_server, build_engine):
     assert generate(build_engine(second_server.url)) == first_responses
 
@@ -194,22 +189,6 @@ def test_tokens_follow_the_seed_in_any_order_of_arrival_and_alone(requests, engi
     check_same(send(engine, shuffled), shuffled)
     for request in requests[::11]:
         check_same(send(engine, [request]), [request])
-
-
-def test_greedy_and_truncated_neighbours_leave_tokens_and_logprobs_as_they_are(requests, engine):
-    (greedy,) = generate_groups(engine, build_prompts(1), num_responses=1, temperature=0.0)[0]
-    prompt, params, _ = requests[0]
-    neighbours = [
-        (prompt, params | {"temperature": 0.0, "max_new_tokens": 48}),
-        (prompt, params | {"top_p": 0.5}),
-        (prompt, params | {"top_k": 3}),
-        (prompt, params | {"min_p": 0.3}),
-        (prompt, params | {"min_p": 1.0}),
-    ]
-    found = send(engine, [*neighbours, *(request[:2] for request in requests)])
-    check_same(found[len(neighbours) :], requests)
-    assert found[0][0] == found[4][0] == tuple(greedy.token_ids.tolist())
-    assert all(tokens for tokens, _ in found[1:4])
 
 
 def test_a_server_of_two_ranks_repeats_a_key_bit_by_bit(config, tiny_checkpoint, build_engine, tmp_path):

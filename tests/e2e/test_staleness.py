@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 
 import httpx
@@ -42,16 +41,6 @@ def stale_server(tiny_checkpoint, stale_config, server_seed, tmp_path_factory) -
         yield running
 
 
-def list_spans(versions) -> list[tuple[int, int, int]]:
-    """(version, first token, end)"""
-    spans, start = [], 0
-    for version, same in groupby(versions):
-        length = len(list(same))
-        spans.append((version, start, start + length))
-        start += length
-    return spans
-
-
 def test_responses_in_flight_go_on_with_the_new_weights_and_say_so_for_each_token(
     stale_server, stale_config, tiny_checkpoint, tmp_path
 ):
@@ -82,7 +71,7 @@ def test_responses_in_flight_go_on_with_the_new_weights_and_say_so_for_each_toke
     for prompt, group in zip(prompts, found, strict=True):
         for response in group:
             got = torch.tensor(response.rollout_logprobs)
-            spans = list_spans(response.weight_versions.expand().tolist())
+            spans = response.weight_versions.list_runs()
             assert [version for version, _, _ in spans] == sorted({version for version, _, _ in spans})
             mixed += len(spans) > 1
             for version, start, end in spans:

@@ -2,10 +2,8 @@
 
 import sys
 
-import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 from megarl.cpu.serving import STANDINS
 
@@ -41,48 +39,6 @@ def test_random_numbers_are_the_reference_generators(categorical):
         expected = [word >> 40 for word, _ in zip(splitmix64(mixed), range(5), strict=False)]
         found = categorical.compute_uniforms(torch.full((5,), seed), torch.arange(5)) * 2**24
         assert found.long().tolist() == expected
-
-
-@pytest.mark.parametrize("seeds", ["neighbouring", "spread"])
-def test_random_numbers_are_uniform_and_independent_over_seeds_and_positions(categorical, seeds):
-    num_seeds, num_positions = 400, 500
-    values = torch.arange(num_seeds)
-    if seeds == "spread":
-        values = torch.randint(2**63 - 1, (num_seeds,), generator=torch.Generator().manual_seed(0))
-    grid = torch.meshgrid(values, torch.arange(num_positions), indexing="ij")
-    uniforms = categorical.compute_uniforms(*grid).double().numpy()
-    assert uniforms.shape == (num_seeds, num_positions)
-    assert 0 <= uniforms.min() < uniforms.max() < 1
-    assert stats.kstest(uniforms.ravel(), "uniform").pvalue > 0.001
-    # The p-values of the rows, and of the columns, are uniform themselves.
-    for lines in (uniforms, uniforms.T):
-        pvalues = stats.kstest(lines, "uniform", axis=1, method="asymp").pvalue
-        assert stats.kstest(pvalues, "uniform").pvalue > 0.001
-    # Pairs of neighbours in either direction fill the unit square evenly.
-    pairs = [(uniforms[:, :-1], uniforms[:, 1:]), (uniforms[:-1], uniforms[1:]), (uniforms[:-1, :-1], uniforms[1:, 1:])]
-    for first, second in pairs:
-        counts, _, _ = np.histogram2d(first.ravel(), second.ravel(), bins=16, range=[[0, 1], [0, 1]])
-        assert stats.chisquare(counts.ravel()).pvalue > 0.001
-
-
-def test_samples_follow_the_distribution_of_their_row(categorical):
-    num, num_ids = 60000, 50
-    weights = torch.rand(2, num_ids, generator=torch.Generator().manual_seed(1)) ** 3
-    weights[:, ::7] = 0.0
-    probs = weights / weights.sum(-1, keepdim=True)
-    for row in range(2):
-        for seeds, positions in [
-            (torch.full((num,), 5 + row), torch.arange(num)),
-            (torch.arange(num), torch.full((num,), 17 + row)),
-        ]:
-            drawn = categorical.sample(probs[row].expand(num, -1), seeds, positions)
-            assert drawn.dtype == torch.int32
-            counts = torch.bincount(drawn.long(), minlength=num_ids)
-            possible = probs[row] > 0
-            assert (counts[~possible] == 0).all()
-            expected = probs[row][possible].double()
-            expected *= num / expected.sum()
-            assert stats.chisquare(counts[possible].numpy(), expected.numpy()).pvalue > 0.001
 
 
 def test_a_row_samples_the_same_wherever_it_stands_and_whoever_is_beside_it(categorical):

@@ -283,19 +283,6 @@ def test_work_that_is_just_being_begun_is_cancelled_too(monkeypatch):
     engine.close()
 
 
-def test_a_reward_that_raises_costs_its_sample_only():
-    def reward(prompt, _response):
-        if prompt.id == "b":
-            raise KeyError("tests")
-        return Score(1.0, True)
-
-    engine = Engine()
-    samples = build_collector(engine, scorer=Scorer(reward)).sample(PROMPTS[:3], 1, key="k")
-    assert [sample.score.failure is None for sample in samples] == [True, False, True]
-    assert "KeyError" in samples[1].score.failure
-    engine.close()
-
-
 def test_a_sample_has_the_verifiers_score_and_the_rewards_of_its_turns():
     class Played(EpisodeRunner):
         async def run(self, request, send):

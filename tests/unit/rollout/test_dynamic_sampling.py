@@ -15,7 +15,6 @@ from megarl.rollout.source import (
     collect_groups_with_signal,
     has_signal,
     join_groups,
-    split_groups,
     take_groups_with_signal,
 )
 from megarl.rollout.tensors import build_tensors
@@ -64,12 +63,6 @@ def test_groups_of_equal_rewards_are_replaced_until_there_are_enough():
         "sampling/equal_correct_frac": 0.25,
         "sampling/equal_wrong_frac": 0.25,
     }
-
-
-def test_where_every_group_has_signal_there_is_one_round():
-    task = Task([MIXED])
-    groups, metrics = collect_groups_with_signal(task.draw, task.collect, 3, max_rounds=10, by=BY)
-    assert (len(groups), task.sizes, metrics["sampling/signal_frac"]) == (3, [3], 1.0)
 
 
 @pytest.mark.parametrize(("rewards", "word"), [(EASY, "too easy"), (HARD, "too hard")])
@@ -152,13 +145,6 @@ def test_where_only_partial_scores_differ_the_error_names_the_key_that_learns_fr
     assert "of the other groups 0 are correct and 6 wrong; in 3 of them rewards differ" in str(error.value)
 
 
-def test_joined_groups_are_numbered_anew_and_split_again_as_they_were():
-    groups = [make_group("a", MIXED), make_group("b", EASY)]
-    rollout = join_groups(groups, 5)
-    assert [s.group for s in rollout.samples] == [0, 0, 1, 1]
-    assert [[s.prompt.id for s in group] for group in split_groups(rollout.samples)] == [["a", "a"], ["b", "b"]]
-
-
 def test_replay_draws_its_share_of_past_groups_without_repeats_and_forgets_the_oldest():
     buffer = ReplayBuffer(ReplayConfig(num_iterations=2, frac=0.5), seed=1)
     assert buffer.draw(8, iteration=1) == []
@@ -204,13 +190,6 @@ def fail(group: tuple[Sample, ...], *numbers: int) -> tuple[Sample, ...]:
     """The group without the rewards of these samples."""
     lost = Score(0.0, False, failure="TimeoutError")
     return tuple(replace(s, score=lost) if i in numbers else s for i, s in enumerate(group))
-
-
-def test_a_sample_without_a_reward_makes_no_variance():
-    assert has_signal(make_group("a", [1.0, 0.0, 1.0]), BY)
-    assert not has_signal(fail(make_group("a", [1.0, 0.0, 1.0]), 1), BY)
-    assert not has_signal(fail(make_group("a", [1.0, 0.0]), 0), BY)
-    assert not has_signal(fail(make_group("a", [1.0, 0.0]), 0, 1), BY)
 
 
 def test_groups_without_any_reward_are_neither_correct_nor_wrong():

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable
 from itertools import pairwise
 
-import numpy as np
 import pytest
 
 from megarl.config.errors import ConfigError
@@ -48,31 +47,6 @@ def test_binary_search_is_rewarded_for_every_number(number):
     assert episode.failure is None
     assert sum(turn.reward for turn in episode.response.turns) == 1.0
     assert (episode.response.turns[-1].text, episode.response.finish_reason) == (str(number), FinishReason.stop)
-
-
-def test_each_turn_is_sent_the_tokens_before_it_that_are_learned_from():
-    episode, sent = run(BINARY_SEARCH.__getitem__, PROMPTS[4])
-    response = episode.response
-    assert TOKENIZER.decode(response.token_ids.tolist()) == "4<eos>>6<eos><5<eos>"
-    assert response.generated.tolist() == [True, True, False] * 2 + [True, True]
-    assert [TOKENIZER.decode(turn.token_ids.tolist()) for turn in sent] == ["1-7", "1-74<eos>>", "1-74<eos>>6<eos><"]
-    for turn, asked in zip(response.turns, sent, strict=True):
-        before = [*episode.prompt.token_ids, *response.token_ids[: turn.start].tolist()]
-        assert np.array_equal(asked.token_ids, before)
-        assert asked.max_new_tokens == CONFIG.environment.turn_length == 4
-
-
-def test_the_last_wrong_guess_ends_the_episode_and_not_the_limit_of_turns():
-    response = run(lambda answers: "1", PROMPTS[6])[0].response
-    assert [turn.reward for turn in response.turns] == [0.0, 0.0, 0.0]
-    assert response.finish_reason is FinishReason.stop
-    assert [turn.details["ruled_out"] for turn in response.turns] == [0.0, 1.0, 1.0]
-
-
-def test_a_number_at_the_limit_of_the_length_is_no_guess():
-    response = run(lambda answers: "--7-7", PROMPTS[6])[0].response
-    assert (len(response), len(response.turns), response.turns[0].reward) == (4, 1, 0.0)
-    assert response.finish_reason is FinishReason.length
 
 
 def test_data_that_the_environment_cannot_read_are_found_before_anything_starts():

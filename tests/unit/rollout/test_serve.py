@@ -1,7 +1,5 @@
 """python -m megarl.serve: its arguments and the command line of its server."""
 
-import sys
-
 import pytest
 
 from megarl import serve
@@ -22,9 +20,3 @@ def test_the_server_takes_messages_and_keeps_its_weights(checkpoint, tmp_path):
     assert set(of_rollouts) - set(server._command) == {word for words in serve.LEFT_OUT for word in words}
     assert [word for word in of_rollouts if word in server._command] == server._command
     assert server.config.kv_cache_tokens in (16384, None)
-
-
-def test_a_model_that_is_not_there_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["megarl.serve", str(tmp_path / "none")])
-    with pytest.raises(SystemExit, match=r"error: MODEL: .*none' found, but there is no directory"):
-        serve.main()

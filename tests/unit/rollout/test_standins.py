@@ -47,17 +47,3 @@ except NotImplementedError as error:
 """)
     assert "megarl" in out
     assert "stand-in" in out
-
-
-def test_kernels_can_be_defined_and_grids_computed():
-    assert (
-        run("""
-import triton, triton.language as tl
-from triton.language.extra import libdevice
-@triton.autotune(configs=[triton.Config({})], key=[])
-@triton.jit
-def kernel(x, N: tl.constexpr): ...
-print(triton.cdiv(7, 2), triton.next_power_of_2(5), triton.next_power_of_2(8), kernel.__name__)
-""")
-        == "4 8 8 kernel"
-    )

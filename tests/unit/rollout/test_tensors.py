@@ -1,5 +1,6 @@
 """From responses to a scored rollout and its tensors."""
 
+import contextlib
 from dataclasses import replace
 
 import numpy as np
@@ -40,28 +41,21 @@ def make_rollout() -> Rollout:
     return Rollout(score_groups(GROUPS, lambda p, r: Score(float(len(r)), p.id == "a")), 3)
 
 
-def test_a_token_of_other_weights_than_the_trainers_is_refused_unless_it_was_not_generated():
-    first, second = GROUPS[1]
-    stale = replace(second, weight_versions=(0, 0, 3))
-    with pytest.raises(RuntimeError, match=r"prompt 'b' .* weight version 0, 3; the trainer's is 0"):
-        check_versions(score([GROUPS[0], [first, stale]]), 0)
-    with pytest.raises(RuntimeError, match=r"prompt 'a' .* weight version 0; the trainer's is 1"):
-        check_versions(score(GROUPS), 1)
-    # GROUPS' last response has a token in its middle that the policy did not generate.
-    check_versions(score([GROUPS[0], [first, replace(second, weight_versions=(0, 9, 0))]]), 0)
-
-
-def test_where_tokens_may_be_older_than_the_trainers_weights_none_may_be_younger():
-    first, _ = GROUPS[0]
-    check_versions(score([[replace(first, weight_versions=(0, 3))]]), 3, may_be_older=True)
-    with pytest.raises(RuntimeError, match=r"version 3, 4; the trainer's is 3"):
-        check_versions(score([[replace(first, weight_versions=(3, 4))]]), 3, may_be_older=True)
-
-
-def test_tokens_of_a_server_without_a_version_are_refused_however_stale_tokens_may_be():
-    first, _ = GROUPS[0]
-    with pytest.raises(RuntimeError, match="version -1, 0; the trainer's is 0"):
-        check_versions(score([[replace(first, weight_versions=(UNPUBLISHED, 0))]]), 0, may_be_older=True)
+@pytest.mark.parametrize(
+    ("versions", "trainers", "keys", "message"),
+    [
+        ((0, 9, 0), 0, {}, None),  # The token in the middle was not generated.
+        ((0, 0, 3), 0, {}, "weight version 0, 3; the trainer's is 0"),
+        ((0, 0, 0), 1, {}, "weight version 0; the trainer's is 1"),
+        ((0, 9, 3), 3, {"may_be_older": True}, None),
+        ((3, 3, 4), 3, {"may_be_older": True}, "version 3, 4; the trainer's is 3"),
+        ((UNPUBLISHED, 0, 0), 0, {"may_be_older": True}, "version -1, 0; the trainer's is 0"),
+    ],
+)
+def test_a_generated_token_of_other_weights_than_the_trainers_is_refused(versions, trainers, keys, message):
+    samples = score([[], [replace(GROUPS[1][1], weight_versions=versions)]])
+    with contextlib.nullcontext() if message is None else pytest.raises(RuntimeError, match=f"prompt 'b' .* {message}"):
+        check_versions(samples, trainers, **keys)
 
 
 def test_staleness_counts_versions_behind_over_the_generated_tokens():
@@ -169,19 +163,3 @@ def test_a_failed_sample_has_no_token_to_learn_from_and_no_turn_reward():
     assert not tensors.rollout_logprobs[1].any()
     assert not tensors.turn_rewards[1].any()
     assert build(build_sample(turns, failure="TimeoutError")).turn_rewards is None
-
-
-def test_only_the_length_limit_truncates_a_response():
-    reasons = (FinishReason.stop, FinishReason.length, FinishReason.max_turns)
-    tensors = build(*(build_sample([(0, 7, 0.0)], reason=reason) for reason in reasons))
-    assert tensors.truncated.tolist() == [False, True, False]
-
-
-def test_an_experience_has_what_the_rollout_has():
-    tensors = build(build_sample([(0, 2, 0.25), (3, 7, 0.0)]), build_sample([(0, 7, 0.0)], failure="lost"))
-    old = torch.full((2, 7), -0.7)
-    experience = tensors.build_experience(old, values=old)
-    assert experience.failed is tensors.failed
-    assert experience.turn_rewards is tensors.turn_rewards
-    assert torch.equal(experience.sampling_logprobs[tensors.mask], old[tensors.mask])
-    assert experience.ref_logprobs is None

@@ -78,9 +78,3 @@ def test_calls_are_answered_until_an_action_has_none(conversation: Conversation)
     assert count(response.turns) == [(2.0, 0.0), (1.0, 1.0), (0.0, 0.0)]
     assert [turn.reward for turn in response.turns] == [0.2, 0.0, 0.0]
     assert not response.generated[response.turns[0].end : response.turns[1].start].any()
-
-
-def test_an_answer_at_once_is_an_episode_of_one_turn(conversation: Conversation) -> None:
-    response = run(conversation, "6").response
-    assert count(response.turns) == [(0.0, 0.0)]
-    assert response.generated.all()
