@@ -4,7 +4,6 @@
 `list_warnings` looks at a whole run, for its page: at the medians of the last RECENT points, since one value is noisy.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
@@ -15,12 +14,14 @@ from megarl.report.metrics import QUARTERS, History
 from megarl.report.text import format_number
 from megarl.types import Metrics
 
-HELDOUT, REWARD, GAP = "reward/heldout", "reward/mean", "mismatch/logprob_gap_mean"
+HELDOUT, REWARD, GAP, ENTROPY = "reward/heldout", "reward/mean", "mismatch/logprob_gap_mean", "policy/entropy"
 RECENT = 10
 FEWEST = 20
 """Iterations from which a run is judged by what it has learned"""
 PATIENCE = 3
 """Iterations in a row after which most signs are said; the first ones of a run count"""
+NUM_RATIOS = 10
+"""A critic no worse than the mean is worse by chance in all of them in one of 1,024 cases."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,6 @@ class Sign:
         return self.also(metrics)
 
 
-def _are_rewards_equal(metrics: Metrics) -> bool:
-    return metrics["reward/mean"] == metrics.get("reward/min", inf) == metrics.get("reward/max", inf)
-
-
 def _need_groups_a_difference(metrics: Metrics) -> bool:
     """Not with a critic, whose advantages need none, nor with shaped rewards, which differ where those of the task do
     not, nor once the task is solved.
@@ -69,6 +66,10 @@ def _need_groups_a_difference(metrics: Metrics) -> bool:
     return not ("critic/loss" in metrics or is_shaped or is_solved) and metrics["reward/equal_groups_frac"] < 1
 
 
+def _updates_policy(metrics: Metrics) -> bool:
+    return "policy/loss" in metrics
+
+
 SMALLER_STEPS = (
     "lower policy.optimizer.lr, or make fewer optimizer steps per iteration (larger train.samples_per_minibatch,"
     " smaller train.epochs_per_iteration)"
@@ -77,237 +78,125 @@ BETTER_CRITIC = (
     "train it longer before the policy (algo.value_pretrain.steps), change critic.optimizer.lr, or raise"
     " critic.updates_per_policy_update"
 )
-SIGNS = (
-    Sign(
-        "No response ends by itself",
-        "length/truncated_frac",
-        "no response ends by itself, all {length/max:.0f} tokens are used: the policy never says its end-of-sequence"
-        " token",
-        "data.chat_template=true where the model has a template, an instruct model, or a longer"
-        " rollout.response_length",
-        patience=PATIENCE,
-        equal=1,
-    ),
-    Sign(
-        "Responses are cut off",
-        "length/truncated_frac",
-        "{length/truncated_frac:.0%} of the responses are cut at the limit",
-        "where right ones are that long, raise rollout.response_length (environment.turn_length with turns); else ask"
-        " for brevity in data.instruction, begin the answer with data.response_prefix, or teach it with"
-        " algo.overlong.penalty=1; algo.overlong.filter=true keeps cut responses out of the policy loss",
-        patience=PATIENCE,
-        above=0.2,
-        also=lambda m: m["length/truncated_frac"] < 1,
-    ),
-    Sign(
-        "All rewards are equal",
-        "reward/mean",
-        "all rewards are equal ({reward/mean:.4g}), so nothing can be learned",
-        "is a right answer ever given, and paid (reward=...)? Easier or harder prompts (data=...), or a larger"
-        " train.responses_per_prompt",
-        patience=PATIENCE,
-        above=-inf,
-        also=_are_rewards_equal,
-    ),
-    Sign(
-        "An iteration had no signal",
-        "advantage/max_abs",
-        "every advantage of this iteration is 0, and its step was made all the same: of the momentum of earlier steps"
-        " and of what else is in the loss (a KL, an entropy), whose gradient Adam scales to a full step of the learning"
-        " rate even where it is only rounding",
-        "algo.dynamic_sampling.enabled=true replaces groups without a signal",
-        patience=1,
-        fewest=0,
-        equal=0,
-        also=lambda m: "policy/loss" in m,
-    ),
-    Sign(
-        "The policy has no gradient",
-        "policy/grad_norm",
-        "the policy's gradient is 0 though the advantages are not, so nothing is learned",
-        "are its trained weights cut off from the loss (model.lora), or are all tokens masked or clipped"
-        " (policy/clip_frac)?",
-        patience=PATIENCE,
-        equal=0,
-        also=lambda m: m.get("advantage/max_abs", 0) > 0,
-    ),
-    Sign(
-        "One iteration moved the policy far",
-        "policy/approx_kl",
-        "this iteration moved the policy by a KL of {policy/approx_kl:.3g} per token, which most often ruins it",
-        "lower policy.optimizer.lr, and begin again or from a checkpoint before it",
-        patience=1,
-        fewest=0,
-        above=1,
-    ),
-    Sign(
-        "One token stands out",
-        "mismatch/logprob_gap_max",
-        "the log-probs of trainer and rollout engine differ by {mismatch/logprob_gap_max:.3g} nats at one token, which"
-        " no rounding explains: one of the two computes something else there",
-        "the run's page shows the tokens; algo.mismatch.correction=tis bounds what such a token weighs",
-        patience=1,
-        fewest=0,
-        above=30,
-    ),
-    Sign(
-        "Few groups carry a signal",
-        "reward/equal_groups_frac",
-        "{reward/equal_groups_frac:.0%} of the groups have equal rewards, so that only the others are learned from",
-        "a reward with parts, prompts that are answered rightly now and then, a larger train.responses_per_prompt, or"
-        " algo.dynamic_sampling.enabled=true, which replaces such groups",
-        patience=PATIENCE,
-        above=0.7,
-        also=_need_groups_a_difference,
-    ),
-    Sign(
-        "The form is never met",
-        "reward/format",
-        "no response has the form that the reward asks for (reward/format is 0)",
-        "say the form in data.instruction or data.system, or begin it with data.response_prefix",
-        patience=PATIENCE,
-        equal=0,
-    ),
-    Sign(
-        "No response has code",
-        "reward/block",
-        "no response has a block of code (reward/block is 0)",
-        "ask for one in data.instruction, or raise rollout.response_length",
-        patience=PATIENCE,
-        equal=0,
-    ),
-    Sign(
-        "Responses have no reward",
-        "reward/failed_frac",
-        "{reward/failed_frac:.0%} of the responses could not be judged",
-        "train.log has the most frequent reasons; the verifier or the environment must be mended",
-        above=0.01,
-    ),
-    Sign(
-        "Many tokens are clipped",
-        "policy/clip_frac",
-        "{policy/clip_frac:.0%} of the tokens are clipped",
-        SMALLER_STEPS,
-        above=0.3,
-    ),
-    Sign(
-        "The policy makes large steps",
-        "policy/approx_kl",
-        "an iteration moves it by a KL of {policy/approx_kl:.3g} per token",
-        SMALLER_STEPS,
-        above=0.1,
-    ),
-    Sign(
-        "The policy hardly moves",
-        "policy/approx_kl",
-        "an iteration moves it by a KL of {policy/approx_kl:.3g} per token",
-        "raise policy.optimizer.lr, unless policy.optimizer.warmup_steps is what keeps it low",
-        below=1e-9,
-        fewest=FEWEST,
-    ),
-    Sign(
-        "The critic is worse than a constant",
-        "critic/explained_variance",
-        "its explained variance is {critic/explained_variance:.3g}",
-        BETTER_CRITIC,
-        below=-0.1,
-        fewest=5,
-    ),
-    Sign(
-        "Length-adaptive lambda is at its bound",
-        "advantage/lambda_at_min_frac",
-        "{advantage/lambda_at_min_frac:.0%} of the responses have algo.lambda_min",
-        "their lambda does not depend on their length: lower algo.lambda_min, or set algo.lambda_policy to a number",
-        above=0.7,
-    ),
-    Sign(
-        "Tokens are too stale to learn from",
-        "rollout/too_stale_frac",
-        "{rollout/too_stale_frac:.0%} of the tokens are older than rollout.max_staleness",
-        "more or faster servers (rollout.num_servers), or a larger rollout.max_staleness with a correction",
-        above=0.05,
-    ),
-    Sign(
-        "The longest responses are hardly learned from",
-        "policy/learned_frac_of_length_4",
-        "of the longest quarter of the responses {policy/learned_frac_of_length_4:.0%} of the tokens are learned from",
-        "a smaller rollout.max_staleness, with which fewer episodes are under way at a time, or more servers where"
-        " tokens are too old; a larger rollout.response_length where responses are cut: else the policy learns from"
-        " what is short",
-        below=0.7,
-    ),
-    Sign(
-        "Training waits for responses",
-        "derived/rollout_frac",
-        "the roles are idle for {derived/rollout_frac:.0%} of an iteration",
-        "more servers (rollout.num_servers), or rollout.max_staleness=1 with algo.mismatch.correction=tis, which"
-        " generates during the update",
-        above=0.75,
-    ),
-)
 BASELINES = {
     "critic/mse_vs_group": ("the mean reward of the prompt's other responses", "algo=rloo"),
     "critic/mse_vs_batch": ("the mean reward of the batch's other responses", "algo=reinforce_pp"),
 }
 """Ratios of mean squared errors, the critic's over that of a baseline; what the baseline is, and a preset that has it
 or one like it"""
-NUM_RATIOS = 10
-"""A critic no worse than the mean is worse by chance in all of them in one of 1,024 cases."""
-FEW_RATIOS, CLEARLY = 5, 1.25
-"""Before there are NUM_RATIOS: so many in a row in which the critic's error was this many times the baseline's"""
+# fmt: off
+SIGNS = (
+    Sign("No response ends by itself", "length/truncated_frac",
+         "no response ends by itself, all {length/max:.0f} tokens are used: the policy never says its end-of-sequence"
+         " token",
+         "data.chat_template=true where the model has a template, an instruct model, or a longer"
+         " rollout.response_length",
+         equal=1, patience=PATIENCE),
+    Sign("Responses are cut off", "length/truncated_frac",
+         "{length/truncated_frac:.0%} of the responses are cut at the limit",
+         "where right ones are that long, raise rollout.response_length (environment.turn_length with turns); else ask"
+         " for brevity in data.instruction, begin the answer with data.response_prefix, or teach it with"
+         " algo.overlong.penalty=1; algo.overlong.filter=true keeps cut responses out of the policy loss",
+         above=0.2, patience=PATIENCE, also=lambda m: m["length/truncated_frac"] < 1),
+    Sign("All rewards are equal", REWARD,
+         "all rewards are equal ({reward/mean:.4g}), so nothing can be learned",
+         "is a right answer ever given, and paid (reward=...)? Easier or harder prompts (data=...), or a larger"
+         " train.responses_per_prompt",
+         above=-inf, patience=PATIENCE,
+         also=lambda m: m[REWARD] == m.get("reward/min", inf) == m.get("reward/max", inf)),
+    Sign("An iteration had no signal", "advantage/max_abs",
+         "every advantage of this iteration is 0, and its step was made all the same: of the momentum of earlier steps"
+         " and of what else is in the loss (a KL, an entropy), whose gradient Adam scales to a full step of the"
+         " learning rate even where it is only rounding",
+         "algo.dynamic_sampling.enabled=true replaces groups without a signal",
+         equal=0, patience=1, fewest=0, also=_updates_policy),
+    Sign("The policy has no gradient", "policy/grad_norm",
+         "the policy's gradient is 0 though the advantages are not, so nothing is learned",
+         "are its trained weights cut off from the loss (model.lora), or are all tokens masked or clipped"
+         " (policy/clip_frac)?",
+         equal=0, patience=PATIENCE, also=lambda m: m.get("advantage/max_abs", 0) > 0),
+    Sign("One iteration moved the policy far", "policy/approx_kl",
+         "this iteration moved the policy by a KL of {policy/approx_kl:.3g} per token, which most often ruins it",
+         "lower policy.optimizer.lr, and begin again or from a checkpoint before it",
+         above=1, patience=1, fewest=0),
+    Sign("One token stands out", "mismatch/logprob_gap_max",
+         "the log-probs of trainer and rollout engine differ by {mismatch/logprob_gap_max:.3g} nats at one token, which"
+         " no rounding explains: one of the two computes something else there",
+         "the run's page shows the tokens; algo.mismatch.correction=tis bounds what such a token weighs",
+         above=30, patience=1, fewest=0),
+    Sign("Few groups carry a signal", "reward/equal_groups_frac",
+         "{reward/equal_groups_frac:.0%} of the groups have equal rewards, so that only the others are learned from",
+         "a reward with parts, prompts that are answered rightly now and then, a larger train.responses_per_prompt, or"
+         " algo.dynamic_sampling.enabled=true, which replaces such groups",
+         above=0.7, patience=PATIENCE, also=_need_groups_a_difference),
+    Sign("The form is never met", "reward/format",
+         "no response has the form that the reward asks for (reward/format is 0)",
+         "say the form in data.instruction or data.system, or begin it with data.response_prefix",
+         equal=0, patience=PATIENCE),
+    Sign("No response has code", "reward/block", "no response has a block of code (reward/block is 0)",
+         "ask for one in data.instruction, or raise rollout.response_length",
+         equal=0, patience=PATIENCE),
+    *(Sign("The critic is the worse baseline", metric,
+           f"the critic's squared error is larger than that of {baseline} ({metric}: {{{metric}:.3g}}, should be"
+           " below 1)",
+           f"{BETTER_CRITIC}; {preset} needs no critic. Where nearly every response is right this is true and harmless",
+           above=1, patience=NUM_RATIOS, fewest=NUM_RATIOS, also=_updates_policy)
+      for metric, (baseline, preset) in BASELINES.items()),
+    Sign("Responses have no reward", "reward/failed_frac",
+         "{reward/failed_frac:.0%} of the responses could not be judged",
+         "train.log has the most frequent reasons; the verifier or the environment must be mended", above=0.01),
+    Sign("Many tokens are clipped", "policy/clip_frac", "{policy/clip_frac:.0%} of the tokens are clipped",
+         SMALLER_STEPS, above=0.3),
+    Sign("The policy makes large steps", "policy/approx_kl",
+         "an iteration moves it by a KL of {policy/approx_kl:.3g} per token", SMALLER_STEPS, above=0.1),
+    Sign("The policy hardly moves", "policy/approx_kl",
+         "an iteration moves it by a KL of {policy/approx_kl:.3g} per token",
+         "raise policy.optimizer.lr, unless policy.optimizer.warmup_steps is what keeps it low",
+         below=1e-9, fewest=FEWEST),
+    Sign("The critic is worse than a constant", "critic/explained_variance",
+         "its explained variance is {critic/explained_variance:.3g}", BETTER_CRITIC, below=-0.1, fewest=5),
+    Sign("Length-adaptive lambda is at its bound", "advantage/lambda_at_min_frac",
+         "{advantage/lambda_at_min_frac:.0%} of the responses have algo.lambda_min",
+         "their lambda does not depend on their length: lower algo.lambda_min, or set algo.lambda_policy to a number",
+         above=0.7),
+    Sign("Tokens are too stale to learn from", "rollout/too_stale_frac",
+         "{rollout/too_stale_frac:.0%} of the tokens are older than rollout.max_staleness",
+         "more or faster servers (rollout.num_servers), or a larger rollout.max_staleness with a correction",
+         above=0.05),
+    Sign("The longest responses are hardly learned from", "policy/learned_frac_of_length_4",
+         "of the longest quarter of the responses {policy/learned_frac_of_length_4:.0%} of the tokens are learned from",
+         "a smaller rollout.max_staleness, with which fewer episodes are under way at a time, or more servers where"
+         " tokens are too old; a larger rollout.response_length where responses are cut: else the policy learns from"
+         " what is short",
+         below=0.7),
+    Sign("Training waits for responses", "derived/rollout_frac",
+         "the roles are idle for {derived/rollout_frac:.0%} of an iteration",
+         "more servers (rollout.num_servers), or rollout.max_staleness=1 with algo.mismatch.correction=tis, which"
+         " generates during the update",
+         above=0.75),
+)
+# fmt: on
 
 
 class Watch:
     """Looks at the metrics of every iteration, in order, and gives the warnings that are due."""
 
     def __init__(self) -> None:
-        self._in_a_row = dict.fromkeys((sign.title for sign in SIGNS if sign.patience), 0)
-        self._ratios: deque[float] = deque(maxlen=NUM_RATIOS)
-        self.is_critic_worse = False
-        """Whether the stretch in which the critic was said to be the worse baseline still goes on"""
+        self._in_a_row = [0] * len(SIGNS)
 
     def check(self, metrics: Metrics) -> Iterator[str]:
-        for sign in SIGNS:
-            count = self._in_a_row.get(sign.title, 0)
+        for number, sign in enumerate(SIGNS):
             # What has been said is not said again.
-            if count < sign.patience:
-                self._in_a_row[sign.title] = count + 1 if sign.shows(metrics) else 0
-                if self._in_a_row[sign.title] == sign.patience:
-                    yield f"warning: {sign.found.format(**metrics)}: {sign.do}"
-        if text := self.check_critic(metrics):
-            yield text
-
-    def check_critic(self, metrics: Metrics) -> str | None:
-        """Speaks when the critic's error has been the larger one in each of the last NUM_RATIOS iterations, or clearly
-        larger in FEW_RATIOS of the first ones, and not again before it has been the smaller one in half of them.
-
-        Iterations that do not update the policy (value pretraining, policy.frozen_iterations) are not counted.
-        """
-        name = next((name for name in BASELINES if name in metrics), None)
-        if name is None or "policy/loss" not in metrics:
-            return None
-        self._ratios.append(metrics[name])
-        num_worse, recent = sum(ratio > 1 for ratio in self._ratios), list(self._ratios)
-        if self.is_critic_worse:
-            self.is_critic_worse = 2 * num_worse > NUM_RATIOS
-            return None
-        num = NUM_RATIOS if num_worse == NUM_RATIOS else 0
-        if FEW_RATIOS <= len(recent) < NUM_RATIOS and min(recent[-FEW_RATIOS:]) >= CLEARLY:
-            num = FEW_RATIOS
-        if not num:
-            return None
-        self.is_critic_worse = True
-        baseline, preset = BASELINES[name]
-        return (
-            f"warning: in each of the last {num} iterations the critic's squared error was larger than that of"
-            f" {baseline} ({name}: {sorted(recent[-num:])[num // 2]:.3g} in the median, should be below 1):"
-            f" {BETTER_CRITIC}; {preset} needs no critic"
-        )
+            if self._in_a_row[number] < sign.patience:
+                self._in_a_row[number] = self._in_a_row[number] + 1 if sign.shows(metrics) else 0
+                if self._in_a_row[number] == sign.patience:
+                    rows = f"in each of the last {sign.patience} iterations " if sign.patience > PATIENCE else ""
+                    yield f"warning: {rows}{sign.found.format(**metrics)}: {sign.do}"
 
 
 def list_warnings(history: History, config: Mapping[str, Any]) -> list[Warned]:
     """All that apply now. config: the plain value of each dotted key, as far as it is known."""
-    medians = {name: median_high(history.list_recent(name, RECENT)) for name in history.names}
+    medians = _find_medians(history)
     found = [
         Warned(
             sign.title,
@@ -318,13 +207,22 @@ def list_warnings(history: History, config: Mapping[str, Any]) -> list[Warned]:
         for sign in SIGNS
         if 0 < sign.fewest <= history.counts.get(sign.metric, 0) and sign.shows(medians)
     ]
-    for rule in RULES:
-        found += rule(history, config)
-    return found
+    for cause in explain_mismatch(history, config):
+        if cause.is_serious:
+            found.append(Warned("Trainer and rollout engine disagree", f"{cause.found}: {cause.likely}", cause.do))
+    return [*found, *_check_rewards(history), *_check_policy(history), *_check_phases(history, config)]
 
 
-def _check_rewards(history: History, _config: Mapping[str, Any]) -> Iterator[Warned]:
-    values = [point.metrics[REWARD].mean for point in history.points if REWARD in point.metrics]
+NUM_RULES = sum(sign.fewest > 0 for sign in SIGNS) + 8
+"""What a page looks for: besides the table two things in the rewards, two of the policy, the gap, and three phases"""
+
+
+def _find_medians(history: History) -> dict[str, float]:
+    return {name: median_high(history.list_recent(name, RECENT)) for name in history.names}
+
+
+def _check_rewards(history: History) -> Iterator[Warned]:
+    values = history.list_recent(REWARD, len(history.points))
     if history.num_lines < FEWEST or len(values) < FEWEST:
         return
     first, last = median_high(values[:RECENT]), median_high(values[-RECENT:])
@@ -335,11 +233,10 @@ def _check_rewards(history: History, _config: Mapping[str, Any]) -> Iterator[War
             "read responses: is the right answer ever given, and is it paid? Without any right answer there is nothing"
             " to reinforce: easier prompts, a larger train.responses_per_prompt, or a reward with parts",
         )
-    start = next((point.metrics[HELDOUT] for point in history.points if HELDOUT in point.metrics), None)
-    if start is None:
+    if not (heldout := history.list_recent(HELDOUT, len(history.points))):
         return
-    (best, iteration), newest = history.best[HELDOUT], history.last[HELDOUT]
-    if best > start.mean and newest < best - 0.2 * (best - start.mean):
+    (best, iteration), newest, start = history.best[HELDOUT], history.last[HELDOUT], heldout[0]
+    if best > start and newest < best - 0.2 * (best - start):
         more = " while the training reward is at its best" if last > 0.95 * history.best[REWARD][0] else ""
         yield Warned(
             "The held-out reward has fallen",
@@ -350,9 +247,8 @@ def _check_rewards(history: History, _config: Mapping[str, Any]) -> Iterator[War
         )
 
 
-def _check_policy(history: History, _config: Mapping[str, Any]) -> Iterator[Warned]:
-    name = "policy/entropy"
-    values = [point.metrics[name].mean for point in history.points if name in point.metrics]
+def _check_policy(history: History) -> Iterator[Warned]:
+    values = history.list_recent(ENTROPY, len(history.points))
     # What is solved needs no variety.
     is_solved = any(value > 0.9 for value in history.list_recent("reward/correct", 1))
     if len(values) >= RECENT and not is_solved:
@@ -360,7 +256,7 @@ def _check_policy(history: History, _config: Mapping[str, Any]) -> Iterator[Warn
         if last < 0.1 * first:
             yield Warned(
                 "The entropy has collapsed",
-                f"from {format_number(first)} to {format_number(last)} nats per token ({name})",
+                f"from {format_number(first)} to {format_number(last)} nats per token ({ENTROPY})",
                 "raise algo.clip_high or algo.entropy_coef, or lower policy.optimizer.lr: a policy without variety"
                 " finds nothing new",
             )
@@ -380,27 +276,6 @@ def _check_policy(history: History, _config: Mapping[str, Any]) -> Iterator[Warn
             )
 
 
-def _check_critic(history: History, _config: Mapping[str, Any]) -> Iterator[Warned]:
-    watch = Watch()
-    for line in history.lines:
-        watch.check_critic(line)
-    if watch.is_critic_worse:
-        name = next(name for name in BASELINES if name in history.last)
-        middle, (baseline, preset) = median_high(history.list_recent(name, RECENT)), BASELINES[name]
-        yield Warned(
-            "The critic is the worse baseline",
-            f"its squared error is {format_number(middle)} times that of {baseline} ({name})",
-            f"{BETTER_CRITIC}; {preset} needs no critic. Where nearly every response is right this is true and"
-            " harmless",
-        )
-
-
-def _check_mismatch(history: History, config: Mapping[str, Any]) -> Iterator[Warned]:
-    for cause in explain_mismatch(history, config):
-        if cause.is_serious:
-            yield Warned("Trainer and rollout engine disagree", f"{cause.found}: {cause.likely}", cause.do)
-
-
 def _check_phases(history: History, config: Mapping[str, Any]) -> Iterator[Warned]:
     save_every, eval_every = (config.get(key, "unknown") for key in ("checkpoint.save_every", "train.eval_every"))
     for phase, do in (
@@ -411,13 +286,6 @@ def _check_phases(history: History, config: Mapping[str, Any]) -> Iterator[Warne
         share = history.sums.get(f"time/{phase}", 0.0) / (history.sums.get("derived/seconds") or inf)
         if share > 0.3 and history.num_lines > 3:
             yield Warned(f"Much time goes into {phase}", f"{share:.0%} of all seconds (time/{phase})", do)
-
-
-RULES: tuple[Callable[[History, Mapping[str, Any]], Iterator[Warned]], ...] = (
-    *(_check_rewards, _check_policy, _check_critic, _check_mismatch, _check_phases),
-)
-NUM_RULES = sum(sign.fewest > 0 for sign in SIGNS) + 8
-"""What a page looks for: two things in the rewards, two of the policy, the gap, and three phases, besides the table"""
 
 
 ROUNDING, FLOAT32, LOW_PRECISION = 1e-5, 1e-3, 0.06
@@ -444,7 +312,7 @@ def explain_mismatch(history: History, config: Mapping[str, Any]) -> list[Cause]
 
     config: the run's value of each dotted key, as far as it is known.
     """
-    medians = {name: median_high(history.list_recent(name, RECENT)) for name in history.names}
+    medians = _find_medians(history)
     if GAP not in medians:
         return []
     # Without options of the servers' own, which may lower the precision.
@@ -530,7 +398,7 @@ def _explain_course(history: History, mean: float, quarters: list[float | None])
             "look at the first tokens of a response in the viewer below, coloured by mismatch",
             gaps[0] > LOW_PRECISION,
         )
-    early = [point.metrics[GAP].mean for point in history.points if GAP in point.metrics]
+    early = history.list_recent(GAP, len(history.points))
     first = median_high(early[:RECENT])
     if len(early) >= 2 * RECENT and mean > 5 * first:
         yield Cause(
