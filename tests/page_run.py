@@ -52,6 +52,8 @@ def build_metrics(iteration: int, num_iterations: int) -> dict[str, float]:
         "sync/seconds_move": 0.2,
         "sync/seconds_checksum": 0.1,
         "sync/probe_logprob_gap": 0.01,
+        "perf/time_per_step": 17.4 + wave,
+        "perf/tokens_per_second": 300.0,
         "time/rollout": 10 + wave,
         "time/experience": 2.0,
         "time/update": 5.0,

@@ -119,7 +119,7 @@ TIME_CHARTS = (
           {"derived/rollout_frac": "roles wait for responses",
            "derived/servers_idle_frac": "servers have no rollout"},
           "With rollout.max_staleness above 0 the servers also generate during the update."),
-    Chart("Tokens per second", "", {"derived/generated_tokens_per_second": "generated, over the whole iteration"}),
+    Chart("Tokens per second", "", {"perf/tokens_per_second": "generated, over the whole iteration"}),
     Chart("Model FLOPs utilization (MFU) of the update", "share of the processors' peak", {MFU: "policy and critic"},
           "Operations of the models' forward and backward passes, over what the processors of policy and critic could"
           " do in the update's seconds: GPUs by their data sheet in bfloat16, a CPU as measured.",

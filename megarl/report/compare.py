@@ -28,7 +28,7 @@ CHARTS = (
     ("policy/approx_kl", "Step of the policy", "KL, before to after"),
     ("policy/grad_norm", "Gradient norm", "policy"),
     ("mismatch/kl", "Mismatch", "KL to the rollout engine"),
-    ("derived/seconds", "Seconds per iteration", "all phases"),
+    ("perf/time_per_step", "Seconds per iteration", "all phases"),
 )
 """(metric, title, unit) of each chart; those that some run has are drawn"""
 

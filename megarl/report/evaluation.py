@@ -19,8 +19,6 @@ from megarl.types import FinishReason, Sample
 FILE_NAME = "evaluation.json"
 RESPONSES_FILE_NAME = "responses.jsonl"
 UNKNOWN = "-"
-
-
 PRIOR_WEIGHT = 2.0
 """Problems' worth of a design effect of 1 in its estimate: the smallest whole number with which simulated intervals
 of 30 and more problems cover what they promise for chances from U-shaped distributions, also strongly skewed ones."""
@@ -55,7 +53,8 @@ def compute_pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     The unbiased estimate from n responses of which c are correct; Chen et al. 2021, 2107.03374, equation 1.
     Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
     """
-    _check_counts(num_samples, num_correct, k)
+    if not 0 <= num_correct <= num_samples or not 1 <= k <= num_samples:
+        raise ValueError(f"found {num_correct} correct of {num_samples} responses, k {k}; k must be 1 to {num_samples}")
     return float(1 - Fraction(comb(num_samples - num_correct, k), comb(num_samples, k)))
 
 
@@ -63,9 +62,8 @@ def compute_maj_at_k(votes: Votes, k: int) -> float:
     """Probability that the answer most frequent among `k` of the responses is correct; unbiased like pass@k.
 
     The mean over all C(n, k) choices of k responses, computed by counting them. Ties are split: a correct answer tied
-    with one wrong answer counts one half. No vote at all is wrong. Raises ValueError as `compute_pass_at_k`.
+    with one wrong answer counts one half. No vote at all is wrong.
     """
-    _check_counts(votes.num_samples, votes.num_correct, k)
     total = Fraction(0)
     for most in range(1, min(votes.num_correct, k) + 1):
         ways = _count_ways(votes, k - most, most)
@@ -126,11 +124,6 @@ def compute_mean(values: Sequence[float], num_samples: int, confidence: float) -
     reach = z / (1 + z * z / size) * sqrt(spread / size + z * z / (4 * size * size))
     # Rounding must not put the mean outside the interval: at 0 and 1 a bound is the mean itself.
     return Estimate(mean, min(mean, max(0.0, center - reach)), max(mean, min(1.0, center + reach)))
-
-
-def _check_counts(num_samples: int, num_correct: int, k: int) -> None:
-    if not 0 <= num_correct <= num_samples or not 1 <= k <= num_samples:
-        raise ValueError(f"found {num_correct} correct of {num_samples} responses, k {k}; k must be 1 to {num_samples}")
 
 
 @dataclass(frozen=True)
@@ -221,25 +214,16 @@ def format_table(results: Sequence[SetResult], *, has_environment: bool = False)
     failed = any(result.failed_frac for result in results)
     header = ["set", "problems", *names, "reward", "tokens", *["turns"] * turns, "truncated", "no answer"]
     header += ["no reward"] * failed
-    rows = [
-        [
-            result.name,
-            str(len(result.problems)),
-            *(_format_estimate(result.estimates.get(key)) for key in names),
-            f"{result.mean_reward:.3f}",
-            f"{result.mean_response_tokens:.0f}",
-            *[f"{result.mean_turns:.1f}"] * turns,
-            _format_share(result.truncated_frac),
-            _format_share(result.unread_frac),
-            *[_format_share(result.failed_frac)] * failed,
-        ]
-        for result in results
-    ]
+    rows = []
+    for result in results:
+        estimates = [_format_estimate(result.estimates.get(key)) for key in names]
+        numbers = [f"{result.mean_reward:.3f}", f"{result.mean_response_tokens:.0f}"]
+        shares = [_format_share(result.truncated_frac), _format_share(result.unread_frac)]
+        numbers += [*[f"{result.mean_turns:.1f}"] * turns, *shares, *[_format_share(result.failed_frac)] * failed]
+        rows.append([result.name, str(len(result.problems)), *estimates, *numbers])
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = [header, ["-" * width for width in widths], *rows]
-    return "\n".join(
-        f"| {' | '.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))} |" for line in lines
-    )
+    return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines)
 
 
 def write_evaluation(path: Path, results: Sequence[SetResult], settings: Mapping[str, Any]) -> None:
@@ -247,11 +231,7 @@ def write_evaluation(path: Path, results: Sequence[SetResult], settings: Mapping
 
     Raises ValueError for a number that is not finite.
     """
-    sets = {}
-    for result in results:
-        record = asdict(result)
-        del record["name"]
-        sets[result.name] = {"num_problems": len(result.problems), **record}
+    sets = {result.name: {"num_problems": len(result.problems), **asdict(result)} for result in results}
     path.write_text(json.dumps({**settings, "sets": sets}, allow_nan=False, indent=1) + "\n", encoding="utf-8")
 
 

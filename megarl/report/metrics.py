@@ -23,10 +23,9 @@ QUARTERS = ("0_25", "25_50", "50_75", "75_100")
 """Of a response, as metrics name them; `megarl.algo.diagnostics.QUARTERS`, which this room may not import"""
 ONCE = ("start", "load")
 """Phases of a start, not of an iteration"""
-SECONDS = "derived/seconds"
+SECONDS = "perf/time_per_step"
 MODEL_TFLOP = ("policy/model_tflop_sum", "critic/model_tflop_sum")
 UPDATE_TFLOPS, MFU = "derived/update_tflops", "derived/mfu"
-TOTAL = "sampling/total_samples"
 
 
 def check_metrics(metrics: Metrics) -> None:
@@ -37,10 +36,8 @@ def check_metrics(metrics: Metrics) -> None:
         TypeError: a name is not a string, or a value is not an int or a float.
     """
     for name, value in metrics.items():
-        if not isinstance(name, str):
-            raise TypeError(f"metric name {name!r} is {type(name).__name__}, not a string")
-        if name == ITERATION:
-            raise ValueError(f"a metric may not be named {ITERATION!r}: the line's own key has that name")
+        if name == ITERATION or not isinstance(name, str):
+            raise ValueError(f"a metric may not be named {name!r}: it must be a text other than {ITERATION!r}")
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"metric {name!r} is {type(value).__name__}, not an int or a float: {value!r}")
         if not math.isfinite(value):
@@ -54,8 +51,12 @@ class LineFile:
         """Open or create `path`, and cut off a half-written last line."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.num_dropped_bytes = drop_unfinished_line(path)
+        content = path.read_bytes() if path.exists() else b""
+        end = content.rfind(b"\n") + 1
+        self.num_dropped_bytes = len(content) - end
         """Length of a half-written last line, left by a killed run, that was cut off; usually 0"""
+        if self.num_dropped_bytes:
+            os.truncate(path, end)
         self._file = path.open("a", encoding="utf-8")
 
     def append(self, lines: Sequence[str]) -> None:
@@ -77,17 +78,6 @@ class MetricsWriter(LineFile):
         self.append([json.dumps({ITERATION: iteration, **metrics}, allow_nan=False) + "\n"])
 
 
-def drop_unfinished_line(path: Path) -> int:
-    """Truncate the file to its last newline. Returns the number of bytes removed."""
-    if not path.exists():
-        return 0
-    content = path.read_bytes()
-    end = content.rfind(b"\n") + 1
-    if end < len(content):
-        os.truncate(path, end)
-    return len(content) - end
-
-
 def load_metrics(path: Path) -> list[dict[str, float]]:
     """The lines of a metrics.jsonl, in order, each with "iteration" among its keys.
 
@@ -105,13 +95,10 @@ def parse_line(line: str, where: str) -> dict[str, float]:
         raise ValueError(f"{where}: the line is incomplete: the run that wrote it was killed, or is still writing")
     try:
         record = parse_strict_json(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    if not isinstance(record, dict):
-        raise ValueError(f"{where}: a JSON {type(record).__name__}, not an object with metrics: {line.strip()[:80]}")
-    if not isinstance(record.get(ITERATION), int) or isinstance(record[ITERATION], bool):
-        raise ValueError(f'{where}: "{ITERATION}" is {record.get(ITERATION)!r}, not a whole number')
-    try:
+        if not isinstance(record, dict):
+            raise ValueError(f"a JSON {type(record).__name__}, not an object with metrics: {line.strip()[:80]}")
+        if not isinstance(record.get(ITERATION), int) or isinstance(record[ITERATION], bool):
+            raise ValueError(f'"{ITERATION}" is {record.get(ITERATION)!r}, not a whole number')
         check_metrics({name: value for name, value in record.items() if name != ITERATION})
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None
@@ -131,11 +118,6 @@ class Range:
     def mean(self) -> float:
         return self.total / self.count
 
-    def add(self, other: "Range") -> None:
-        self.count += other.count
-        self.total += other.total
-        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
-
 
 @dataclass
 class Point:
@@ -147,25 +129,22 @@ class Point:
 
     def add(self, other: "Point") -> None:
         self.last, self.num_lines = other.last, self.num_lines + other.num_lines
-        for name, found in other.metrics.items():
-            if name in self.metrics:
-                self.metrics[name].add(found)
-            else:
-                self.metrics[name] = found
+        for name, new in other.metrics.items():
+            old = self.metrics.get(name, Range(0, 0.0, math.inf, -math.inf))
+            low, high = min(old.low, new.low), max(old.high, new.high)
+            self.metrics[name] = Range(old.count + new.count, old.total + new.total, low, high)
 
 
 @dataclass
 class History:
-    """The points of one file; `best`, `last` and `seconds` are over its lines, not over the points."""
+    """The points of one file; all but `points` is over its lines."""
 
     points: list[Point] = field(default_factory=list)
     width: int = 1
     """Lines of every point but the last"""
     num_lines: int = 0
-    seconds: float = 0.0
-    """The sum of all phases"""
     sums: dict[str, float] = field(default_factory=dict)
-    """Of each metric of seconds, over all lines"""
+    """Of each metric"""
     counts: dict[str, int] = field(default_factory=dict)
     """How many lines have each metric"""
     last: dict[str, float] = field(default_factory=dict)
@@ -178,13 +157,10 @@ class History:
         iteration = int(line[ITERATION])
         values = {name: value for name, value in line.items() if name != ITERATION}
         self.num_lines += 1
-        for name, value in values.items():
-            self.counts[name] = self.counts.get(name, 0) + 1
-            if name.startswith(TIME) or name == SECONDS:
-                self.sums[name] = self.sums.get(name, 0.0) + value
-        self.seconds += sum(value for name, value in values.items() if name.startswith(TIME))
         self.last.update(values)
         for name, value in values.items():
+            self.counts[name] = self.counts.get(name, 0) + 1
+            self.sums[name] = self.sums.get(name, 0.0) + value
             if name not in self.best or value > self.best[name][0]:
                 self.best[name] = value, iteration
         point = Point(iteration, iteration, 1, {name: Range(1, value, value, value) for name, value in values.items()})
@@ -192,13 +168,15 @@ class History:
             self.points[-1].add(point)
             return
         if len(self.points) == MOST_POINTS:
-            self._halve()
+            for first, second in zip(self.points[::2], self.points[1::2], strict=True):
+                first.add(second)
+            self.points, self.width = self.points[::2], 2 * self.width
         self.points.append(point)
 
-    def _halve(self) -> None:
-        for first, second in zip(self.points[::2], self.points[1::2], strict=True):
-            first.add(second)
-        self.points, self.width = self.points[::2], 2 * self.width
+    @property
+    def seconds(self) -> float:
+        """The sum of all phases."""
+        return sum(total for name, total in self.sums.items() if name.startswith(TIME))
 
     @property
     def num_iterations(self) -> int:
@@ -218,59 +196,49 @@ class History:
             for point in self.points
         ]
 
-    def list_recent(self, metric: str, number: int) -> list[float]:
+    def list_recent(self, metric: str, number: int = MOST_POINTS) -> list[float]:
         """The means of the metric in its last `number` points that have it."""
-        found = [point.metrics[metric].mean for point in reversed(self.points) if metric in point.metrics]
-        return found[:number][::-1]
+        return [point.metrics[metric].mean for point in self.points if metric in point.metrics][-number:]
 
 
 def load_history(path: Path, problems: list[str], *, needed: bool = False) -> History:
     """Read the file, with what `derive_metrics` adds; lines that cannot be read are left out, and `problems` names the
     first of them. needed: a missing file is a problem, too.
     """
-    history, first, num_bad = History(), "", 0
+    history, bad = History(), list[str]()
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             for number, text in enumerate(file, start=1):
                 try:
                     line = parse_line(text, f"{path}:{number}")
-                    history.add(line | derive_metrics(line, history.last))
+                    history.add(line | derive_metrics(line))
                 except ValueError as error:
-                    first, num_bad = first or str(error), num_bad + 1
+                    bad.append(str(error))
     except FileNotFoundError:
         if needed:
             problems.append(f"{path}: is missing")
     except OSError as error:
         problems.append(f"{path}: cannot be read: {error}")
-    if num_bad:
-        problems.append(first if num_bad == 1 else f"{first} (and {num_bad - 1} lines more)")
+    if bad:
+        problems.append(bad[0] if len(bad) == 1 else f"{bad[0]} (and {len(bad) - 1} lines more)")
     return history
 
 
-def derive_metrics(line: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
-    """derived/* of an iteration, which its line implies. before: the newest value of each metric before it.
+def derive_metrics(line: Mapping[str, float]) -> dict[str, float]:
+    """derived/* of an iteration, which its line implies.
 
-    seconds: its phases' sum, without start and load. rollout_frac: share of it in which the roles wait for responses.
-    servers_idle_frac: share without a rollout or an evaluation; with rollout.max_staleness the servers generate then,
-    too. generated_tokens_per_second: new responses times their mean length, over the iteration's seconds.
-    update_tflops: 1e12 model operations a second of policy and critic during the update.
+    rollout_frac: share of its seconds in which the roles wait for responses. servers_idle_frac: share without a rollout
+    or an evaluation; with rollout.max_staleness the servers generate then, too. update_tflops: 1e12 model operations a
+    second of policy and critic during the update.
     """
-    times = {name.removeprefix(TIME): value for name, value in line.items() if name.startswith(TIME)}
-    seconds = sum(value for name, value in times.items() if name not in ONCE)
-    if "rollout" not in times or seconds <= 0:
+    seconds, rollout = line.get(SECONDS, 0.0), line.get("time/rollout")
+    if rollout is None or seconds <= 0:
         return {}
-    generating = times["rollout"] + times.get("evaluate", 0.0)
-    derived = {
-        SECONDS: seconds,
-        "derived/rollout_frac": times["rollout"] / seconds,
-        "derived/servers_idle_frac": 1 - generating / seconds,
-    }
+    generating = rollout + line.get("time/evaluate", 0.0)
+    derived = {"derived/rollout_frac": rollout / seconds, "derived/servers_idle_frac": 1 - generating / seconds}
     tflop = [line[name] for name in MODEL_TFLOP if name in line]
-    if tflop and times.get("update", 0.0) > 0:
-        derived[UPDATE_TFLOPS] = sum(tflop) / times["update"]
-    if TOTAL in line and "length/mean" in line:
-        num_samples = line[TOTAL] - before.get(TOTAL, 0.0)
-        derived["derived/generated_tokens_per_second"] = max(0.0, num_samples) * line["length/mean"] / seconds
+    if tflop and line.get("time/update", 0.0) > 0:
+        derived[UPDATE_TFLOPS] = sum(tflop) / line["time/update"]
     return derived
 
 

@@ -205,7 +205,7 @@ def list_tiles(run: RunRecord) -> dict[str, str]:
     tiles["time, all phases"] = format_seconds(history.seconds)
     if "sampling/total_samples" in history.last:
         tiles["responses sampled"] = f"{history.last['sampling/total_samples']:,.0f}"
-    if rates := history.list_recent("derived/generated_tokens_per_second", 20):
+    if rates := history.list_recent("perf/tokens_per_second", 20):
         tiles["generated tokens per second"] = format_number(sum(rates) / len(rates))
     _add_recent(tiles, history, "explained variance", "critic/explained_variance")
     _add_recent(tiles, history, "gap to the rollout engine", "mismatch/logprob_gap_mean")

@@ -8,11 +8,7 @@ outcome.json: how it ended: {"state": "done", "why": "", "results": {"iterations
 done, and what ended it where it is done before its last iteration. A run that is in progress, or whose process was
 killed, has no such file.
 
-starts.jsonl: what each start was made with, one JSON object a line: {"time": 1790000000.0, "objective": "policy loss =
-...", "sizes": "each iteration: ...", "data": "data: 72 prompts ...", "versions": {"python": "3.11.2", ...}, "hardware":
-{"host", "cpu", "cores", "memory_gib", "gpus", "peak_tflops"}}. `gpus` are those of the machine that the driver runs on,
-as nvidia-smi names them; `peak_tflops` is what the processors of policy and critic can do together, in 1e12 operations
-a second, or null.
+starts.jsonl: what each start was made with, one JSON object a line: the fields of `Start`.
 """
 
 import contextlib
@@ -21,12 +17,11 @@ import json
 import math
 import os
 import platform
-import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -37,7 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from megarl.files import load_json_object, parse_json
-from megarl.report.metrics import FILE_NAME, History, add_mfu, drop_unfinished_line, load_history
+from megarl.report.metrics import FILE_NAME, History, LineFile, add_mfu, load_history
 
 RUN_NAME, STATUS_NAME, OUTCOME_NAME, STARTS_NAME = "run.json", "status.json", "outcome.json", "starts.jsonl"
 HYDRA_FOLDER = ".hydra"
@@ -45,11 +40,12 @@ HELDOUT = "reward/heldout"
 LONGEST_WHY = 2000
 PACKAGES = ("megarl", "torch", "megatron-core", "sglang", "ray", "transformers", "transformer-engine", "numpy")
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-TIMEOUT_S = 20.0
 UNFINISHED = "unfinished"
 """The state of a run that is in progress or was killed: it has no outcome.json"""
 SILENT_S = 1800.0
 """Without a sign of life for so long, a run is said to be silent"""
+DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
+"""What reading a file raises that is not what a run writes"""
 
 
 def write_atomically(path: Path, content: Any) -> None:
@@ -68,10 +64,7 @@ def write_status(run_dir: Path, iteration: int, phase: str | None) -> None:
 
 def load_status(path: Path) -> dict[str, Any] | None:
     """Read a status.json; None where there is none."""
-    try:
-        return dict(parse_json(path.read_text()))
-    except FileNotFoundError:
-        return None
+    return load_json_object(path) if path.exists() else None
 
 
 class State(Enum):
@@ -103,15 +96,13 @@ def clear_outcome(run_dir: Path) -> None:
 def load_outcome(run_dir: Path) -> Outcome | None:
     """Read the file; None where there is none. Raises ValueError naming the file where it is not valid."""
     path = run_dir / OUTCOME_NAME
-    try:
-        content = parse_json(path.read_text(encoding="utf-8"))
-        results = {str(name): value for name, value in content["results"].items()}
-        if not all(isinstance(value, int | float) and math.isfinite(value) for value in results.values()):
-            raise ValueError("a result is not a finite number")
-        return Outcome(State(content["state"]), str(content["why"]), results)
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    try:
+        content = load_json_object(path)
+        results = {name: float(value) for name, value in content["results"].items()}
+        return Outcome(State(content["state"]), str(content["why"]), results)
+    except DAMAGED as error:
         raise ValueError(f"{path}: is not what a run writes: {error!r}") from None
 
 
@@ -127,20 +118,16 @@ class Start:
     data: str
     versions: Mapping[str, str]
     hardware: Mapping[str, Any]
+    """host, cpu, cores, memory_gib, gpus (of the driver's machine, as nvidia-smi names them), and peak_tflops: what the
+    processors of policy and critic can do together, in 1e12 operations a second, or null"""
 
 
 def record_start(run_dir: Path, *, objective: str, sizes: str, data: str, peak_tflops: float | None) -> None:
-    """Append a line with these texts. A full disk is left to other writers.
-
-    peak_tflops: 1e12 operations a second of the processors of policy and critic; None: it is not known.
-    """
+    """Append a line with these texts. A full disk is left to other writers."""
     hardware = {**find_hardware(), "peak_tflops": peak_tflops}
-    content = {"time": time.time(), "objective": objective, "sizes": sizes, "data": data}
-    path = run_dir / STARTS_NAME
-    with contextlib.suppress(OSError):
-        drop_unfinished_line(path)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**content, "versions": find_versions(), "hardware": hardware}) + "\n")
+    start = Start(time.time(), objective, sizes, data, find_versions(), hardware)
+    with contextlib.suppress(OSError), contextlib.closing(LineFile(run_dir / STARTS_NAME)) as file:
+        file.append([json.dumps(asdict(start)) + "\n"])
 
 
 def find_versions() -> dict[str, str]:
@@ -172,10 +159,8 @@ def find_hardware() -> dict[str, Any]:
 
 def _ask(*command: str) -> str:
     """What the command prints; empty where it is missing, fails or takes too long."""
-    if shutil.which(command[0]) is None:
-        return ""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20.0, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()
@@ -184,21 +169,14 @@ def _ask(*command: str) -> str:
 def load_starts(run_dir: Path, problems: list[str]) -> list[Start]:
     """The starts in order; a line that cannot be read is named in `problems`. Empty where there is no file."""
     path, starts = run_dir / STARTS_NAME, list[Start]()
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        problems.append(f"{path}: cannot be read: {error}")
-        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     for number, line in enumerate(lines, start=1):
         try:
             record = parse_json(line)
-            objective, sizes, data = (str(record[name]) for name in ("objective", "sizes", "data"))
-            versions = {str(name): str(value) for name, value in record["versions"].items()}
-            hardware = dict(record["hardware"])
-            starts.append(Start(float(record["time"]), objective, sizes, data, versions, hardware))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            texts = {name: str(record[name]) for name in ("objective", "sizes", "data")}
+            pairs = {name: dict(record[name]) for name in ("versions", "hardware")}
+            starts.append(Start(time=float(record["time"]), **texts, **pairs))
+        except DAMAGED as error:
             problems.append(f"{path}:{number}: is not what a run writes: {error!r}")
     return starts
 
@@ -253,9 +231,8 @@ def load_runs(directories: Sequence[Path]) -> list[RunRecord]:
 
 def load_sweep(directory: Path) -> list[RunRecord]:
     """All folders below `directory` in which a run has begun, sorted by name. A missing folder has no runs."""
-    folders = sorted(path for path in directory.iterdir() if path.is_dir()) if directory.is_dir() else []
-    begun = [path for path in folders if (path / HYDRA_FOLDER).is_dir() or (path / RUN_NAME).is_file()]
-    return [load_run(path) for path in begun if ".aside-" not in path.name]
+    begun = {path.parent for name in (HYDRA_FOLDER, RUN_NAME) for path in directory.glob(f"*/{name}")}
+    return [load_run(path) for path in sorted(begun) if ".aside-" not in path.name]
 
 
 def load_run(directory: Path) -> RunRecord:
@@ -277,12 +254,11 @@ def _load_state(folder: Path, problems: list[str]) -> tuple[str, str]:
             return outcome.state.value, outcome.why
     except ValueError as error:
         problems.append(str(error))
+    at = "before its processes were started"
     try:
-        status = parse_json((folder / STATUS_NAME).read_text(encoding="utf-8"))
-        at = f"at iteration {int(status['iteration'])}, in {status['phase'] or 'no phase'}"
-    except FileNotFoundError:
-        at = "before its processes were started"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if (status := load_status(folder / STATUS_NAME)) is not None:
+            at = f"at iteration {int(status['iteration'])}, in {status['phase'] or 'no phase'}"
+    except DAMAGED as error:
         problems.append(f"{folder / STATUS_NAME}: is not what a run writes: {error!r}")
         at = "at an unknown point"
     return UNFINISHED, f"in progress or killed, {at}"
@@ -293,26 +269,19 @@ def _load_settings(folder: Path, problems: list[str]) -> tuple[dict[str, Any], l
     it was written, from Hydra's files.
     """
     path = folder / RUN_NAME
-    config: dict[str, Any] | None = None
-    overrides: list[str] | None = None
     try:
-        content = load_json_object(path)
-        config, overrides = dict(content["config"]), [str(text) for text in content["overrides"]]
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if path.exists():
+            content = load_json_object(path)
+            return dict(content["config"]), [str(text) for text in content["overrides"]]
+    except DAMAGED as error:
         problems.append(f"{path}: is not what a run writes: {error!r}")
-    if config is None:
-        composed = _load_yaml(folder / HYDRA_FOLDER / "config.yaml", problems, needed=True)
-        config = _flatten(composed) if isinstance(composed, dict) else {}
-    if overrides is None:
-        found = _load_yaml(folder / HYDRA_FOLDER / "overrides.yaml", problems)
-        overrides = [str(text) for text in found] if isinstance(found, list) else []
-    return config, overrides
+    composed, found = (_load_yaml(folder / HYDRA_FOLDER / name, problems) for name in ("config.yaml", "overrides.yaml"))
+    config = _flatten(composed) if isinstance(composed, dict) else {}
+    return config, [str(text) for text in found] if isinstance(found, list) else []
 
 
-def _load_yaml(path: Path, problems: list[str], *, needed: bool = False) -> Any:
-    """None where there is no such file, which is a problem where it is needed, or a damaged one, which always is."""
+def _load_yaml(path: Path, problems: list[str]) -> Any:
+    """None where the file is missing or damaged, which is a problem."""
     try:
         tree = OmegaConf.load(path)
         try:
@@ -321,8 +290,7 @@ def _load_yaml(path: Path, problems: list[str], *, needed: bool = False) -> Any:
             # Some values, such as the nodes of a Slurm job, are known only where the run executes.
             return OmegaConf.to_container(tree, resolve=False)
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        if needed or not isinstance(error, FileNotFoundError):
-            problems.append(f"{path}: cannot be read: {error}")
+        problems.append(f"{path}: cannot be read: {error}")
         return None
 
 
@@ -338,9 +306,6 @@ def format_outcomes(runs: Sequence[RunRecord]) -> str:
     rows = [["run", "state", "iterations", "held-out reward", "why"]]
     for run in runs:
         shown = f"{run.history.last[HELDOUT]:.4f}" if HELDOUT in run.history.last else ""
-        why = run.why.splitlines()[0] if run.why else ""
-        rows.append([run.name, run.state, str(run.history.num_iterations), shown, why])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+        rows.append([run.name, run.state, str(run.history.num_iterations), shown, *run.why.splitlines()[:1]])
+    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -10,25 +10,23 @@ from typing import Any, TextIO
 import psutil
 
 from megarl.config.schema.run import LoggerConfig
-from megarl.report.metrics import FILE_NAME, MetricsWriter, check_metrics
+from megarl.report.metrics import FILE_NAME, ONCE, MetricsWriter, check_metrics
 from megarl.report.record import write_status
 from megarl.report.signs import Watch
 from megarl.report.sinks import Sink, open_sinks
 from megarl.report.terminal import LOG_NAME, Progress
-from megarl.report.text import TIME, Decode, Pace, format_iteration, format_samples
+from megarl.report.text import TIME, Decode, format_iteration, format_samples, format_seconds
 from megarl.timeline import span
 from megarl.types import Metrics, Sample
 
 WARNING = "warning: "
-STARTS = ("time/start", "time/load")
-"""Phases that belong to a start and not to an iteration"""
 
 
 def measure_speed(metrics: Metrics, times: Mapping[str, float]) -> Metrics:
     """perf/* of an iteration with responses, by verl's names where they mean the same. times: the seconds of its
     phases. Memory is that of now.
     """
-    seconds = sum(value for name, value in times.items() if name not in STARTS)
+    seconds = sum(value for name, value in times.items() if name.removeprefix(TIME) not in ONCE)
     if "length/sum" not in metrics or seconds <= 0:
         return {}
     return {
@@ -50,19 +48,12 @@ class Report:
         num_iterations: int,
         num_logged_samples: int,
         decode: Decode | None = None,
-        pace: Pace | None = None,
     ):
-        self._metrics = metrics
-        self._pace = pace or Pace(num_iterations)
-        self._run_dir = metrics.path.parent
+        self._metrics, self._sinks, self._progress = metrics, tuple(sinks), progress
+        self._num_iterations, self._num_logged_samples, self._decode = num_iterations, num_logged_samples, decode
         self._iteration = 0
-        self._sinks = tuple(sinks)
-        self._progress = progress
-        self._num_iterations = num_iterations
-        self._num_logged_samples = num_logged_samples
-        self._decode = decode
         self._times: Metrics = {}
-        self._closed = False
+        self._is_paced = self._closed = False
         self._watch = Watch()
         self.measure: Callable[[], Metrics] = dict
         """Gives further metrics of the run's processes to each `log` of an iteration with responses"""
@@ -76,38 +67,41 @@ class Report:
         A name used more than once before a `log` gives the sum, in seconds.
         """
         start = time.perf_counter()
-        write_status(self._run_dir, self._iteration, name)
+        write_status(self._metrics.path.parent, self._iteration, name)
         self._progress.enter(name)
         try:
             with span(name):
                 yield
         finally:
             self._progress.leave()
-            write_status(self._run_dir, self._iteration, None)
+            write_status(self._metrics.path.parent, self._iteration, None)
             self._times[TIME + name] = self._times.get(TIME + name, 0.0) + time.perf_counter() - start
 
     def log(self, iteration: int, metrics: Metrics) -> None:
-        """Write one iteration's metrics and the times of the phases since the last `log`; warn as `Watch` does.
+        """Write one iteration's metrics and the times of the phases since the last `log`; warn as `Watch` does, and
+        once say how long the other iterations take.
 
         Raises:
             ValueError: a metric is NaN or infinite, or has the name of a phase's time; nothing is written.
             TypeError: a metric is not an int or a float.
         """
-        both = sorted(metrics.keys() & self._times.keys())
-        if both:
+        if both := sorted(metrics.keys() & self._times.keys()):
             raise ValueError(f"metric {both[0]!r} has the name of a phase that is timed already")
         speed = measure_speed(metrics, self._times)
         complete = {**metrics, **self._times, **speed, **(self.measure() if speed else {})}
         check_metrics(complete)
-        self._times = {}
-        self._iteration = iteration + 1
+        self._times, self._iteration = {}, iteration + 1
         self._metrics.write(iteration, complete)
         for sink in self._sinks:
             sink.write(iteration, complete)
         self._progress.line(format_iteration(iteration, self._num_iterations, complete))
         self._progress.show_iteration(iteration, self._num_iterations, complete)
-        for text in (*self._watch.check(metrics), *self._pace.check(iteration, speed)):
+        for text in self._watch.check(metrics):
             self.message(text)
+        if speed and not self._is_paced and (num_left := self._num_iterations - iteration) > 0:
+            self._is_paced, each = True, speed["perf/time_per_step"]
+            rest = f"the other {num_left} take about {format_seconds(num_left * each)}"
+            self.message(f"pace: {format_seconds(each)} an iteration; {rest}")
         self.after_log(iteration)
 
     def rewind(self, iteration: int) -> None:
@@ -115,7 +109,7 @@ class Report:
         self._times = {}
         self._iteration = iteration
         self._watch = Watch()
-        self._progress.view.forget_iterations()
+        self._progress.forget_iterations()
         for sink in self._sinks:
             sink.rewind(iteration)
 
@@ -123,26 +117,25 @@ class Report:
         """Print one or more lines for the user; of those that begin with "warning: " the last one stays in view."""
         self._progress.line(text)
         if text.startswith(WARNING):
-            self._progress.view.warning = f"{text.removeprefix(WARNING)} (iteration {self._iteration})"
+            self._progress.warning = f"{text.removeprefix(WARNING)} (iteration {self._iteration})"
 
     def show_processes(self, describe: Callable[[], str]) -> None:
         """Have the live display ask for a line about servers and workers. describe: called from its thread."""
-        self._progress.view.describe_processes = describe
+        self._progress.describe_processes = describe
 
     def samples(self, samples: Sequence[Sample]) -> None:
         """Print logger.num_logged_samples of the samples, where possible a correct and a wrong one."""
         if samples and self._num_logged_samples > 0:
-            self._progress.line(format_samples(samples, self._num_logged_samples, self._decode), breaks_words=True)
+            self._progress.line(format_samples(samples, self._num_logged_samples, self._decode))
 
     def close(self) -> None:
         """Close the files and end the display; may be called twice."""
-        if self._closed:
-            return
-        self._closed = True
-        for sink in self._sinks:
-            sink.close()
-        self._progress.close()
-        self._metrics.close()
+        if not self._closed:
+            self._closed = True
+            for sink in self._sinks:
+                sink.close()
+            self._progress.close()
+            self._metrics.close()
 
 
 def build_report(
@@ -162,8 +155,7 @@ def build_report(
     sinks = list(open_sinks(logger, run_dir, settings or {}))
     metrics = MetricsWriter(run_dir / FILE_NAME)
     progress = Progress((stream or sys.stdout) if logger.terminal else None, log=run_dir / LOG_NAME)
-    pace = Pace(num_iterations, (settings or {}).get("train.max_minutes"))
-    report = Report(metrics, sinks, progress, num_iterations, logger.num_logged_samples, decode, pace)
+    report = Report(metrics, sinks, progress, num_iterations, logger.num_logged_samples, decode)
     if metrics.num_dropped_bytes:
         dropped = f"an unfinished last line of {metrics.num_dropped_bytes} bytes, left by a killed run"
         report.message(f"{metrics.path}: {dropped}, was cut off")

@@ -6,13 +6,13 @@ And samples without a reward (`Score.failure`): counted, shown, and too many of 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from megarl.report.text import make_printable
+from megarl.report.text import make_printable, shorten
 from megarl.types import FinishReason, Metrics, Sample
 
 NUM_REASONS = 3
 """Most reasons that a message names"""
 LONGEST_REASON = 200
-"""Maximum characters shown of a reason"""
+"""Characters shown of a reason"""
 
 
 def compute_score_metrics(samples: Sequence[Sample], *, with_environment: bool) -> Metrics:
@@ -60,7 +60,7 @@ def compute_heldout_metrics(samples: Sequence[Sample], *, with_environment: bool
     return {
         **metrics,
         "heldout/correct": _mean(sample.score.correct for sample in samples),
-        "heldout/failed_frac": _mean(sample.score.failure is not None for sample in samples),
+        "heldout/failed_frac": count_failed(samples) / len(samples),
         "reward/heldout": _mean(sample.score.reward for sample in samples),
     }
 
@@ -73,9 +73,8 @@ def _mean(values: Iterable[float]) -> float:
 def _collect(details: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
     """All values of each name, in order."""
     found: dict[str, list[float]] = defaultdict(list)
-    for each in details:
-        for name, value in each.items():
-            found[name].append(value)
+    for name, value in (pair for each in details for pair in each.items()):
+        found[name].append(value)
     return found
 
 
@@ -92,9 +91,9 @@ def describe_failures(samples: Sequence[Sample]) -> str:
     reasons = Counter(sample.score.failure for sample in samples if sample.score.failure is not None)
     if not reasons:
         return ""
-    shown = [f"{count} x {shorten_reason(reason)}" for reason, count in reasons.most_common(NUM_REASONS)]
-    if len(reasons) > NUM_REASONS:
-        rest = reasons.total() - sum(count for _, count in reasons.most_common(NUM_REASONS))
+    most = reasons.most_common(NUM_REASONS)
+    shown = [f"{n} x {shorten(make_printable(' '.join(why.split())), LONGEST_REASON)}" for why, n in most]
+    if rest := reasons.total() - sum(count for _, count in most):
         shown.append(f"{rest} x other reasons")
     return f"{reasons.total()} of {len(samples)} responses have no reward: {'; '.join(shown)}"
 
@@ -107,9 +106,3 @@ def check_failures(samples: Sequence[Sample], max_failed_frac: float) -> None:
             f" {int(max_failed_frac * len(samples))}: the verifier or the environment must be mended, or"
             " reward.max_failed_frac be raised"
         )
-
-
-def shorten_reason(reason: str) -> str:
-    """The reason on one line, safe to print."""
-    text = make_printable(" ".join(reason.split()))
-    return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]} ..."

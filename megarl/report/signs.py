@@ -222,7 +222,7 @@ def _find_medians(history: History) -> dict[str, float]:
 
 
 def _check_rewards(history: History) -> Iterator[Warned]:
-    values = history.list_recent(REWARD, len(history.points))
+    values = history.list_recent(REWARD)
     if history.num_lines < FEWEST or len(values) < FEWEST:
         return
     first, last = median_high(values[:RECENT]), median_high(values[-RECENT:])
@@ -233,7 +233,7 @@ def _check_rewards(history: History) -> Iterator[Warned]:
             "read responses: is the right answer ever given, and is it paid? Without any right answer there is nothing"
             " to reinforce: easier prompts, a larger train.responses_per_prompt, or a reward with parts",
         )
-    if not (heldout := history.list_recent(HELDOUT, len(history.points))):
+    if not (heldout := history.list_recent(HELDOUT)):
         return
     (best, iteration), newest, start = history.best[HELDOUT], history.last[HELDOUT], heldout[0]
     if best > start and newest < best - 0.2 * (best - start):
@@ -248,7 +248,7 @@ def _check_rewards(history: History) -> Iterator[Warned]:
 
 
 def _check_policy(history: History) -> Iterator[Warned]:
-    values = history.list_recent(ENTROPY, len(history.points))
+    values = history.list_recent(ENTROPY)
     # What is solved needs no variety.
     is_solved = any(value > 0.9 for value in history.list_recent("reward/correct", 1))
     if len(values) >= RECENT and not is_solved:
@@ -283,7 +283,7 @@ def _check_phases(history: History, config: Mapping[str, Any]) -> Iterator[Warne
         ("evaluate", f"raise train.eval_every (it is {eval_every}) or lower train.num_eval_prompts"),
         ("sync", "look at the steps of a sync below; rollout.transport says how the weights travel"),
     ):
-        share = history.sums.get(f"time/{phase}", 0.0) / (history.sums.get("derived/seconds") or inf)
+        share = history.sums.get(f"time/{phase}", 0.0) / (history.sums.get("perf/time_per_step") or inf)
         if share > 0.3 and history.num_lines > 3:
             yield Warned(f"Much time goes into {phase}", f"{share:.0%} of all seconds (time/{phase})", do)
 
@@ -398,7 +398,7 @@ def _explain_course(history: History, mean: float, quarters: list[float | None])
             "look at the first tokens of a response in the viewer below, coloured by mismatch",
             gaps[0] > LOW_PRECISION,
         )
-    early = history.list_recent(GAP, len(history.points))
+    early = history.list_recent(GAP)
     first = median_high(early[:RECENT])
     if len(early) >= 2 * RECENT and mean > 5 * first:
         yield Cause(

@@ -9,12 +9,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from rich.console import Console, Group
-from rich.live import Live
+import rich.progress
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from megarl.report.text import format_number, format_seconds, make_printable, wrap
@@ -27,74 +26,7 @@ LOG_REMINDER_S = 60.0
 """In a log file, a long phase is mentioned after this time, and again whenever its duration has doubled."""
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 NUM_REWARDS = 40
-NUM_TIMED = 20
-"""Iterations whose mean duration the rest is estimated from"""
-BAR = 20
-
-
-@dataclass
-class LiveView:
-    """What the live display shows; `list_lines` renders it, without a terminal."""
-
-    is_unicode: bool = True
-    iteration: int | None = None
-    """The last that was logged; None: none was"""
-    num_iterations: int = 0
-    rewards: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REWARDS))
-    heldout: float | None = None
-    warning: str = ""
-    describe_processes: Callable[[], str] | None = None
-    """Called twice a second, from another thread"""
-    ends: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_TIMED + 1))
-    """When the last iterations were logged, in seconds of time.monotonic"""
-
-    def log(self, iteration: int, num_iterations: int, metrics: Metrics, now: float) -> None:
-        self.iteration, self.num_iterations = iteration, num_iterations
-        self.ends.append(now)
-        if "reward/mean" in metrics:
-            self.rewards.append(metrics["reward/mean"])
-        self.heldout = metrics.get("reward/heldout", self.heldout)
-
-    def forget_iterations(self) -> None:
-        """The run resumes from a checkpoint: what was shown is of iterations that are repeated."""
-        self.rewards.clear()
-        self.ends.clear()
-        self.iteration = self.heldout = None
-
-    def describe_iteration(self) -> str:
-        """ "iteration 3/20", of the one under way; empty before the first and after the last."""
-        if self.iteration is None or self.iteration >= self.num_iterations:
-            return ""
-        return f"iteration {self.iteration + 1}/{self.num_iterations}"
-
-    def estimate_left(self, now: float) -> float | None:
-        """Seconds until the last iteration, from the mean of the newest; None before two were logged."""
-        if self.iteration is None or len(self.ends) < 2 or self.iteration >= self.num_iterations:
-            return None
-        each = (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
-        return max(0.0, each * (self.num_iterations - self.iteration) - (now - self.ends[-1]))
-
-    def list_lines(self, phase: str, now: float | None = None) -> Iterator[str]:
-        """Progress with the phase; rewards; servers and workers; the last warning. Those that there are."""
-        left = self.estimate_left(time.monotonic() if now is None else now)
-        if self.iteration is not None and self.num_iterations:
-            done = self.iteration / self.num_iterations
-            full, eta = (
-                round(min(1.0, max(0.0, done)) * BAR),
-                f"  {format_seconds(left)} left" if left is not None else "",
-            )
-            filled, free = "━─" if self.is_unicode else "#-"
-            yield f"{filled * full}{free * (BAR - full)} {done:4.0%}{eta}  {phase}".rstrip()
-        elif phase:
-            yield phase
-        if self.rewards:
-            held_out = f" | held-out {format_number(self.heldout)}" if self.heldout is not None else ""
-            line = draw_sparkline(self.rewards, BLOCKS if self.is_unicode else ASCII_BLOCKS)
-            yield f"reward {line} {format_number(self.rewards[-1])}{held_out}"
-        if self.describe_processes is not None:
-            yield self.describe_processes()
-        if self.warning:
-            yield f"last warning: {make_printable(self.warning)}"
+WEEK_S = 7 * 24 * 3600.0
 
 
 def draw_sparkline(values: Sequence[float], blocks: str = BLOCKS) -> str:
@@ -107,82 +39,121 @@ def draw_sparkline(values: Sequence[float], blocks: str = BLOCKS) -> str:
     return "".join(blocks[round((value - low) / (high - low) * (len(blocks) - 1))] for value in values)
 
 
+class _Display(rich.progress.Progress):
+    """The bar of the iterations, with lines around it."""
+
+    def __init__(self, stream: TextIO, list_lines: Callable[[], Iterator[str]]):
+        console = Console(file=stream, highlight=False, markup=False, emoji=False)
+        columns = rich.progress.BarColumn(20), rich.progress.TaskProgressColumn(), rich.progress.TimeRemainingColumn()
+        self._list_lines = list_lines
+        super().__init__(*columns, console=console, refresh_per_second=2, transient=True, speed_estimate_period=WEEK_S)
+        self.bar = self.add_task("iterations", visible=False)
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        if self.tasks and self.tasks[0].visible:
+            yield self.make_tasks_table(self.tasks)
+        yield from (Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in self._list_lines())
+
+
 class Progress:
     """Prints lines, and shows the current phase.
 
-    On a terminal the last lines are live: those of `view`. In a file nothing is ever rewritten: a phase is mentioned
-    only when it takes longer than LOG_REMINDER_S.
+    On a terminal the last lines are live: the bar, `list_lines`. In a file nothing is ever rewritten: a phase is
+    mentioned only when it takes longer than LOG_REMINDER_S.
     """
 
     def __init__(self, stream: TextIO | None, reminder_s: float = LOG_REMINDER_S, log: Path | None = None):
         """stream: None: nothing is shown. log: gets every line, too; made with the first."""
-        self._stream, self._log = stream, log
-        self._reminder_s = reminder_s
+        self._stream, self._log, self._reminder_s = stream, log, reminder_s
         self._phases: list[tuple[str, float]] = []
         self._encoding = getattr(stream, "encoding", None) or "utf-8"
-        self.view = LiveView(is_unicode=self._encoding.lower().startswith("utf"))
+        self._iteration, self._num_iterations = -1, 0
+        self._rewards: deque[float] = deque(maxlen=NUM_REWARDS)
+        self._heldout: float | None = None
+        self.warning = ""
+        """The last one, which stays in view"""
+        self.describe_processes: Callable[[], str] | None = None
+        """Called twice a second, from another thread"""
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._live: Live | None = None
-        self._reminder: threading.Thread | None = None
+        self._display: _Display | None = None
+        self._reminder = threading.Thread(target=self._remind, name="progress-reminder", daemon=True)
         if stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb":
-            console = Console(file=stream, highlight=False, markup=False, emoji=False)
-            self._live = Live(get_renderable=self._render, console=console, refresh_per_second=2, transient=True)
-            self._live.start()
+            self._display = _Display(stream, self.list_lines)
+            self._display.start()
         elif stream is not None:
-            self._reminder = threading.Thread(target=self._remind, name="progress-reminder", daemon=True)
             self._reminder.start()
 
-    def line(self, text: str, *, breaks_words: bool = False) -> None:
-        """Print `text` and a newline, and flush. Characters that the stream cannot encode are escaped.
-
-        Lines that are too long are broken. breaks_words: as of `wrap`.
+    def line(self, text: str) -> None:
+        """Print `text` and a newline, and flush, its long lines broken. Characters that the stream cannot encode are
+        escaped.
         """
         encoded = text.encode(self._encoding, "backslashreplace").decode(self._encoding)
         with self._lock:
             if self._log is not None:
                 append_log(self._log, text)
-            if self._stream is not None and self._live is None:
-                self._stream.write(wrap(encoded, LOG_WIDTH, breaks_words=breaks_words) + "\n")
+            if self._stream is not None and self._display is None:
+                self._stream.write(wrap(encoded, LOG_WIDTH) + "\n")
                 self._stream.flush()
-        if self._live is not None:
-            width = max(LOG_WIDTH // 2, self._live.console.width)
-            self._live.console.print(Text(wrap(encoded, width, breaks_words=breaks_words)), soft_wrap=True)
+        if self._display is not None:
+            width = max(LOG_WIDTH // 2, self._display.console.width)
+            self._display.console.print(Text(wrap(encoded, width)), soft_wrap=True)
 
     def show_iteration(self, iteration: int, num_iterations: int, metrics: Metrics) -> None:
         """Show that this iteration was logged, and that the next one begins."""
-        self.view.log(iteration, num_iterations, metrics, time.monotonic())
+        self._iteration, self._num_iterations = iteration, num_iterations
+        if "reward/mean" in metrics:
+            self._rewards.append(metrics["reward/mean"])
+        self._heldout = metrics.get("reward/heldout", self._heldout)
+        if self._display is not None:
+            self._display.update(
+                self._display.bar, completed=max(0, iteration), total=num_iterations, visible=iteration >= 0
+            )
+
+    def forget_iterations(self) -> None:
+        """The run resumes from a checkpoint: what was shown is of iterations that are repeated."""
+        self._rewards.clear()
+        self._iteration, self._heldout = -1, None
+        if self._display is not None:
+            self._display.reset(self._display.bar, visible=False)
 
     def enter(self, phase: str) -> None:
         """Begin `phase`; phases may be nested, and the innermost is shown."""
         self._phases.append((phase, time.monotonic()))
-        if self._live is not None:
-            self._live.refresh()
 
     def leave(self) -> None:
         """End the innermost phase."""
         self._phases.pop()
-        if self._live is not None:
-            self._live.refresh()
 
     def close(self) -> None:
         """End the live display; may be called twice."""
         self._closed.set()
-        if self._live is not None:
-            self._live.stop()
-        if self._reminder is not None:
+        if self._display is not None:
+            self._display.stop()
+        if self._reminder.is_alive():
             self._reminder.join(timeout=5)
 
     def describe_phase(self) -> str:
         """The current phase, for example "iteration 3/20  rollout ... 12 s"; empty between phases."""
         # The list may change meanwhile, in another thread.
         for name, start in self._phases[-1:]:
-            return f"{self.view.describe_iteration()}  {name} ... {format_seconds(time.monotonic() - start)}".strip()
+            is_under_way = 0 <= self._iteration < self._num_iterations
+            number = f"iteration {self._iteration + 1}/{self._num_iterations}  " if is_under_way else ""
+            return f"{number}{name} ... {format_seconds(time.monotonic() - start)}"
         return ""
 
-    def _render(self) -> Group:
-        lines = self.view.list_lines(self.describe_phase() or self.view.describe_iteration())
-        return Group(*(Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in lines))
+    def list_lines(self) -> Iterator[str]:
+        """Phase; rewards; servers and workers; the last warning. Those that there are."""
+        if phase := self.describe_phase():
+            yield phase
+        if self._rewards:
+            held_out = f" | held-out {format_number(self._heldout)}" if self._heldout is not None else ""
+            line = draw_sparkline(self._rewards, BLOCKS if self._encoding.lower().startswith("utf") else ASCII_BLOCKS)
+            yield f"reward {line} {format_number(self._rewards[-1])}{held_out}"
+        if self.describe_processes is not None:
+            yield self.describe_processes()
+        if self.warning:
+            yield f"last warning: {make_printable(self.warning)}"
 
     def _remind(self) -> None:
         reminded: tuple[str, float] | None = None

@@ -1,9 +1,7 @@
 """Metrics, samples and durations as one line or a few."""
 
-import re
 import textwrap
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megarl.types import Metrics, Response, Sample
@@ -25,13 +23,11 @@ KEY_METRICS = (
     ("replay/logprob_below", "below"),
 )
 """The metrics shown for every iteration that has them, in this order; all metrics are in metrics.jsonl."""
-GLUE = "\u2060"
-"""Stands for a space at which no line is broken; WORD JOINER, which nobody prints"""
-INDENT = 4
+INDENT = " " * 4
 LONGEST_TEXT = 600
 """Maximum characters printed of a prompt or response; the middle of a longer one is left out"""
-MOST_TURNS = 8
-"""Maximum turns printed of a conversation; those in its middle are left out"""
+MOST_LINES = 16
+"""Maximum actions and observations printed of a conversation; those in its middle are left out"""
 
 
 def format_number(value: float) -> str:
@@ -51,31 +47,20 @@ def format_seconds(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-def wrap(text: str, width: int, *, breaks_words: bool = False) -> str:
-    """The text with its longer lines broken at spaces, what follows indented; a number stays with its name.
-
-    breaks_words: also within words that are longer than a line; otherwise they stay whole, as a path must.
-    """
+def wrap(text: str, width: int) -> str:
+    """The text with its longer lines broken at spaces, what follows indented. Words stay whole, as a path must."""
     lines = []
     for line in text.split("\n"):
-        if len(line) <= width:
-            lines.append(line)
-            continue
-        units = [each.replace(" ", GLUE) if len(each) < width // 2 else each for each in line.split(" | ")]
-        # "rollout 0.136, update 2.5"
-        pair = rf"(?<!\S)(\w{{1,{width // 4}}}) (-?\d[\d.e+-]{{,9}})(?=,|$)"
-        units = [re.sub(pair, rf"\1{GLUE}\2", each) for each in units]
-        start = len(line) - len(line.lstrip())
+        indent = " " * (len(line) - len(line.lstrip())) + INDENT
         broken = textwrap.wrap(
-            " | ".join(units),
+            line,
             width,
-            initial_indent="",
-            subsequent_indent=" " * (start + INDENT),
-            break_long_words=breaks_words,
+            subsequent_indent=indent,
+            break_long_words=False,
             break_on_hyphens=False,
             replace_whitespace=False,
         )
-        lines += [part.replace(GLUE, " ") for part in broken]
+        lines += broken if len(line) > width else [line]
     return "\n".join(lines)
 
 
@@ -133,31 +118,18 @@ def format_sample(sample: Sample, decode: Decode | None = None) -> str:
     size, lines = f"{len(response.token_ids)} tokens", [("response", response.text)]
     if has_observations(response):
         size = f"{len(response.turns)} turns, {int(response.generated.sum())} of {len(response)} tokens generated"
-        lines = _list_lines(list_turns(response, decode))
+        lines = []
+        for turn in list_turns(response, decode):
+            lines.append((f"action ({format_number(turn.reward)})" if turn.reward else "action", turn.action))
+            lines += [("observation", turn.observation)] if turn.observation else []
+        if len(lines) > MOST_LINES:
+            half, num_left_out = MOST_LINES // 2, len(lines) - MOST_LINES
+            lines = [*lines[:half], ("...", f"[{num_left_out} actions and observations]"), *lines[-half:]]
     lines = [("prompt", sample.prompt.text), *lines, ("expected", sample.prompt.answer)]
     width = max(len(label) for label, _ in lines)
-    return "\n".join(
-        (
-            f"sample {make_printable(sample.prompt.id)}: {verdict}, {rewards}, {size},"
-            f" ended by {response.finish_reason.value}",
-            *(f"  {label.ljust(width)}  {shorten(make_printable(text))}" for label, text in lines),
-        )
-    )
-
-
-def _list_lines(turns: Sequence[ShownTurn]) -> list[tuple[str, str]]:
-    """(label, text) of each action and observation, of at most MOST_TURNS turns."""
-    lines: list[tuple[str, str]] = []
-    for number, turn in enumerate(turns):
-        if len(turns) > MOST_TURNS and MOST_TURNS // 2 <= number < len(turns) - MOST_TURNS // 2:
-            if number == MOST_TURNS // 2:
-                lines.append(("...", f"[{len(turns) - MOST_TURNS // 2 * 2} turns]"))
-            continue
-        reward = f" ({format_number(turn.reward)})" if turn.reward else ""
-        lines.append((f"action{reward}", turn.action))
-        if turn.observation:
-            lines.append(("observation", turn.observation))
-    return lines
+    head = f"sample {make_printable(sample.prompt.id)}: {verdict}, {rewards}, {size}"
+    shown = [f"  {label.ljust(width)}  {shorten(make_printable(text))}" for label, text in lines]
+    return "\n".join([f"{head}, ended by {response.finish_reason.value}", *shown])
 
 
 def format_samples(samples: Sequence[Sample], num_samples: int, decode: Decode | None = None) -> str:
@@ -168,38 +140,6 @@ def format_samples(samples: Sequence[Sample], num_samples: int, decode: Decode |
         if len(chosen) > 1 and others and all(s.score.correct is not wanted for s in chosen):
             chosen[-1] = others[0]
     return "\n".join(format_sample(sample, decode) for sample in chosen)
-
-
-class Pace:
-    """Says once, after the first iteration, how long the others take."""
-
-    def __init__(self, num_iterations: int, max_minutes: float | None = None):
-        """max_minutes: train.max_minutes, which counts from here; None: no limit."""
-        self._num_iterations, self._max_minutes = num_iterations, max_minutes
-        self._started: float | None = time.monotonic()
-
-    def check(self, iteration: int, metrics: Metrics) -> Iterator[str]:
-        """metrics: of the iteration, perf/time_per_step among them where it has responses."""
-        seconds, num_left = metrics.get("perf/time_per_step"), self._num_iterations - iteration
-        if self._started is None or seconds is None:
-            return
-        passed, self._started = time.monotonic() - self._started, None
-        if num_left > 0:
-            left_s = None if self._max_minutes is None else 60 * self._max_minutes - passed
-            yield format_pace(seconds, num_left, left_s)
-
-
-def format_pace(seconds: float, num_left: int, left_s: float | None = None) -> str:
-    """`pace: 34 s an iteration; the other 11 take about 6 min 14 s`, and how many of them there is time for.
-
-    seconds: of an iteration. left_s: until the limit of time; the iteration in which it is passed is the last.
-    """
-    text = f"pace: {format_seconds(seconds)} an iteration; the other {num_left} take about"
-    text += f" {format_seconds(num_left * seconds)}"
-    num_allowed = num_left if left_s is None else 1 + int(max(0.0, left_s) / seconds)
-    if num_allowed < num_left:
-        text += f"; train.max_minutes leaves time for about {num_allowed} of them"
-    return text
 
 
 def format_heldout(rewards: Sequence[tuple[int, float]]) -> str:

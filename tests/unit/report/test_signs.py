@@ -87,7 +87,7 @@ def build_history(num_iterations: int = 40, **changes: object) -> History:
         line = {"iteration": iteration, **build_metrics(iteration, num_iterations)}
         for name, value in changes.items():
             line[name.replace("__", "/")] = value(iteration) if callable(value) else value
-        history.add(derive_metrics(line, history.last) | line)
+        history.add(derive_metrics(line) | line)
     return history
 
 
