@@ -173,9 +173,9 @@ def load_starts(run_dir: Path, problems: list[str]) -> list[Start]:
     for number, line in enumerate(lines, start=1):
         try:
             record = parse_json(line)
-            texts = {name: str(record[name]) for name in ("objective", "sizes", "data")}
-            pairs = {name: dict(record[name]) for name in ("versions", "hardware")}
-            starts.append(Start(time=float(record["time"]), **texts, **pairs))
+            objective, sizes, data = (str(record[name]) for name in ("objective", "sizes", "data"))
+            versions, hardware = dict(record["versions"]), dict(record["hardware"])
+            starts.append(Start(float(record["time"]), objective, sizes, data, versions, hardware))
         except DAMAGED as error:
             problems.append(f"{path}:{number}: is not what a run writes: {error!r}")
     return starts
