@@ -92,9 +92,10 @@ def run_verify(args: argparse.Namespace) -> int:
         print(f"  and {len(differences) - SHOWN} more")
     equal = not differences
     if args.text is not None:
-        outputs = convert.compare_outputs(a, b, torch.tensor(load_tokenizer(a.description)(args.text)["input_ids"]))
-        print(outputs)
-        equal = equal and outputs.is_rounding
+        tokens = torch.tensor(load_tokenizer(a.description)(args.text)["input_ids"])
+        found, is_rounding = convert.compare_outputs(a, b, tokens)
+        print(found)
+        equal = equal and is_rounding
     print("equal" if equal else "DIFFERENT")
     return 0 if equal else 1
 

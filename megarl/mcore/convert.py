@@ -270,34 +270,13 @@ def compare_tensors(a: Source, b: Source) -> list[str]:
     return differences
 
 
-@dataclass(frozen=True)
-class OutputDifference:
-    what: str
-    """logits or values"""
-    num_tokens: int
-    largest: float
-    """largest |a - b|"""
-    scale: float
-    """largest |b|"""
-
-    @property
-    def is_rounding(self) -> bool:
-        """False for NaN."""
-        return self.largest <= LOGITS_BOUND * self.scale
-
-    def __str__(self) -> str:
-        relative = self.largest / self.scale if self.scale else self.largest
-        return (
-            f"{self.what} of {self.num_tokens} tokens: differ by up to {self.largest:.3g}, {relative:.2g} of the"
-            f" largest of {self.scale:.4g}; the bound is {LOGITS_BOUND:g}"
-        )
-
-
-def compare_outputs(a: Source, b: Source, tokens: Tensor) -> OutputDifference:
-    """Of `compute_outputs`; tokens: int64 [n], two at least."""
+def compare_outputs(a: Source, b: Source, tokens: Tensor) -> tuple[str, bool]:
+    """How much what `compute_outputs` gives differs, and whether that is rounding; tokens: int64 [n], two at least."""
     own, other = compute_outputs(a, tokens), compute_outputs(b, tokens)
+    largest, scale = float((own - other).abs().max()), float(other.abs().max())
     what = "values" if a.role is Role.critic else "logits"
-    return OutputDifference(what, len(tokens), float((own - other).abs().max()), float(other.abs().max()))
+    text = f"{what} of {len(tokens)} tokens: differ by up to {largest:.3g}, the largest is {scale:.4g}"
+    return f"{text}; the bound is {LOGITS_BOUND:g} of it", largest <= LOGITS_BOUND * scale
 
 
 def compute_outputs(source: Source, tokens: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 A critic is a ...ForSequenceClassification with one label, its weights in score.weight. Imports no Megatron.
 """
 
-import ctypes
 import json
 import math
 import os
@@ -11,16 +10,16 @@ import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from megarl.files import load_json_object, name_some, naming_file
+from megarl.files import load_json_object, name_some
 from megarl.mcore.entries import VALUE_HEAD, PeftAdapter, list_entries
 from megarl.mcore.spec import CRITIC_PROMPT, VALUE_RANGE, Role
 from megarl.models.architecture import Architecture
@@ -28,6 +27,8 @@ from megarl.models.families import FAMILIES
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+CONSOLIDATED = "consolidated.safetensors"
+"""The same weights in another form, which SGLang leaves out where there is no third file"""
 PIECE = 1 << 20
 """Elements that are looked at together where a whole tensor would need memory of its own size"""
 
@@ -71,33 +72,37 @@ class CheckpointReader:
         return tuple(self._files)
 
     def find_misplaced(self, expected: Collection[str]) -> Iterator[str]:
-        """How the files differ from the index that names them; nothing without one.
+        """How the files differ from the index that names them, and weights that servers would load beside them.
 
         expected: the tensors that the model needs; of others that are in the files alone nothing is said.
         """
+        found = {file.name for file in self._directory.glob("*.safetensors")}
         if not (self._directory / INDEX).is_file():
+            if further := found - {SINGLE, CONSOLIDATED}:
+                yield (
+                    f"has {name_some(sorted(further))} beside {SINGLE} and no {INDEX}; servers would load all of them:"
+                    " remove those that are not of the model"
+                )
             return
         files = sorted(set(self._files.values()))
-        if missing := [file for file in files if not (self._directory / file).is_file()]:
+        if missing := [file for file in files if file not in found]:
             yield f"lacks {name_some(missing)}, of {len(files)} files that {INDEX} names"
             return
-        if SINGLE not in files and (self._directory / SINGLE).is_file():
+        if SINGLE in found.difference(files):
             yield f"has {SINGLE} and {INDEX}, which names other files; remove those that are not of the model"
         holders: dict[str, list[str]] = {}
         for file in files:
             with _open(self._directory / file) as handle:
                 for name in handle.keys():  # noqa: SIM118  (it is no mapping)
                     holders.setdefault(name, []).append(file)
+        listed = {name: [self._files[name]] if name in self._files else [] for name in expected}
         wrong = [
-            f"{name} is in {' and '.join(holders.get(name, ['none of them']))}, by the index in {file}"
-            for name, file in self._files.items()
-            if name in expected and holders.get(name) != [file]
+            f"{name} is in {' and '.join(holders.get(name, ['no file']))}, by the index in {' '.join(own) or 'none'}"
+            for name, own in listed.items()
+            if holders.get(name, []) != own
         ]
         if wrong:
             yield f"{INDEX} differs from the files: {name_some(wrong)}"
-        unlisted = [f"{name} in {holders[name][0]}" for name in expected if name in holders and name not in self._files]
-        if unlisted:
-            yield f"{INDEX} lacks {name_some(unlisted)}"
 
     def read(self, name: str) -> Tensor:
         tensor: Tensor = self._open_file(name).get_tensor(name)
@@ -111,11 +116,6 @@ class CheckpointReader:
         """The dtype as safetensors writes it (F32, BF16 ...), without reading the tensor."""
         dtype: str = self._open_file(name).get_slice(name).get_dtype()
         return dtype
-
-    def release(self) -> None:
-        """Unmap the files, as soon as no tensor of theirs is left; what is read next maps them again."""
-        self._stack.close()
-        self._open.clear()
 
     def _open_file(self, name: str) -> Any:
         if name not in self._files:
@@ -157,86 +157,48 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 MAX_FILE_BYTES = 4 << 30
-DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 def write_safetensors(
     directory: Path, tensors: Iterable[tuple[str, Tensor]], max_file_bytes: int = MAX_FILE_BYTES
 ) -> None:
     """One file, or numbered files with an index where there is more than max_file_bytes; the tensors of a file are held
-    until it is full.
+    until it is full. Raises OSError.
     """
-    parts: list[list[TensorSpec]] = []
+    parts: list[list[str]] = []
+    total_size = 0
     for held in _hold(tensors, max_file_bytes):
-        parts.append([TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in held])
-        _write_file(directory / f"part-{len(parts)}", parts[-1], held)
-    for number, name in enumerate(_name_files(directory, parts), start=1):
-        (directory / f"part-{number}").rename(directory / name)
+        parts.append(list(held))
+        path = directory / f"part-{len(parts)}"
+        try:
+            save_file({name: tensor.contiguous() for name, tensor in held.items()}, path, {"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{path}: {error}") from None
+        with path.open("rb") as file:
+            os.fsync(file)
+        total_size += sum(tensor.nbytes for tensor in held.values())
+    names = [SINGLE]
+    if len(parts) > 1:
+        names = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
+        weight_map = {name: file for file, part in zip(names, parts, strict=True) for name in part}
+        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+        (directory / INDEX).write_text(json.dumps(index, indent=2))
+    for number, file in enumerate(names, start=1):
+        (directory / f"part-{number}").rename(directory / file)
 
 
-def _write_file(path: Path, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    with naming_file(path), path.open("wb") as file:
-        header = _encode_header(specs)
-        file.write(len(header).to_bytes(8, "little") + header)
-        for _, tensor in tensors:
-            whole = tensor.contiguous()
-            # Not as a numpy array: torch resizes no storage that one has shared, and offloading does that to weights.
-            file.write((ctypes.c_char * whole.nbytes).from_address(whole.data_ptr()))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _name_files(directory: Path, parts: Sequence[Sequence[TensorSpec]]) -> list[str]:
-    """The names of the files of `parts`; where they are several, the index is written."""
-    if len(parts) == 1:
-        return [SINGLE]
-    names = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
-    weight_map = {spec.name: file for file, part in zip(names, parts, strict=True) for spec in part}
-    index = {
-        "metadata": {"total_size": sum(spec.num_bytes for part in parts for spec in part)},
-        "weight_map": weight_map,
-    }
-    (directory / INDEX).write_text(json.dumps(index, indent=2))
-    return names
-
-
-def _hold(tensors: Iterable[tuple[str, Tensor]], max_file_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+def _hold(tensors: Iterable[tuple[str, Tensor]], max_file_bytes: int) -> Iterator[dict[str, Tensor]]:
     """The tensors of one file after another; at least of one, which may have none."""
-    held: list[tuple[str, Tensor]] = []
+    held: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors:
         if held and size + tensor.nbytes > max_file_bytes:
             yield held
-            held.clear()  # also for the caller, who has the list until the next one comes
+            held.clear()  # also for the caller, who has them until the next ones come
             size = 0
-        held.append((name, tensor))
+        held[name] = tensor
         size += tensor.nbytes
     yield held
-
-
-def _encode_header(specs: Sequence[TensorSpec]) -> bytes:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for spec in specs:
-        start, end = end, end + spec.num_bytes
-        header[spec.name] = {
-            "dtype": DTYPE_NAMES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [start, end],
-        }
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    return encoded + b" " * (-len(encoded) % 8)
 
 
 def to_classifier_config(
@@ -258,34 +220,40 @@ def to_classifier_config(
     return {**changed, "dtype": str(dtype).removeprefix("torch.")}
 
 
-def check_critic_checkpoint(directory: Path, critic: Architecture, policy: Architecture, longest: int) -> Iterator[str]:
+def check_critic_checkpoint(directory: Path, critic: Architecture, policy: Architecture, longest: int) -> list[str]:
     """Why a checkpoint cannot be a critic of the policy; one message each, what was found and what would be right.
 
     longest: most tokens of prompt and response together.
     """
-    try:
+    problems = check_checkpoint(directory, critic, Role.critic)
+    if not problems:
         with CheckpointReader(directory) as reader:
-            misplaced = [f"{directory}: {problem}" for problem in reader.find_misplaced(reader.names)]
-            yield from misplaced or _check_tensors(reader, directory, critic)
-    except (OSError, SafetensorError, ValueError) as error:
-        yield f"{directory}: {error}"
+            own = ", ".join(sorted(name for name in reader.names if not name.startswith("model."))[:5]) or "none"
+            if VALUE_HEAD not in reader:
+                problems.append(
+                    f"{directory}: has no value head {VALUE_HEAD}, as ...ForSequenceClassification has it; its tensors"
+                    f" outside the transformer: {own}"
+                )
+            elif "score.bias" in reader:
+                problems.append(f"{directory}: has a score.bias; a value head here has a weight alone")
     if critic.vocab_size != policy.vocab_size:
-        yield (
+        problems.append(
             f"{directory}: vocab_size is {critic.vocab_size} and the policy's {policy.vocab_size}; the critic reads the"
             " policy's tokens, so they must have the same tokenizer"
         )
     if longest > critic.max_length:
-        yield (
+        problems.append(
             f"{directory}: has {critic.max_length} positions; data.prompt_length and rollout.response_length are"
             f" {longest} tokens together"
         )
+    return problems
 
 
 def check_critic_prompt(directory: Path, critic_prompt: str | None) -> str | None:
     """Why a critic was not trained with this data.critic_prompt; None where it was or where its checkpoint does not say
     with which.
     """
-    fields = _read_config(directory)
+    fields = load_json_object(directory / "config.json")
     if fields.get(CRITIC_PROMPT, critic_prompt) == critic_prompt:
         return None
     return (
@@ -296,7 +264,7 @@ def check_critic_prompt(directory: Path, critic_prompt: str | None) -> str | Non
 
 def check_value_range(directory: Path, value_range: Sequence[float] | None) -> str | None:
     """Why the value head of a checkpoint does not have this critic.value_range; None where it does."""
-    recorded = _read_config(directory).get(VALUE_RANGE)
+    recorded = load_json_object(directory / "config.json").get(VALUE_RANGE)
     found = None if value_range is None else list(value_range)
     if found == recorded:
         return None
@@ -307,27 +275,7 @@ def check_value_range(directory: Path, value_range: Sequence[float] | None) -> s
     )
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
-    return load_json_object(directory / "config.json")
-
-
-def _check_tensors(reader: CheckpointReader, directory: Path, critic: Architecture) -> Iterator[str]:
-    own = [name for name in reader.names if not name.startswith("model.")]
-    found = f"its tensors outside the transformer: {', '.join(sorted(own)[:5]) or 'none'}"
-    if VALUE_HEAD not in reader:
-        yield f"{directory}: has no value head {VALUE_HEAD}, as ...ForSequenceClassification has it; {found}"
-    elif (shape := reader.read_shape(VALUE_HEAD)) != (1, critic.hidden_size):
-        labels = f"{shape[0]} labels" if len(shape) == 2 and shape[0] != 1 else f"the shape {list(shape)}"
-        yield f"{directory}: {VALUE_HEAD} has {labels}; a critic has one label, [1, {critic.hidden_size}]"
-    elif "score.bias" in reader:
-        yield f"{directory}: has a score.bias; a value head here has a weight alone"
-    if "model.embed_tokens.weight" not in reader:
-        yield f"{directory}: has no tensor model.embed_tokens.weight, as the supported families have it; {found}"
-
-
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-CONSOLIDATED = "consolidated.safetensors"
-"""The same weights in another form, which SGLang leaves out where there is no third file"""
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _QUANTIZED = "by which servers would quantize; a policy is trained from weights that are not quantized"
 FURTHER_FILES = {
     "hf_quant_config.json": _QUANTIZED,
@@ -349,7 +297,7 @@ def check_checkpoint(directory: Path, arch: Architecture, role: Role) -> list[st
     try:
         with CheckpointReader(directory) as reader:
             expected = [name for entry in list_entries(arch, role is Role.critic) for name in entry.hf_names]
-            problems = [*reader.find_misplaced(expected), *_find_further_files(directory)]
+            problems = [*reader.find_misplaced(expected)]
             problems += [f"has {name}, {why}" for name, why in FURTHER_FILES.items() if (directory / name).is_file()]
             problems = problems or list(find_problems(reader, arch, role, may_have_more=True))
             return [f"{directory}: {problem}" for problem in problems]
@@ -361,25 +309,9 @@ def check_files(directory: Path) -> list[str]:
     """What a server would load otherwise than the index says, each message with the directory or file."""
     try:
         with CheckpointReader(directory) as reader:
-            return [
-                f"{directory}: {each}"
-                for each in (*reader.find_misplaced(reader.names), *_find_further_files(directory))
-            ]
+            return [f"{directory}: {problem}" for problem in reader.find_misplaced(reader.names)]
     except (SafetensorError, OSError, ValueError) as error:
         return [str(error)]
-
-
-def _find_further_files(directory: Path) -> Iterator[str]:
-    """Weights that servers would load and the trainer does not."""
-    if not (directory / INDEX).is_file():
-        further = sorted(
-            file.name for file in directory.glob("*.safetensors") if file.name not in (SINGLE, CONSOLIDATED)
-        )
-        if further:
-            yield (
-                f"has {name_some(further)} beside {SINGLE} and no {INDEX}; servers would load all of them: remove those"
-                " that are not of the model"
-            )
 
 
 def find_problems(
@@ -450,8 +382,7 @@ def write_hf_checkpoint(
         write_safetensors(building, tensors, MAX_FILE_BYTES)
         with CheckpointReader(building) as reader:
             value_head = reader.read(VALUE_HEAD).dtype if VALUE_HEAD in reader else None
-            stored = reader.read_dtype(min(reader.names))
-        dtype = next(dtype for dtype, name in DTYPE_NAMES.items() if name == stored)
+            dtype = DTYPES[reader.read_dtype(min(reader.names))]
         copy_description(source, building, value_head, critic_fields, dtype)
         if adapter is not None:
             adapter.write(building)

@@ -1,8 +1,8 @@
 """Who computes a model's layers, and which of Megatron-Core's faster ways this process takes.
 
-Transformer Engine's layers where it can run, the local ones elsewhere; for each faster way that is off there is one
-reason. Read in megatron-core 0.16.1 and Transformer Engine 2.20. None of them changes a result but by rounding, and a
-key of model.megatron or of the optimizer decides instead where it is given.
+Transformer Engine's layers where it can run, the local ones elsewhere. Read in megatron-core 0.16.1 and Transformer
+Engine 2.20. No faster way changes a result but by rounding, and a key of model.megatron or of the optimizer decides
+instead where it is given.
 """
 
 import functools
@@ -132,13 +132,6 @@ def add_output_norm(linear: type[torch.nn.Module], norm: type[torch.nn.Module]) 
 
 
 _PERMUTE = ("permute", "permute_with_probs", "sort_chunks_by_index", "sort_chunks_by_index_with_probs", "unpermute")
-_NO_GPU = "there is no GPU"
-_NO_TE = "Transformer Engine is not installed"
-_INTERLEAVED = (
-    "the model turns neighbouring numbers, of which Megatron does not tell Transformer Engine's packed kernel"
-)
-_NEED_KERNELS = ("apply_rope_fusion", "gradient_accumulation_fusion", "moe_permute_fusion")
-"""The fields that are an error where their kernels are missing; torch.compile does without."""
 
 
 @dataclass(frozen=True)
@@ -156,8 +149,6 @@ class Kernels:
     """Apex' fused_weight_gradient_mlp_cuda, which the layers of Megatron itself add weight gradients with"""
     compiler: bool = False
     """What torch.compile needs on a GPU: Triton, and a C compiler for its launchers"""
-    deep_ep: bool = False
-    """The package of the flex dispatcher"""
 
 
 @functools.cache
@@ -172,55 +163,31 @@ def find_kernels() -> Kernels:
         apex=layers._grad_accum_fusion_available,
         compiler=importlib.util.find_spec("triton") is not None
         and any(map(shutil.which, (os.environ.get("CC", "gcc"), "gcc", "clang"))),
-        deep_ep=importlib.util.find_spec("deep_ep") is not None,
     )
 
 
-def find_reasons(arch: Architecture, megatron: Mapping[str, Any], kernels: Kernels) -> dict[str, str | None]:
-    """Each field of TransformerConfig that is on where it can be: the reason why it is off, None where it is on.
+def build_fast_fields(arch: Architecture, megatron: Mapping[str, Any], kernels: Kernels) -> dict[str, bool]:
+    """The fields of TransformerConfig that are on where they can be.
 
     megatron: model.megatron, of which other fields may exclude one of these.
     """
-    no_te = None if kernels.te else _NO_TE
-    reasons = {
-        "apply_rope_fusion": no_te or (_INTERLEAVED if _turns_neighbours(arch) else _missing(kernels.rope)),
-        "bias_activation_fusion": _find_activation_reason(megatron, kernels),
-        "gradient_accumulation_fusion": None if kernels.te or kernels.apex else f"{_NO_TE}, nor is Apex' kernel",
+    fields = {
+        "apply_rope_fusion": kernels.te and kernels.rope and not _turns_neighbours(arch),
+        "bias_activation_fusion": kernels.compiler and not megatron.get("use_te_activation_func"),
+        "gradient_accumulation_fusion": kernels.te or kernels.apex,
     }
     if arch.experts is not None:
-        reasons["moe_permute_fusion"] = no_te or _missing(kernels.permute)
-    return reasons if kernels.gpu else dict.fromkeys(reasons, _NO_GPU)
+        fields["moe_permute_fusion"] = kernels.te and kernels.permute
+    return {field: is_on and kernels.gpu for field, is_on in fields.items()}
 
 
-def build_fast_fields(arch: Architecture, megatron: Mapping[str, Any], kernels: Kernels) -> dict[str, bool]:
-    """The fields of TransformerConfig that `find_reasons` is about."""
-    return {field: reason is None for field, reason in find_reasons(arch, megatron, kernels).items()}
-
-
-def check_fast_fields(arch: Architecture, megatron: Mapping[str, Any], kernels: Kernels | None) -> Iterator[str]:
-    """One message for each fast way in model.megatron that the model or the machine does not have.
-
-    kernels: of the process that computes; None: what holds on every machine alone is reported.
-    """
+def check_fast_fields(arch: Architecture, megatron: Mapping[str, Any]) -> Iterator[str]:
+    """What Megatron itself does not refuse, and computes wrong numbers with."""
     if megatron.get("apply_rope_fusion") and _turns_neighbours(arch):
-        yield f"model.megatron.apply_rope_fusion: found true, but {_INTERLEAVED}; leave it out"
-    if kernels is None:
-        return
-    reasons = find_reasons(arch, megatron, kernels)
-    for field in _NEED_KERNELS:
-        reason = reasons.get(field)
-        if megatron.get(field) and reason not in (None, _INTERLEAVED):
-            yield f"model.megatron.{field}: found true, but {reason}; leave it out"
-    flex = megatron.get("moe_token_dispatcher_type") == "flex"
-    if flex and megatron.get("moe_flex_dispatcher_backend", "deepep") == "deepep" and not kernels.deep_ep:
-        yield "model.megatron.moe_token_dispatcher_type: found flex; its package deep_ep is not installed: alltoall"
-
-
-def find_overlap_reason(parallel: ParallelConfig, gpu: bool) -> str | None:
-    """Why communication of gradients and weights does not overlap with computation by itself; None where it does."""
-    if not gpu:
-        return _NO_GPU
-    return None if parallel.dp * parallel.cp > 1 else "no other rank has the same weights"
+        yield (
+            "model.megatron.apply_rope_fusion: found true, but the model turns neighbouring numbers, of which Megatron"
+            " does not tell Transformer Engine's packed kernel; leave it out"
+        )
 
 
 def resolve_overlap(optimizer: OptimizerConfig, parallel: ParallelConfig, gpu: bool) -> OptimizerConfig:
@@ -228,7 +195,7 @@ def resolve_overlap(optimizer: OptimizerConfig, parallel: ParallelConfig, gpu: b
 
     A given overlap_param_gather=true asks for overlap_grad_reduce, and false of the latter excludes the former.
     """
-    automatic = find_overlap_reason(parallel, gpu) is None
+    automatic = gpu and parallel.dp * parallel.cp > 1
     reduce, gather = optimizer.overlap_grad_reduce, optimizer.overlap_param_gather
     reduce = reduce if reduce is not None else automatic or bool(gather)
     gather = gather if gather is not None else automatic and reduce
@@ -255,40 +222,19 @@ def fuse_weight_gradients(model: torch.nn.Module) -> int:
 
 
 def describe_fast_ways(arch: Architecture, spec: WorkerSpec, fields: Mapping[str, Any]) -> Iterator[str]:
-    """The ways that are on, in one line, and on a GPU those that are off, in one line for each reason.
+    """The ways that are on and, on a GPU, those that are off, a line each.
 
     spec: after `choose_overlap`. fields: of the TransformerConfig.
     """
     kernels = find_kernels()
-    reasons = find_reasons(arch, spec.megatron, kernels)
-    on = {field: bool(fields[field]) for field in reasons}
-    # Whether it is on is the user's choice: no other reason is needed.
-    reasons |= {field: None for field in reasons if field in spec.megatron}
+    ways = {field: bool(fields[field]) for field in build_fast_fields(arch, spec.megatron, kernels)}
     if spec.optimizer is not None:
-        overlap = {
-            name: bool(getattr(spec.optimizer, name)) for name in ("overlap_grad_reduce", "overlap_param_gather")
-        }
-        on |= overlap
-        reasons |= dict.fromkeys(overlap, find_overlap_reason(spec.parallel, kernels.gpu))
-    if any(on.values()):
-        yield f"on: {', '.join(name for name, is_on in on.items() if is_on)}"
-    if not kernels.gpu:
-        return  # nobody misses them there
-    off: dict[str, list[str]] = {}
-    for name in (name for name, is_on in on.items() if not is_on):
-        off.setdefault(reasons[name] or "the configuration says so", []).append(name)
-    yield from (f"off: {', '.join(names)} ({reason})" for reason, names in off.items())
+        ways |= {name: bool(getattr(spec.optimizer, name)) for name in ("overlap_grad_reduce", "overlap_param_gather")}
+    for is_on, what in ((True, "on"), (False, "off")):
+        names = [name for name, found in ways.items() if found is is_on]
+        if names and (is_on or kernels.gpu):
+            yield f"{what}: {', '.join(names)}"
 
 
 def _turns_neighbours(arch: Architecture) -> bool:
     return bool(FAMILIES[arch.family].megatron_fields(arch).get("rotary_interleaved"))
-
-
-def _find_activation_reason(megatron: Mapping[str, Any], kernels: Kernels) -> str | None:
-    if megatron.get("use_te_activation_func"):
-        return "model.megatron.use_te_activation_func excludes it"
-    return None if kernels.compiler else "torch.compile needs Triton and a C compiler (gcc or clang, or CC)"
-
-
-def _missing(found: bool) -> str | None:
-    return None if found else "the installed Transformer Engine does not have its kernel"

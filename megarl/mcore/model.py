@@ -222,7 +222,7 @@ def build_config(
     that the layout does not divide.
     """
     own, kernels = _own_fields(arch, parallel, dtype), find_kernels()
-    problems = [*_check_fields(megatron, own), *check_fast_fields(arch, megatron, kernels)]
+    problems = [*_check_fields(megatron, own), *check_fast_fields(arch, megatron)]
     problems += check_layout(arch, parallel, "parallel", megatron)
     if problems:
         raise ValueError("; ".join(problems))
@@ -236,7 +236,7 @@ def build_config(
 def check_options(arch: Architecture, spec: WorkerSpec) -> list[str]:
     """What is wrong with a role's model.megatron; one message each, naming the key, or Megatron's own words."""
     own = _own_fields(arch, spec.parallel, spec.dtype)
-    problems = [*_check_fields(spec.megatron, own), *check_fast_fields(arch, spec.megatron, None)]
+    problems = [*_check_fields(spec.megatron, own), *check_fast_fields(arch, spec.megatron)]
     if not problems:
         try:
             TransformerConfig(**{**_DEFAULTS, **own, **spec.megatron})

@@ -42,8 +42,9 @@ def list_optimizer_tensors(optimizer: MegatronOptimizer | None) -> Iterator[Tens
 def list_gradient_buffers(chunks: Sequence[Any]) -> Iterator[Tensor]:
     """The flat gradient buffers of DistributedDataParallel models; none of models that are not trained."""
     for chunk in chunks:
-        for buffer in [*getattr(chunk, "expert_parallel_buffers", ()), *_ddp_buffers(chunk)]:
-            yield buffer.grad_data
+        # On other modules `buffers` is torch's method.
+        own = chunk.buffers if isinstance(chunk.buffers, list) else []
+        yield from (buffer.grad_data for buffer in [*getattr(chunk, "expert_parallel_buffers", ()), *own])
 
 
 def drop_fp8_weights(models: Iterable[torch.nn.Module]) -> None:
@@ -53,11 +54,6 @@ def drop_fp8_weights(models: Iterable[torch.nn.Module]) -> None:
     for model in models:
         for module in model.modules():
             getattr(module, "_fp8_workspaces", {}).clear()
-
-
-def _ddp_buffers(chunk: Any) -> list[Any]:
-    # On other modules `buffers` is torch's method.
-    return chunk.buffers if isinstance(chunk.buffers, list) else []
 
 
 class StorageOffloader:
@@ -135,11 +131,8 @@ class OffloadManager:
         """models: whose parameters and buffers are the weights. chunks: the same as DistributedDataParallel."""
         self.offload = offload
         self._models, self._chunks, self._optimizer = models, chunks, optimizer
-        self._weights, self._training, self._gradients = (
-            StorageOffloader(),
-            StorageOffloader(),
-            StorageOffloader(keep=False),
-        )
+        self._weights, self._training = StorageOffloader(), StorageOffloader()
+        self._gradients = StorageOffloader(keep=False)
         self.leave()
 
     @contextmanager
@@ -169,20 +162,18 @@ class OffloadManager:
         find_machine().give_back()
 
 
-def uses_weights(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """A verb of a worker that needs its weights on the device."""
-    return _during(verb, training=False)
+def on_device(training: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Of a verb of a worker: its weights, and with `training` also optimizer and gradients, are on the device."""
+
+    def decorate(verb: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(verb)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.offload.during(training):
+                return verb(self, *args, **kwargs)
+
+        return call
+
+    return decorate
 
 
-def uses_everything(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """A verb of a worker that needs weights, optimizer and gradients on the device."""
-    return _during(verb, training=True)
-
-
-def _during(verb: Callable[..., Any], training: bool) -> Callable[..., Any]:
-    @functools.wraps(verb)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.offload.during(training):
-            return verb(self, *args, **kwargs)
-
-    return call
+uses_weights, uses_everything = on_device(training=False), on_device(training=True)

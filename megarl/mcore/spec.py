@@ -64,42 +64,27 @@ def _find_undivided(arch: Architecture, tp: int) -> list[str]:
     return [name for name, rest in rows.items() if rest]
 
 
-# With these Megatron itself knows better which layers a stage has.
 _STAGE_OPTIONS = (
-    "pipeline_model_parallel_layout",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
+    *("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split"),
+    *("account_for_loss_in_pipeline_split", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
 )
+"""Fields of model.megatron by which stages differ, and which Megatron itself checks"""
 
 
 def _check_stages(arch: Architecture, parallel: ParallelConfig, key: str, megatron: Mapping[str, Any]) -> Iterator[str]:
-    """The first and the last stage may have numbers of layers of their own; the others share what is left."""
-    if any(megatron.get(option) for option in _STAGE_OPTIONS):
+    if any(megatron.get(option) is not None for option in _STAGE_OPTIONS):
         return
-    options = [f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")]
-    own = [megatron[option] for option in options if megatron.get(option) is not None]
-    layers, stages = arch.num_layers - sum(own), parallel.pp - len(own)
-    if own and (stages < 0 or layers < 0 or (stages == 0) != (layers == 0)):
+    if arch.num_layers % parallel.pp:
         yield (
-            f"{key}.pp: found {parallel.pp}, with {' and '.join(map(str, own))} of the model's {arch.num_layers} layers"
-            f" in the first and last stage (model.megatron.{options[0]} and .{options[1]}); {layers} layers are left"
-            f" for {stages} stages"
+            f"{key}.pp: found {parallel.pp}, which does not divide the model's {arch.num_layers} layers; the nearest is"
+            f" {find_nearest_divisor(arch.num_layers, parallel.pp)}, or give the first and last stage numbers of their"
+            f" own (model.megatron.{_STAGE_OPTIONS[3]} and .{_STAGE_OPTIONS[4]})"
         )
-        return
-    if stages and layers % stages:
-        nearest = find_nearest_divisor(layers, stages) + len(own)
+    elif (number := arch.num_layers // parallel.pp) % parallel.vpp:
         yield (
-            f"{key}.pp: found {parallel.pp}, which does not divide the model's {layers} layers"
-            f"{' outside the first and last stage' if own else ''}; the nearest is {nearest}, or give the first and"
-            f" last stage numbers of their own (model.megatron.{options[0]} and .{options[1]})"
+            f"{key}.vpp: found {parallel.vpp}, which does not divide the {number} layers of a stage; the nearest is"
+            f" {find_nearest_divisor(number, parallel.vpp)}"
         )
-        return
-    for number in [*own, *([layers // stages] if stages else [])]:
-        if number % parallel.vpp:
-            yield (
-                f"{key}.vpp: found {parallel.vpp}, which does not divide the {number} layers of a stage; the nearest is"
-                f" {find_nearest_divisor(number, parallel.vpp)}"
-            )
 
 
 def _check_expert_layout(experts: Experts | None, parallel: ParallelConfig, key: str) -> list[str]:

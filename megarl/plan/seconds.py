@@ -448,5 +448,5 @@ def find_peak_tflops(config: Config) -> float | None:
     hardware, slots = config.cluster.hardware, place(config.cluster, list_groups(config))
     gpus = {(slot.node, gpu) for role in ("policy", "critic") for slot in slots.get(role, ()) for gpu in slot.gpus}
     if gpus:
-        return hardware.bf16_tflops * len(gpus) or None
+        return hardware.bf16_tflops * len(gpus) if hardware.gpu is not None else None
     return find_machine().measure_tflops(getattr(torch, config.policy.dtype.value))

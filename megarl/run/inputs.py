@@ -165,8 +165,7 @@ def load_models(config: Config) -> Models:
     critic_checkpoint = find_checkpoint(config.critic.init, "critic.init")
     critic_architecture = _read_architecture(critic_checkpoint, "critic.init")
     longest = _compute_longest(config)
-    problems = list(check_critic_checkpoint(critic_checkpoint, critic_architecture, architecture, longest))
-    problems = problems or check_checkpoint(critic_checkpoint, critic_architecture, Role.critic)
+    problems = check_critic_checkpoint(critic_checkpoint, critic_architecture, architecture, longest)
     if problem := check_critic_prompt(critic_checkpoint, config.data.critic_prompt):
         problems.append(problem)
     if problems:

@@ -111,16 +111,6 @@ def test_a_directory_without_config_is_named(tmp_path: Path) -> None:
             ParallelConfig(num_processes=2, pp=2, vpp=3),
             "parallel.vpp: found 3, which does not divide the 2 layers of a stage; the nearest is 2",
         ),
-        (
-            {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 1},
-            ParallelConfig(num_processes=2, pp=2),
-            "parallel.pp: found 2, with 1 and 1 of the model's 4 layers in the first and last stage",
-        ),
-        (
-            {"num_layers_in_first_pipeline_stage": 1},
-            ParallelConfig(num_processes=3, pp=3),
-            "the model's 3 layers outside the first and last stage; the nearest is 2",
-        ),
         ({}, ParallelConfig(sp=True), "parallel.sp: found true with tp 1"),
     ],
 )

@@ -121,11 +121,11 @@ def spoil(critic: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "messages"),
     [
-        ("labels", ["score.weight has 3 labels; a critic has one label"]),
-        ("shape", ["score.weight has the shape [1, 32]"]),
+        ("labels", ["score.weight is [3, 64], config.json asks for [1, 64]"]),
+        ("shape", ["score.weight is [1, 32]"]),
         ("no head", ["has no value head score.weight", "v_head.summary.weight"]),
         ("bias", ["has a score.bias"]),
-        ("names", ["has no tensor model.embed_tokens.weight", "transformer.embed"]),
+        ("names", ["missing: model.embed_tokens.weight"]),
         ("vocabulary", ["vocab_size is 30 and the policy's 11"]),
         ("positions", ["has 80 positions", "are 104 tokens together"]),
         ("family", ["model_type is 'bert'", ", ".join(FAMILIES)]),
