@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -49,7 +48,7 @@ from megarl.sync.plan import (
     format_plan,
 )
 from megarl.sync.receiver import REQUEST
-from megarl.sync.transport import Way, choose_way
+from megarl.sync.transport import Way
 
 CLEAN_UP_DEADLINE_S = 10.0
 """The deadline of each clean-up call after a failed step"""
@@ -106,49 +105,29 @@ def bracket(
         closing(first)
 
 
-class VersionBump:
-    """Sets the version of every server that has the new weights, and withdraws it where the block fails.
-
-    SGLang records in each response in flight after which token the version changed. Between pause and resume that is
-    the token after which the weights changed; set later, tokens of the new weights would count as old ones.
-    """
-
-    def __init__(self, version: int):
-        self.version = version
-        self._bumped: list[SGLangClient] = []
-
-    def apply(self, clients: Sequence[SGLangClient]) -> None:
-        """Set the version; call it while the servers are paused with the new weights. Raises SyncError naming server
-        and step.
-        """
-        for client in clients:
-            with sync_step(client, f"update of the weight version to {self.version}"):
-                self._bumped.append(client)
-                client.set_weight_version(self.version)
-                found = client.load_weight_version()
-            if found != self.version:
-                raise SyncError(
-                    f"SGLang server {client.url} reports weight version {found} after it was set to {self.version}"
-                )
-
-    def __enter__(self) -> "VersionBump":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not isinstance(error, Exception):  # None, or a signal: then the servers end.
-            return
-        for client in self._bumped:
+@contextlib.contextmanager
+def withdrawing() -> Iterator[list[SGLangClient]]:
+    """Where the block fails, the servers that it has put in the list serve no version afterwards."""
+    raised: list[SGLangClient] = []
+    try:
+        yield raised
+    except Exception:  # After a signal the servers end.
+        for client in raised:
             with contextlib.suppress(RequestError, ConnectionLostError, DeadlineError):
                 client.set_weight_version(UNPUBLISHED, deadline_s=CLEAN_UP_DEADLINE_S)
+        raise
 
 
 @contextlib.contextmanager
-def replacing_weights(clients: Sequence[SGLangClient], bump: VersionBump, offloader: ServerOffloader) -> Iterator[None]:
-    """Within the block the servers are paused in a weight update and serve no version; afterwards that of `bump`.
+def replacing_weights(
+    clients: Sequence[SGLangClient], version: int, offloader: ServerOffloader, raised: list[SGLangClient]
+) -> Iterator[None]:
+    """Within the block the servers are paused in a weight update and serve no version; afterwards `version`. raised:
+    takes those whose version was set.
 
-    They take the memory of their weights again before it, and that of their KV cache after it.
+    They take the memory of their weights again before it, and that of their KV cache after it. SGLang records in each
+    response in flight after which token the version changed. Between pause and resume that is the token after which the
+    weights changed; set later, tokens of the new weights would count as old ones.
     """
     # Requests in flight wait.
     with bracket(clients, "pause", SGLangClient.pause, SGLangClient.resume):
@@ -161,7 +140,14 @@ def replacing_weights(clients: Sequence[SGLangClient], bump: VersionBump, offloa
             yield
         with explaining("a server did not take the memory of the KV cache again"):
             offloader.resume_cache()
-        bump.apply(clients)
+        for client in clients:
+            with sync_step(client, f"update of the weight version to {version}"):
+                client.set_weight_version(version)
+                found = client.load_weight_version()
+            if found != version:
+                raise SyncError(
+                    f"SGLang server {client.url} reports weight version {found} after it was set to {version}"
+                )
 
 
 ANSWER_GRACE_S = 10.0
@@ -396,7 +382,7 @@ class Ranks:
         """The way of all near pairs, and why: server ranks try to map their training ranks' GPU memory."""
         offers = self.call_senders("offer_memory")
         if None in offers:
-            return choose_way(False, ())
+            return Way.pageable, "there is no GPU"
         refused = [
             f"training rank {source}'s memory: {offers[source]['refusal']}"
             for source in sorted({source for source, _ in session.near})
@@ -408,7 +394,7 @@ class Ranks:
                 to_try[target][source] = offers[source]
             answers = self.call_receivers("try_memory", [{"offers": own} for own in to_try])
             refused = [f"server rank {rank}: {why}" for rank, why in enumerate(answers) if why is not None]
-        return choose_way(True, refused)
+        return (Way.pinned, refused[0]) if refused else (Way.ipc, "every server rank maps its training ranks' memory")
 
     def verify(self, session: Session) -> None:
         """Compare the checksum of every tensor of every server rank with that of the training ranks' parameters.

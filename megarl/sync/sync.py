@@ -1,11 +1,11 @@
 """Publishing the policy's weights: shards from training ranks to server ranks, or a checkpoint that both see."""
 
-import contextlib
 import secrets
 import shutil
 import time
 import uuid
 import warnings
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +20,9 @@ from megarl.ports import is_loopback
 from megarl.rollout.client import SGLangClient, run_in_parallel
 from megarl.rollout.offload import ServerOffloader
 from megarl.sync.probe import Probe
-from megarl.sync.ranks import Ranks, Session, VersionBump, explain_lost_servers, replacing_weights, sync_step
+from megarl.sync.ranks import Ranks, Session, explain_lost_servers, replacing_weights, sync_step, withdrawing
 from megarl.sync.transport import SHARED_MEMORY, Way
-from megarl.timeline import note, span
+from megarl.timeline import note
 from megarl.types import Metrics
 
 
@@ -40,11 +40,77 @@ class _Times:
         self.last = now
 
 
-class ShardSync:
-    """A WeightSync that sends shards directly from training ranks to server ranks.
+class _Sync(ABC):
+    """A WeightSync: a subclass moves the weights; who is paused, asked and verified meanwhile stands here."""
+
+    def __init__(
+        self,
+        policy: TrainBackend,
+        clients: Sequence[SGLangClient],
+        config: RolloutConfig,
+        ranks: Ranks | None,
+        probe_tokens: Sequence[int],
+        policy_dtype: Dtype,
+        check_processes: Callable[[], None] | None,
+        offloader: ServerOffloader | None,
+    ) -> None:
+        """Arguments that need a word:
+
+        ranks: compares checksums of what the servers hold, as in every run; None, for servers that cannot be asked for
+        them: the probe text alone decides.
+        check_processes: raises RuntimeError with exit status and log of a server that is down. offloader: what the
+        servers have given back; None: nothing ever.
+        """
+        self._policy, self._clients, self._config, self._ranks = policy, list(clients), config, ranks
+        self._offloader, self._check_processes = offloader or ServerOffloader(), check_processes
+        self._probe = Probe(probe_tokens, config, policy_dtype, has_checksums=ranks is not None)
+
+    def publish(self, version: int) -> Metrics:
+        """Move, verify, and only then raise the servers' version to `version`.
+
+        Responses in flight wait and resume with the new weights: the version of the servers is raised while they are
+        paused, and withdrawn where verification fails.
+
+        Raises SyncError where a server or a rank refuses, is lost or is late, naming it and the step, and where
+        verification fails; no server then serves as `version`. A signal that raises in this thread ends the wait.
+        """
+        times = _Times()
+        self._prepare(version, times)
+        # Before the servers take their memory again: they give it back for each call of the policy.
+        self._probe.ask(self._policy)
+        times.mark("probe")
+        with withdrawing() as raised, explain_lost_servers(self._check_processes):
+            with replacing_weights(self._clients, version, self._offloader, raised):
+                times.mark("pause")
+                self._move(version, times)
+                if self._ranks is not None:
+                    self._ranks.verify(self._ranks.session or self._ranks.handshake())
+                times.mark("checksum")
+            times.mark("resume")
+            gap = self._probe.measure(self._clients)
+            times.mark("probe")
+        return {"sync/probe_logprob_gap": gap} | self._describe(version, times.spent)
+
+    @abstractmethod
+    def _prepare(self, version: int, times: _Times) -> None:
+        """What is done while the servers still generate."""
+
+    @abstractmethod
+    def _move(self, version: int, times: _Times) -> None:
+        """Have the servers, which are paused, take the weights."""
+
+    @abstractmethod
+    def _describe(self, version: int, spent: dict[str, float]) -> Metrics:
+        """The metrics of a sync that has succeeded. spent: seconds of each step."""
+
+
+class ShardSync(_Sync):
+    """Sends shards directly from training ranks to server ranks.
 
     Servers are paused from the first byte until the checksums are verified.
     """
+
+    _ranks: Ranks
 
     def __init__(
         self,
@@ -60,64 +126,41 @@ class ShardSync:
         check_processes: Callable[[], None] | None = None,
         offloader: ServerOffloader | None = None,
     ) -> None:
-        """Arguments that need a word:
-
-        host: the address on which this process listens. scratch: a folder that all ranks see, used where `host` is a
-        loopback address. check_processes: raises RuntimeError with exit status and log of a server that is down.
-        offloader: what the servers have given back; None: nothing ever.
+        """host: the address on which this process listens. scratch: a folder that all ranks see, used where `host` is a
+        loopback address.
         """
-        self._offloader = offloader or ServerOffloader()
-        self._policy, self._clients, self._config, self._ranks = policy, list(clients), config, ranks
-        self._probe = Probe(probe_tokens, config, policy_dtype, has_checksums=True)
+        super().__init__(policy, clients, config, ranks, probe_tokens, policy_dtype, check_processes, offloader)
         self._scratch, self._host = scratch, host
-        self._check_processes = check_processes
         self._directories: list[Path] = []
         self._store: Any = None
+        self._num_bytes = 0.0
 
-    def publish(self, version: int) -> Metrics:
-        """Move, verify, and only then raise the servers' version to `version`.
+    def _prepare(self, version: int, times: _Times) -> None:
+        """Nothing: weights go from where they are."""
 
-        Raises SyncError where a server or a rank refuses, is lost or is late, naming it and the step, and where
-        verification fails; no server then serves as `version`. A signal that raises in this thread ends the wait.
-        """
-        times = _Times()
-        self._probe.ask(self._policy)
-        times.mark("probe")
-        with VersionBump(version) as bump, explain_lost_servers(self._check_processes):
-            with replacing_weights(self._clients, bump, self._offloader):
-                times.mark("pause")
-                session, num_bytes = self._transfer(times)
-                self._ranks.verify(session)
-                times.mark("checksum")
-            times.mark("resume")
-            gap = self._probe.measure(self._clients)
-            times.mark("probe")
-        verification = times.spent["checksum"] + times.spent["probe"]
-        return {f"sync/seconds_{step}": seconds for step, seconds in times.spent.items()} | {
-            "sync/verify_share": verification / sum(times.spent.values()),
-            "sync/bytes": num_bytes,
-            "sync/bytes_over_bound": num_bytes / session.bound,
-            "sync/probe_logprob_gap": gap,
+    def _describe(self, version: int, spent: dict[str, float]) -> Metrics:
+        assert self._ranks.session is not None, "the weights have moved"
+        return {f"sync/seconds_{step}": seconds for step, seconds in spent.items()} | {
+            "sync/verify_share": (spent["checksum"] + spent["probe"]) / sum(spent.values()),
+            "sync/bytes": self._num_bytes,
+            "sync/bytes_over_bound": self._num_bytes / self._ranks.session.bound,
         }
 
-    def _transfer(self, times: _Times) -> tuple[Session, float]:
-        """Connect all ranks where they are not, and move the weights; returns the session and the number of bytes that
-        the server ranks received.
-        """
+    def _move(self, version: int, times: _Times) -> None:
+        """Connect all ranks where they are not, and send all buckets."""
         try:
-            session = self._ranks.session
-            if session is None:
+            if self._ranks.session is None:
                 session = self._ranks.handshake()
                 spec, (sources, targets) = self._describe_transport(session), session.num_ranks
                 self._ranks.call_both_sides("open", "open", [(spec,)] * sources, [{"transport": spec}] * targets)
             times.mark("open")
-            num_bytes = self._move()
+            _, received = self._ranks.call_both_sides("send", "receive", flush_cache=True)
+            self._num_bytes = float(sum(received))
             times.mark("move")
         except BaseException:
             # At once: ranks that still wait for others hold up whatever is asked of their servers.
             self.reconnect()
             raise
-        return session, num_bytes
 
     def reconnect(self) -> None:
         """Discard the handshake with the servers' ranks; the next sync makes a new one."""
@@ -168,11 +211,6 @@ class ShardSync:
         self._store = TCPStore(self._host, 0, None, True, wait_for_workers=False)
         return {"file": None, "host": self._host, "port": self._store.port}
 
-    def _move(self) -> float:
-        """Send all buckets; returns the number of bytes that the server ranks received."""
-        _, received = self._ranks.call_both_sides("send", "receive", flush_cache=True)
-        return float(sum(received))
-
     def _remove_memory(self) -> None:
         """Abort the syncs of this node's ranks, which look for their memory; other nodes' ranks follow by the pairs."""
         for directory in self._directories:
@@ -180,8 +218,11 @@ class ShardSync:
         self._directories = []
 
 
-class DiskSync:
-    """WeightSync: the policy writes a checkpoint, every server loads it and is verified."""
+class DiskSync(_Sync):
+    """The policy writes a checkpoint, and every server loads it.
+
+    Each version is written to a subdirectory; the last one stays until the next publish or `close`.
+    """
 
     def __init__(
         self,
@@ -196,61 +237,36 @@ class DiskSync:
         ranks: Ranks | None = None,
         offloader: ServerOffloader | None = None,
     ):
-        """Arguments that need a word:
-
-        ranks: compares checksums of what the servers hold, as in every run; None, for servers that cannot be asked for
-        them: the probe text alone decides.
-        directory: is visible to policy and servers alike (a run's is in its run directory) and used by nothing else.
-        check_processes: raises RuntimeError with exit status and log of a server that is down.
-        offloader: what the servers have given back; None: nothing ever.
-
-        Each version is written to a subdirectory; the last one stays until the next publish or `close`.
+        """directory: is visible to policy and servers alike (a run's is in its run directory) and used by nothing
+        else.
         """
-        self._offloader = offloader or ServerOffloader()
-        self._policy, self._clients, self._config, self._ranks = policy, list(clients), config, ranks
+        super().__init__(policy, clients, config, ranks, probe_tokens, policy_dtype, check_processes, offloader)
         self._directory = directory
-        self._probe = Probe(probe_tokens, config, policy_dtype, has_checksums=ranks is not None)
-        self._check_processes = check_processes
 
-    def publish(self, version: int) -> Metrics:
-        """Export, load into every server as `version`, and verify.
-
-        Responses in flight wait for the load and resume with the new weights: the version of the servers is raised
-        while they are paused, and withdrawn where verification fails.
-
-        Raises SyncError where a server refuses the weights, is lost or is late, naming server and step, and where
-        verification fails; no server then serves as `version`. A signal that raises in this thread ends the wait.
-        """
-        started = time.monotonic()
-        target = self._directory / f"v{version}"
+    def _prepare(self, version: int, times: _Times) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
-        with span("export"):
-            self._policy.export_weights(target).result()
-        # Before the servers take their memory again: they give it back for each call of the policy.
-        with span("probe"):
-            self._probe.ask(self._policy)
-        exported = time.monotonic()
-        with VersionBump(version) as bump, explain_lost_servers(self._check_processes):
-            with replacing_weights(self._clients, bump, self._offloader):
-                with span("load"):
-                    jobs = [partial(self._load, client, target) for client in self._clients]
-                    run_in_parallel(jobs, self._clients)
-                loaded = time.monotonic()
-                if self._ranks is not None:
-                    with span("checksum"):
-                        self._ranks.verify(self._ranks.session or self._ranks.handshake())
-            with span("probe"):
-                gap = self._probe.measure(self._clients)
+        self._policy.export_weights(self._directory / f"v{version}").result()
+        times.mark("export")
+
+    def _move(self, version: int, times: _Times) -> None:
+        run_in_parallel([partial(self._load, client, version) for client in self._clients], self._clients)
+        times.mark("load")
+
+    def _load(self, client: SGLangClient, version: int) -> None:
+        directory = self._directory / f"v{version}"
+        with sync_step(client, f"load of the weights in {directory}"):
+            client.update_weights_from_disk(directory, deadline_s=self._config.sync_deadline_s)
+
+    def _describe(self, version: int, spent: dict[str, float]) -> Metrics:
+        target = self._directory / f"v{version}"
         for old in self._directory.iterdir():
             if old != target:
-                with contextlib.suppress(FileNotFoundError):
-                    shutil.rmtree(old)
+                shutil.rmtree(old, ignore_errors=True)
         return {
             "sync/bytes": float(sum(file.stat().st_size for file in target.iterdir() if file.is_file())),
-            "sync/probe_logprob_gap": gap,
-            "sync/seconds_export": exported - started,
-            "sync/seconds_load": loaded - exported,
-            "sync/seconds_verify": time.monotonic() - loaded,
+            "sync/seconds_export": spent["export"],
+            "sync/seconds_load": spent["pause"] + spent["load"],
+            "sync/seconds_verify": spent["checksum"] + spent["resume"] + spent["probe"],
         }
 
     def reconnect(self) -> None:
@@ -263,7 +279,3 @@ class DiskSync:
         if self._ranks is not None:
             self._ranks.close()
         shutil.rmtree(self._directory, ignore_errors=True)
-
-    def _load(self, client: SGLangClient, directory: Path) -> None:
-        with sync_step(client, f"load of the weights in {directory}"):
-            client.update_weights_from_disk(directory, deadline_s=self._config.sync_deadline_s)

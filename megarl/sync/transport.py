@@ -8,11 +8,11 @@ cover; x86 and the calls of Python in between keep that order.
 `megarl.sync.sync` describes the transport of a session to all ranks in JSON; see `open_transport`.
 """
 
+import math
 import mmap
 import os
 import secrets
 import shutil
-import struct
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +22,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -270,11 +271,6 @@ class Way(Enum):
     pageable = "pageable"
     """In shared memory; the only way without a GPU"""
 
-    @property
-    def words(self) -> str:
-        names = {Way.ipc: "GPU memory (CUDA IPC)", Way.pinned: "page-locked shared memory"}
-        return names.get(self, "shared memory")
-
 
 class Slots(ABC):
     """NUM_SLOTS places for a bucket each; on a GPU each end has one more buffer, from a sync's begin to its end."""
@@ -476,19 +472,9 @@ def find_node() -> str:
     return f"{boot}/{os.stat(SHARED_MEMORY).st_dev}"
 
 
-def choose_way(has_gpus: bool, refusals: Sequence[str]) -> tuple[Way, str]:
-    """The way of all pairs of ranks on the same node, and why; refusals: of ranks that tried CUDA IPC."""
-    if not has_gpus:
-        return Way.pageable, "there is no GPU"
-    if refusals:
-        return Way.pinned, refusals[0]
-    return Way.ipc, "every server rank maps the memory of its training ranks"
-
-
 class MemoryTransport(BucketTransport):
     """One rank's end of the rings; removing a ring's directory aborts the sync."""
 
-    POLL_S = 5e-5
     LOOK_S = 0.1
 
     def __init__(
@@ -518,7 +504,7 @@ class MemoryTransport(BucketTransport):
                 directory = Path(spec["directories"][source])
                 if not is_source:
                     name = f"training rank {source} has not made its memory {directory}"
-                    self._wait((directory / _Counters.FILE).exists, name)
+                    self._wait((directory / _Ring.COUNTERS).exists, name)
                 self._rings[source] = _Ring(directory, spec, rank, is_source=is_source, device=device, gpu=gpu)
         except BaseException:
             self.close()
@@ -561,11 +547,19 @@ class MemoryTransport(BucketTransport):
                 looked = now
                 if not directory.exists():
                     raise TransportError(f"{what} when the sync was aborted")
-            time.sleep(self.POLL_S)
+            time.sleep(POLL_S)
 
 
 class _Ring:
-    """The slots of one training rank and their counters, at either end."""
+    """The slots of one training rank and their counters, at either end.
+
+    The counters are int64 [server ranks, 2, 8]: of each a line of 64 bytes that the training rank writes (number of
+    buckets filled, slots of the last ones) and one that the server rank writes (number of buckets read, whether it
+    maps the slots).
+    """
+
+    COUNTERS = "counters"
+    FILLED, READ, MAPPED = (0, 0), (1, 0), (1, 1)
 
     def __init__(
         self, directory: Path, spec: Mapping[str, Any], rank: int, *, is_source: bool, device: torch.device, gpu: Any
@@ -580,9 +574,15 @@ class _Ring:
         kind = GpuSlots if Way(spec["way"]) is Way.ipc else HostSlots
         self.slots: Slots = kind(directory, spec, is_source=is_source, device=device, gpu=gpu)
         # Last: once the counters are there, a server rank opens the slots.
-        self._counters = _Counters(directory, spec["num_targets"], create=is_source)
+        path, shape = directory / self.COUNTERS, (spec["num_targets"], 2, 8)
+        if is_source:
+            new = path.with_suffix(".new")
+            new.touch(0o600)
+            os.truncate(new, 8 * math.prod(shape))
+            new.rename(path)
+        self._table: Any = numpy.memmap(path, numpy.int64, "r+", shape=shape)
         if not is_source:
-            self._counters.mark_mapped(rank, True)
+            self._table[rank][self.MAPPED] = 1
 
     @property
     def slot_user(self) -> int | None:
@@ -592,26 +592,28 @@ class _Ring:
 
     def has_free_slot(self) -> bool:
         user = self._users[self._num_sent % NUM_SLOTS]
-        return user is None or self._counters.load_read(user[0]) >= user[1]
+        return user is None or bool(self._table[user[0]][self.READ] >= user[1])
 
     def put(self, bucket: Bucket, fill: Fill) -> None:
-        slot, target = self._num_sent % NUM_SLOTS, bucket.target
+        slot, counters = self._num_sent % NUM_SLOTS, self._table[bucket.target]
         self.slots.write(slot, bucket, fill)
-        number = self._counters.load_filled(target) + 1
-        self._counters.store_filled(target, number, slot)
-        self._users[slot] = (target, number)
+        number = int(counters[self.FILLED]) + 1
+        counters[0, 1 + number % NUM_SLOTS] = slot
+        counters[self.FILLED] = number
+        self._users[slot] = (bucket.target, number)
         self._num_sent += 1
 
     def is_read(self, target: int) -> bool:
-        return self._counters.load_read(target) == self._counters.load_filled(target)
+        return bool(self._table[target][self.READ] == self._table[target][self.FILLED])
 
     def has_bucket(self) -> bool:
-        return self._counters.load_filled(self._rank) > self._counters.load_read(self._rank)
+        return not self.is_read(self._rank)
 
     def take(self, bucket: Bucket, empty: Empty) -> None:
-        number = self._counters.load_read(self._rank) + 1
-        self.slots.read(self._counters.load_slot(self._rank, number), bucket, empty)
-        self._counters.store_read(self._rank, number)
+        counters = self._table[self._rank]
+        number = int(counters[self.READ]) + 1
+        self.slots.read(int(counters[0, 1 + number % NUM_SLOTS]), bucket, empty)
+        counters[self.READ] = number
 
     def hide(self) -> None:
         """Remove the names of the slots once all have opened them: they end with the processes, however those end."""
@@ -623,67 +625,13 @@ class _Ring:
         """Also tells the other ends, which find the directory gone."""
         if not self._is_source:
             self.slots.close()
-            self._counters.mark_mapped(self._rank, False)
+            self._table[self._rank][self.MAPPED] = 0
         shutil.rmtree(self.directory, ignore_errors=True)
         if self._is_source:
             end = time.monotonic() + UNMAP_PATIENCE_S
-            while self._counters.is_mapped() and time.monotonic() < end:
-                time.sleep(MemoryTransport.POLL_S)
+            while self._table[:, 1, 1].any() and time.monotonic() < end:
+                time.sleep(POLL_S)
             self.slots.close()
-        self._counters.close()
-
-
-class _Counters:
-    """For each server rank a line written by the training rank (number of buckets filled, slots of the last ones) and
-    one written by the server rank (number of buckets read, whether it maps the slots).
-    """
-
-    FILE = "counters"
-    LINE = 64
-
-    def __init__(self, directory: Path, num_targets: int, *, create: bool) -> None:
-        path = directory / self.FILE
-        self._num_targets = num_targets
-        size = 2 * self.LINE * num_targets
-        if create:
-            new = path.with_suffix(".new")
-            new.touch(0o600)
-            os.truncate(new, size)
-            new.rename(path)
-        with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), size)
-
-    def load_filled(self, target: int) -> int:
-        return self._load(2 * target, 0)
-
-    def load_slot(self, target: int, number: int) -> int:
-        """The slot of the server rank's bucket `number`, counted from 1; one of the last NUM_SLOTS."""
-        return self._load(2 * target, 1 + number % NUM_SLOTS)
-
-    def store_filled(self, target: int, number: int, slot: int) -> None:
-        self._store(2 * target, 1 + number % NUM_SLOTS, slot)
-        self._store(2 * target, 0, number)
-
-    def load_read(self, target: int) -> int:
-        return self._load(2 * target + 1, 0)
-
-    def store_read(self, target: int, number: int) -> None:
-        self._store(2 * target + 1, 0, number)
-
-    def mark_mapped(self, target: int, is_mapped: bool) -> None:
-        self._store(2 * target + 1, 1, int(is_mapped))
-
-    def is_mapped(self) -> bool:
-        return any(self._load(2 * target + 1, 1) for target in range(self._num_targets))
-
-    def _load(self, line: int, place: int) -> int:
-        return int(struct.unpack_from("<q", self._map, line * self.LINE + 8 * place)[0])
-
-    def _store(self, line: int, place: int, value: int) -> None:
-        struct.pack_into("<q", self._map, line * self.LINE + 8 * place, value)
-
-    def close(self) -> None:
-        self._map.close()
 
 
 class MixedTransport(BucketTransport):

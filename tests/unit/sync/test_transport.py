@@ -25,8 +25,6 @@ from megarl.sync.transport import (
     MemoryTransport,
     TransportError,
     Trial,
-    Way,
-    choose_way,
     find_node,
     find_refusal,
     open_transport,
@@ -253,12 +251,6 @@ def test_a_server_rank_accepts_memory_whose_pattern_it_reads_and_says_what_it_ca
     refusal = find_refusal({5: {"handle": handle, "pattern": ""}}, CPU, GPU)
     assert refusal == "training rank 5's memory: CUDA_ERROR_INVALID_VALUE"
     assert "non-hexadecimal" in str(find_refusal({5: {"handle": "/etc/passwd", "pattern": ""}}, CPU, GPU))
-
-
-def test_cuda_ipc_is_the_way_unless_a_rank_refuses_and_plain_memory_without_gpus() -> None:
-    assert choose_way(True, [])[0] is Way.ipc
-    assert choose_way(True, ["server rank 1: no", "server rank 2: no"]) == (Way.pinned, "server rank 1: no")
-    assert choose_way(False, [])[0] is Way.pageable
 
 
 def test_processes_of_one_machine_that_see_the_same_shared_memory_name_the_same_node() -> None:
