@@ -95,7 +95,8 @@ class CheckpointReader:
             with _open(self._directory / file) as handle:
                 for name in handle.keys():  # noqa: SIM118  (it is no mapping)
                     holders.setdefault(name, []).append(file)
-        listed = {name: [self._files[name]] if name in self._files else [] for name in expected}
+        listed = {name: [file] for name, file in self._files.items() if name in expected}
+        listed |= {name: [] for name in expected if name not in listed}
         wrong = [
             f"{name} is in {' and '.join(holders.get(name, ['no file']))}, by the index in {' '.join(own) or 'none'}"
             for name, own in listed.items()

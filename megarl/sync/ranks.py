@@ -142,6 +142,7 @@ def replacing_weights(
             offloader.resume_cache()
         for client in clients:
             with sync_step(client, f"update of the weight version to {version}"):
+                raised.append(client)
                 client.set_weight_version(version)
                 found = client.load_weight_version()
             if found != version:
