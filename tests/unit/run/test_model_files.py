@@ -89,7 +89,10 @@ def test_two_files_with_an_index_are_loaded_and_a_third_that_it_does_not_name_is
             lambda index, names, model: index.update({names[0]: index[names[1]]}),
             "model.embed_tokens.weight is in two.safetensors, by the index in one.safetensors",
         ),
-        (lambda index, names, model: index.pop(names[0]), "model.embed_tokens.weight is in two.safetensors, by the index in none"),
+        (
+            lambda index, names, model: index.pop(names[0]),
+            "model.embed_tokens.weight is in two.safetensors, by the index in none",
+        ),
         (
             lambda index, names, model: (model / "one.safetensors").unlink(),
             "lacks one.safetensors, of 2 files that model.safetensors.index.json names",
