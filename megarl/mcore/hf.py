@@ -184,8 +184,8 @@ def write_safetensors(
         weight_map = {name: file for file, part in zip(names, parts, strict=True) for name in part}
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         (directory / INDEX).write_text(json.dumps(index, indent=2))
-    for number, file in enumerate(names, start=1):
-        (directory / f"part-{number}").rename(directory / file)
+    for number, name in enumerate(names, start=1):
+        (directory / f"part-{number}").rename(directory / name)
 
 
 def _hold(tensors: Iterable[tuple[str, Tensor]], max_file_bytes: int) -> Iterator[dict[str, Tensor]]:
