@@ -2,24 +2,17 @@
 
 from dataclasses import replace
 
-import answer_attacks
-import answer_cases
-import answer_unseen
 import pytest
+from answers import RIGHT, WRONG
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reward_cases import build_prompt, build_response, build_reward
 
-from megarl.config.errors import ConfigError
-from megarl.config.load import load_config
 from megarl.config.schema.task import MathRewardConfig, StatedAnswer
 from megarl.report.evaluation import count_votes
 from megarl.task.math_grading import grade
 from megarl.task.math_text import extract_statements
 from megarl.types import Sample
-
-RIGHT = answer_cases.RIGHT + answer_attacks.RIGHT + answer_unseen.RIGHT
-WRONG = answer_cases.WRONG + answer_attacks.WRONG + answer_unseen.WRONG
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +32,7 @@ def test_a_response_that_does_not_state_the_answer_is_wrong(gold, text):
 
 
 def test_the_table_has_enough_of_both_and_none_twice():
-    assert min(len(RIGHT), len(WRONG)) >= 100
+    assert min(len(RIGHT), len(WRONG)) >= 400
     assert len({*RIGHT, *WRONG}) == len(RIGHT) + len(WRONG)
 
 
@@ -86,12 +79,6 @@ ENDINGS = {
 @pytest.mark.parametrize(("text", "modes"), ENDINGS.items())
 def test_reward_answer_decides_what_states_an_answer(text, modes):
     assert {each.value for each in StatedAnswer if grade("72", text, each.value).is_right} == modes
-
-
-def test_reward_answer_is_a_key_that_is_checked():
-    assert load_config(["reward=math", "reward.answer=boxed"]).reward.answer is StatedAnswer.boxed
-    with pytest.raises(ConfigError, match=r"reward\.answer"):
-        load_config(["reward=math", "reward.answer=last"])
 
 
 @pytest.mark.parametrize("tag", ["<think>", "<reasoning>", "[THINK]"])
@@ -142,34 +129,13 @@ def test_a_gold_that_is_no_mathematics_is_compared_as_text():
     assert not grade(gold, "\\boxed{n\\equiv 2}", "final").is_right
 
 
-def test_a_repeating_decimal_has_its_fixed_digits_before_the_repeated_ones():
-    assert grade("1/6", "\\boxed{0.1\\overline{6}}", "final").is_right
-    assert not grade("20/3", "\\boxed{0.1\\overline{6}}", "final").is_right
-
-
-def test_a_square_centimetre_is_a_ten_thousandth_of_a_square_metre():
-    assert grade("1 m^2", "\\boxed{10000 cm^2}", "final").is_right
-    assert not grade("1 m^2", "\\boxed{100 cm^2}", "final").is_right
-
-
-def test_a_list_that_repeats_an_item_is_right_only_with_the_same_repetition():
-    assert grade("1,1,2", "\\boxed{2,1,1}", "final").is_right
-    assert not grade("1,1,2", "\\boxed{1,2,2}", "final").is_right
-    assert not grade("1,2,2", "\\boxed{1,1,2}", "final").is_right
-
-
-def test_formulas_that_differ_by_a_hundred_thousandth_are_different():
-    for gold, answer in (("0.000001x", "0.0000012x"), ("x+0.00001", "x+0.000011"), ("10^{-9}x", "2x/10^9")):
-        assert grade(gold, f"\\boxed{{{gold}}}", "final").is_right
-        assert not grade(gold, f"\\boxed{{{answer}}}", "final").is_right
-
-
 def test_an_escaped_brace_is_no_brace_of_a_box():
     text = "The set is \\boxed{\\left\\{ 1, 2 \\right.} and with it 12."
     assert list(extract_statements(text, "boxed") or []) == ["\\left\\{ 1, 2 \\right."]
 
 
 HOSTILE = [
+    "\\boxed{" * 30 + "45" + "}" * 30,
     "\\boxed{9^{9^{9^{9}}}}",
     "The answer is 9**9**9**9",
     "\\boxed{99999999!}",
@@ -202,8 +168,3 @@ def test_what_is_made_to_be_slow_is_wrong_without_running_out_of_time(math_rewar
     for gold in ("122", "x^2-1", "2^{10}", "(1,2)"):
         score = math_reward(build_prompt(gold), build_response(text))
         assert (score.correct, score.details["timeout"]) == (False, 0.0)
-
-
-def test_an_answer_too_long_to_be_read_is_none():
-    number = f"{'9' * 3000}.{'9' * 3000}"
-    assert grade("1", f"\\boxed{{{number}}}", "final").answer is None
