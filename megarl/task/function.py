@@ -1,24 +1,22 @@
 """The user's own reward function, called in processes of its own.
 
-It takes megarl's (prompt, response), TRL's or verl's parameters, told apart by their names. Prompts, responses and
-scores go between the processes as JSON.
+It takes megarl's (prompt, response), TRL's or verl's parameters, told apart by their names. Prompts and responses go to
+the processes as pickles of this program's own; only JSON comes back.
 """
 
 import base64
 import inspect
 import json
 import math
+import pickle
 import re
 import threading
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from decimal import Decimal
 from numbers import Real
 from typing import Any
-
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.task import FunctionRewardConfig
@@ -26,14 +24,10 @@ from megarl.config.user_code import DescribedError, describe_error
 from megarl.files import check_state
 from megarl.task.process import CallError, CallRaisedError, StartError, call, load_callable
 from megarl.task.reward import AnswerFailedError, ProcessReward, RewardFailedError, find_not_finite
-from megarl.types import FinishReason, Message, Prompt, Response, RoutedExperts, Score, Turn, WeightVersions
+from megarl.types import FinishReason, Prompt, Response, Score
 
-RESERVED_NAMES = frozenset(
-    {
-        *("mean", "std", "min", "max", "correct", "positive_frac", "shaped_mean", "equal_groups_frac", "failed_frac"),
-        "heldout",
-    }
-)
+RESERVED_NAMES = {"mean", "std", "min", "max", "correct", "positive_frac", "shaped_mean", "equal_groups_frac"}
+RESERVED_NAMES |= {"failed_frac", "heldout"}
 """What the trainer itself logs under reward/."""
 
 
@@ -51,17 +45,17 @@ def serve_function(path: str, state: Any = None) -> Callable[..., dict[str, Any]
             raise ValueError(f"the checkpoint has a state of {path}, which has no state_dict and load_state_dict now")
         target.load_state_dict(state)
 
-    def score(prompt: dict[str, Any] | None = None, response: dict[str, Any] | None = None) -> dict[str, Any]:
-        if prompt is None or response is None:
+    def score(question: str | None = None) -> dict[str, Any]:
+        if question is None:
             return {"state": check_state(f"reward.path={path}", target.state_dict())} if keeps else {}
-        asked = decode_prompt(prompt)
+        prompt, response = decode_question(question)
         try:
-            score, left_out = function(asked, decode_response(response))
+            score, left_out = function(prompt, response)
             return encode_score(score) | {"left_out": left_out}
         except MemoryError:
             raise
         except Exception as error:
-            raise DescribedError(_explain(path, error, asked)) from error
+            raise DescribedError(_explain(path, error, prompt)) from error
 
     return score
 
@@ -103,13 +97,9 @@ class FunctionReward(ProcessReward):
             self._keeps_state = "state" in self._processes[0].call({})
         except CallError as error:
             raise ConfigError([f"{self.key}: {error}"]) from error
-        if self._keeps_state and (self._config.num_workers or 1) > 1:
-            raise ConfigError(
-                [
-                    f"reward.num_workers: {self._config.num_workers} found; the reward has state_dict and"
-                    " load_state_dict, and each process would keep a state of its own: must be 1 or null"
-                ]
-            )
+        if self._keeps_state and (number := self._config.num_workers or 1) > 1:
+            why = "the reward has state_dict and load_state_dict, and each process would keep a state of its own"
+            raise ConfigError([f"reward.num_workers: {number} found; {why}: must be 1 or null"])
         return 1 if self._keeps_state else count
 
     def state(self) -> Any:
@@ -120,12 +110,8 @@ class FunctionReward(ProcessReward):
             except CallRaisedError as error:
                 raise ValueError(str(error)) from error
             except (CallError, StartError) as error:
-                warnings.warn(
-                    f"{self.key}: the reward's state could not be read ({error}); a checkpoint has the last one that"
-                    " could",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+                text = f"{self.key}: the reward's state could not be read ({error}); a checkpoint has the last one"
+                warnings.warn(f"{text} that could", RuntimeWarning, stacklevel=2)
         return self._options.get("state")
 
     def load_state(self, state: Any) -> None:
@@ -151,28 +137,24 @@ class FunctionReward(ProcessReward):
         return [f"of what {self._options['path']} returns, texts are not logged: {left_out}"] if left_out else []
 
     def ask(self, prompt: Prompt, response: Response) -> dict[str, Any]:
-        return {"prompt": encode_prompt(prompt), "response": encode_response(response)}
+        return {"question": encode_question(prompt, response)}
 
     def read(self, answer: Any, prompt: Prompt) -> Score:
         """Raises ValueError for other names in `details`."""
         self._left_out |= set(answer.pop("left_out", ()))
         score = Score(**answer)
-        if score.failure is None:
-            self._check_names(frozenset(score.details))
-        return score
-
-    def _check_names(self, names: frozenset[str]) -> None:
+        if score.failure is not None:
+            return score
+        names = frozenset(score.details)
         found = f"reward.path={self._options['path']}: found details {_list_names(names)}"
-        reserved = names & RESERVED_NAMES
-        if reserved:
+        if reserved := names & RESERVED_NAMES:
             raise ValueError(f"{found}; megarl's own metrics have the names {_list_names(reserved)} under reward/")
         with self._names_lock:
             expected = self._names = names if self._names is None else self._names
         if names != expected:
-            raise ValueError(
-                f"{found}; the first response had {_list_names(expected)}, and every response must have the same"
-                " (0.0 for a part that does not apply)"
-            )
+            needed = "every response must have the same (0.0 for a part that does not apply)"
+            raise ValueError(f"{found}; the first response had {_list_names(expected)}, and {needed}")
+        return score
 
 
 def _list_names(names: frozenset[str]) -> str:
@@ -197,57 +179,38 @@ def adapt(path: str, function: Callable[..., Any]) -> Callable[[Prompt, Response
     Raises ValueError for parameters of another sort, naming those found and what is accepted, and the function that
     comes out TypeError for another result.
     """
-    parameters = _read_parameters(path, function)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # Some builtins have none.
+        signature = inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in "pr"])
+    parameters = signature.parameters
     is_trl, is_verl = "completions" in parameters, "solution_str" in parameters
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    required = [name for name, each in parameters.items() if each.default is each.empty and each.kind not in variable]
+    try:
+        if is_verl:
+            signature.bind(**dict.fromkeys({*VERL} & {*parameters} if not takes_all else VERL))
+        elif not is_trl:
+            signature.bind(None, None)
+    except TypeError as error:
+        found = ", ".join(map(str, parameters.values()))
+        raise ValueError(f"{path} takes ({found}), {error}; accepted are {ACCEPTED}") from error
 
     def score(prompt: Prompt, response: Response) -> tuple[Score, list[str]]:
         if not is_trl and not is_verl:
             return read_result(path, call(function, prompt, response))
         given = _build_trl(prompt, response) if is_trl else _build_verl(prompt, response)
-        missing = [name for name in _list_required(parameters) if name not in given]
-        if missing:
-            raise ValueError(
-                f"reward.path={path} asks for {', '.join(missing)}; the columns of the data are"
-                f" {', '.join(sorted(set(given) - TRL_ONLY))}"
-            )
+        if missing := [name for name in required if name not in given]:
+            has = ", ".join(sorted(set(given) - TRL_ONLY))
+            raise ValueError(f"reward.path={path} asks for {', '.join(missing)}; the columns of the data are {has}")
         result = call(function, **{name: given[name] for name in given if takes_all or name in parameters})
         if is_trl and (not isinstance(result, list | tuple) or len(result) != 1):
-            raise TypeError(
-                f"reward.path={path} returned {_show(result)} for one completion; TRL's functions return a list with"
-                " as many numbers as there are completions"
-            )
+            needed = "TRL's functions return a list with as many numbers as there are completions"
+            raise TypeError(f"reward.path={path} returned {_show(result)} for one completion; {needed}")
         return read_result(path, result[0] if is_trl else result)
 
     return score
-
-
-def _read_parameters(path: str, function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Raises ValueError for those that are neither megarl's, TRL's nor verl's."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # Some builtins have none.
-        return {}
-    parameters, why = signature.parameters, None
-    if "completions" in parameters:
-        if any(each.kind is inspect.Parameter.POSITIONAL_ONLY for each in parameters.values()):
-            why = "; TRL gives them by name"
-    elif "solution_str" in parameters:
-        unknown = [name for name in _list_required(parameters) if name not in VERL]
-        why = f"; verl gives no {', '.join(unknown)}" if unknown else None
-    else:
-        try:
-            signature.bind(None, None)
-        except TypeError:
-            why = ""
-    if why is not None:
-        raise ValueError(f"{path} takes ({', '.join(map(str, parameters.values()))}){why}; accepted are {ACCEPTED}")
-    return parameters
-
-
-def _list_required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
-    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    return [name for name, each in parameters.items() if each.default is each.empty and each.kind not in variable]
 
 
 def _build_trl(prompt: Prompt, response: Response) -> dict[str, Any]:
@@ -290,30 +253,23 @@ def read_result(path: str, result: Any) -> tuple[Score, list[str]]:
     """
     if isinstance(result, Score):
         return result, []
-    entries = result if isinstance(result, Mapping) else {"score": result}
-    name = next((name for name in ("score", "reward") if name in entries), "score")
-    number = _read_number(entries.get(name))
-    if number is None:
-        found = dict(result) if isinstance(result, Mapping) else result
-        raise TypeError(f"reward.path={path} returned {_show(found)}; it must return {RESULTS}")
-    details, left_out = {}, []
-    for key, value in entries.items():
-        part = _read_number(value)
-        if key == "correct" and value is not None and part not in (0.0, 1.0):
-            raise TypeError(f"reward.path={path} returned {key!r}: {_show(value)}; it must be True or False")
-        if part is None and not (value is None or (isinstance(value, str) and key != "acc")):
-            raise TypeError(
-                f"reward.path={path} returned {key!r}: {_show(value)}; beside {name!r} there may be numbers, which are"
-                " logged as means, and texts, which are not"
-            )
-        if part is None:
-            left_out += [str(key)] if value is not None else []
-        elif key not in (name, "correct"):
-            details[str(key)] = part
-    stated = next((_read_number(entries[key]) for key in ("correct", "acc") if entries.get(key) is not None), None)
-    given = entries[name]
-    correct = (given if isinstance(given, bool) else number >= CORRECT_AT) if stated is None else stated >= CORRECT_AT
-    return Score(number, correct, details), left_out
+    entries = dict(result) if isinstance(result, Mapping) else {"score": result}
+    numbers = {str(key): _read_number(value) for key, value in entries.items()}
+    name = "reward" if "reward" in entries and "score" not in entries else "score"
+    reward = numbers.get(name)
+    if reward is None:
+        raise TypeError(f"reward.path={path} returned {_show(result)}; it must return {RESULTS}")
+    if entries.get("correct") is not None and numbers["correct"] not in (0.0, 1.0):
+        raise TypeError(f"reward.path={path} returned 'correct': {_show(entries['correct'])}; it must be True or False")
+    others = {key: value for key, value in entries.items() if numbers[str(key)] is None and value is not None}
+    for key, value in others.items():
+        if not isinstance(value, str) or key == "acc":
+            logged = f"beside {name!r} there may be numbers, which are logged as means, and texts, which are not"
+            raise TypeError(f"reward.path={path} returned {key!r}: {_show(value)}; {logged}")
+    stated = next((numbers[key] for key in ("correct", "acc") if numbers.get(key) is not None), None)
+    given = entries[name] if isinstance(entries[name], bool) else reward >= CORRECT_AT
+    details = {key: value for key, value in numbers.items() if value is not None and key not in (name, "correct")}
+    return Score(reward, given if stated is None else stated >= CORRECT_AT, details), [str(key) for key in others]
 
 
 def _read_number(value: Any) -> float | None:
@@ -331,54 +287,16 @@ def _show(value: Any, length: int = 60) -> str:
     return f"{text if len(text) <= length else text[:length] + '...'} ({type(value).__name__})"
 
 
-_ARRAYS: dict[str, type[np.generic]] = {"token_ids": np.int32, "rollout_logprobs": np.float32, "generated": np.bool_}
+def encode_question(prompt: Prompt, response: Response) -> str:
+    """What `decode_question` gives back in the function's process, columns with what JSON has no type for as text."""
+    columns = json.loads(json.dumps(dict(prompt.columns), default=str))
+    return base64.b64encode(pickle.dumps((replace(prompt, columns=columns), response))).decode()
 
 
-def encode_prompt(prompt: Prompt) -> dict[str, Any]:
-    """All that a prompt has."""
-    return {
-        **vars(prompt),
-        "token_ids": _encode(prompt.token_ids, np.int32),
-        "metadata": dict(prompt.metadata),
-        # May hold what JSON has no type for, such as dates.
-        "columns": json.dumps(dict(prompt.columns), default=str),
-        "messages": [vars(message) for message in prompt.messages],
-    }
-
-
-def decode_prompt(record: dict[str, Any]) -> Prompt:
-    """The prompt that `encode_prompt` was given."""
-    token_ids = tuple(_decode(record["token_ids"], np.int32).tolist())
-    messages = tuple(Message(**message) for message in record["messages"])
-    columns = json.loads(record["columns"])
-    return Prompt(**{**record, "token_ids": token_ids, "messages": messages, "columns": columns})
-
-
-def encode_response(response: Response) -> dict[str, Any]:
-    """All that a response has; arrays are base64 of their bytes, which costs 14 bytes a token."""
-    versions, experts = response.weight_versions, response.routed_experts
-    return {
-        **{name: _encode(getattr(response, name), dtype) for name, dtype in _ARRAYS.items()},
-        "text": response.text,
-        "weight_versions": vars(versions),
-        "finish_reason": response.finish_reason.value,
-        "routed_experts": experts and {**vars(experts), "data": base64.b64encode(experts.data).decode()},
-        "turns": [{**vars(turn), "details": dict(turn.details)} for turn in response.turns],
-    }
-
-
-def decode_response(record: dict[str, Any]) -> Response:
-    """The response that `encode_response` was given."""
-    experts = record["routed_experts"]
-    versions = {name: tuple(values) for name, values in record["weight_versions"].items()}
-    return Response(
-        **{name: _decode(record[name], dtype) for name, dtype in _ARRAYS.items()},
-        text=record["text"],
-        weight_versions=WeightVersions(**versions),
-        finish_reason=FinishReason(record["finish_reason"]),
-        routed_experts=experts and RoutedExperts(**{**experts, "data": base64.b64decode(experts["data"])}),
-        turns=tuple(Turn(**turn) for turn in record["turns"]),
-    )
+def decode_question(text: str) -> tuple[Prompt, Response]:
+    """The prompt and the response. Of texts that this program's own process wrote: a pickle may run code."""
+    prompt, response = pickle.loads(base64.b64decode(text))
+    return prompt, response
 
 
 def encode_score(score: Score) -> dict[str, Any]:
@@ -396,11 +314,3 @@ def _read_truth(value: Any) -> bool:
     if isinstance(value, str) or value not in (0, 1):
         raise TypeError(f"a Score has the correct {value!r}; it must be True or False")
     return bool(value)
-
-
-def _encode(values: ArrayLike, dtype: type[np.generic]) -> str:
-    return base64.b64encode(np.ascontiguousarray(values, dtype=dtype).tobytes()).decode()
-
-
-def _decode(text: str, dtype: type[np.generic]) -> NDArray[Any]:
-    return np.frombuffer(base64.b64decode(text), dtype=dtype)

@@ -9,7 +9,6 @@ import ast
 import json
 import re
 import sys
-from collections import deque
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -117,22 +116,10 @@ def build_reasoning_gym_scorer() -> Scorer:
     return score
 
 
-def build_pattern_searcher(pattern: str, where: str) -> Callable[..., str | None]:
-    """(text) -> what the pattern finds, None for nothing.
-
-    where: "whole": the text but for white space at its ends; "anywhere": its first match; "last": the last one, of
-    which the first group counts where the pattern has one.
-    """
+def build_pattern_matcher(pattern: str) -> Callable[..., bool]:
+    """(text) -> whether the text but for white space at its ends matches the pattern."""
     compiled = re.compile(pattern, re.DOTALL)
-
-    def search(text: str) -> str | None:
-        if where == "last":
-            last = deque(compiled.finditer(text), maxlen=1)
-            return last[0].group(1 if compiled.groups else 0) if last else None
-        match = compiled.fullmatch(text.strip()) if where == "whole" else compiled.search(text)
-        return None if match is None else match.group()
-
-    return search
+    return lambda text: compiled.fullmatch(text.strip()) is not None
 
 
 def load_tools(paths: Mapping[str, str], result_length: int) -> Callable[..., str]:

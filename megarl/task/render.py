@@ -284,7 +284,7 @@ def use_chat_template(config: DataConfig, tokenizer: "PreTrainedTokenizerBase") 
         return
     if not config.chat_template:
         raise ConfigError(["data.chat_template_path: has no effect with data.chat_template=false"])
-    tokenizer.chat_template = _read_text("data.chat_template_path", config.chat_template_path)
+    tokenizer.chat_template = read_text("data.chat_template_path", config.chat_template_path)
 
 
 def _read_instruction(config: DataConfig) -> DataConfig:
@@ -293,11 +293,12 @@ def _read_instruction(config: DataConfig) -> DataConfig:
         return config
     if config.instruction is not None:
         raise ConfigError(["data.instruction_path: found beside data.instruction; give one, the other is null"])
-    text = _read_text("data.instruction_path", config.instruction_path).rstrip("\n")
+    text = read_text("data.instruction_path", config.instruction_path).rstrip("\n")
     return replace(config, instruction=text, instruction_path=None)
 
 
-def _read_text(key: str, name: str) -> str:
+def read_text(key: str, name: str) -> str:
+    """The text of the file that this key names. Raises ConfigError."""
     try:
         return Path(name).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -12,9 +12,7 @@ from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.task import (
-    EnvironmentRewardConfig,
     FormatRewardConfig,
-    LetterCountRewardConfig,
     MathRewardConfig,
     NumericRewardConfig,
     ReasoningGymRewardConfig,
@@ -38,29 +36,22 @@ def normalize_text(text: str) -> str:
 
 class FormatReward(ProcessReward):
     """1 where the response, white space at its ends aside, matches reward.pattern, else 0; its content does not count.
+    It is matched in a process of its own, which ends a match without an end."""
 
-    With reward.anywhere a part that matches suffices. It is searched in a process of its own, which ends a search
-    without an end.
-    """
-
-    path = "megarl.task.process_functions:build_pattern_searcher"
+    path = "megarl.task.process_functions:build_pattern_matcher"
     key = "reward.pattern"
 
     def __init__(self, config: FormatRewardConfig):
         """Raises ConfigError for a pattern that is none."""
-        check_pattern(config.pattern)
-        super().__init__(config, pattern=config.pattern, where="anywhere" if config.anywhere else "whole")
+        try:
+            re.compile(config.pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            found = f"{config.pattern!r}; not a regular expression: {error}"
+            raise ConfigError([f"reward.pattern: found {found}"]) from error
+        super().__init__(config, pattern=config.pattern)
 
     def read(self, answer: Any, prompt: Prompt) -> Score:
-        return Score(float(answer is not None), answer is not None)
-
-
-def check_pattern(pattern: str) -> None:
-    """Raises ConfigError naming reward.pattern where Python cannot read it."""
-    try:
-        re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise ConfigError([f"reward.pattern: found {pattern!r}; not a regular expression: {error}"]) from error
+        return Score(float(answer), bool(answer))
 
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?|\.\d+"
@@ -96,60 +87,26 @@ def format_number(number: Fraction) -> str:
     return f"{decimal:f}" if -30 < decimal.adjusted() < 30 else str(decimal)
 
 
-@dataclass(frozen=True)
 class NumericReward:
-    """1 where the response's number is the prompt's answer, within the tolerances, else 0.
+    """1 where the response's last number is the prompt's answer, within the tolerances, else 0.
 
     details: "format" is 1 where the response has a number.
     """
 
-    tolerance: Fraction
-    relative_tolerance: Fraction
-
-    @classmethod
-    def of(cls, config: NumericRewardConfig) -> "NumericReward":
+    def __init__(self, config: NumericRewardConfig):
         # As written: 0.1 is a tenth.
-        return cls(Fraction(repr(config.tolerance)), Fraction(repr(config.relative_tolerance)))
+        self._tolerance, self._share = Fraction(repr(config.tolerance)), Fraction(repr(config.relative_tolerance))
 
     def __call__(self, prompt: Prompt, response: Response) -> Score:
-        """Of the response's last number. Raises ValueError, naming the prompt, where its answer is no number."""
-        return self.compare(read_answer(prompt), find_last_number(response.text))
-
-    def compare(self, expected: Fraction, found: Fraction | None) -> Score:
-        """The score of a response with the number `found`."""
+        """Raises ValueError, naming the prompt, where its answer is no number."""
+        expected, found = parse_number(prompt.answer), find_last_number(response.text)
+        if expected is None:
+            needed = "reward=numeric needs a number, such as 85, 1,234.5 or 3/4"
+            raise ValueError(f"prompt {prompt.id!r}: answer {prompt.answer!r} found; {needed}")
         if found is None:
             return Score(0.0, False, {"format": 0.0})
-        margin = max(self.tolerance, self.relative_tolerance * abs(expected))
-        correct = abs(found - expected) <= margin
+        correct = abs(found - expected) <= max(self._tolerance, self._share * abs(expected))
         return Score(float(correct), correct, {"format": 1.0}, format_number(found))
-
-
-def read_answer(prompt: Prompt) -> Fraction:
-    """The expected number. Raises ValueError naming the prompt."""
-    expected = parse_number(prompt.answer)
-    if expected is None:
-        raise ValueError(
-            f"prompt {prompt.id!r}: answer {prompt.answer!r} found; reward=numeric needs a number, such as 85, 1,234.5"
-            " or 3/4"
-        )
-    return expected
-
-
-class NumericPatternReward(ProcessReward):
-    """As `NumericReward`, of the number that reward.pattern finds, which is searched in a process of its own."""
-
-    path = "megarl.task.process_functions:build_pattern_searcher"
-    key = "reward.pattern"
-
-    def __init__(self, config: NumericRewardConfig):
-        """Raises ConfigError for a pattern that is none."""
-        pattern = config.pattern or NUMBER.pattern
-        check_pattern(pattern)
-        super().__init__(config, pattern=pattern, where="last")
-        self._reward = NumericReward.of(config)
-
-    def read(self, answer: Any, prompt: Prompt) -> Score:
-        return self._reward.compare(read_answer(prompt), None if answer is None else parse_number(answer))
 
 
 class MathReward(ProcessReward):
@@ -194,13 +151,9 @@ class ReasoningGymReward(ProcessReward):
     path = "megarl.task.process_functions:build_reasoning_gym_scorer"
 
     def __init__(self, config: ReasoningGymRewardConfig):
-        """Raises ConfigError for values out of range, or without reasoning-gym."""
-        if not 0 < config.correct_at <= 1:
-            raise ConfigError([f"reward.correct_at: found {config.correct_at}; it must be above 0 and at most 1"])
+        """Raises ConfigError without reasoning-gym."""
         if importlib.util.find_spec("reasoning_gym") is None:
-            raise ConfigError(
-                ["reward: reasoning_gym found, but that package is not installed; `make install` brings it"]
-            )
+            raise ConfigError(["reward: reasoning_gym found, but it is not installed; `make install` brings it"])
         super().__init__(config)
         self._correct_at = config.correct_at
 
@@ -210,10 +163,9 @@ class ReasoningGymReward(ProcessReward):
             stored = json.loads(prompt.metadata["reasoning_gym"])
             asked = {"task": stored["task"], "entry": stored["entry"], "config": stored.get("config") or {}}
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise ValueError(
-                f"prompt {prompt.id!r}: no reasoning-gym task in its metadata ({type(error).__name__}: {error});"
-                " reward=reasoning_gym goes with data=reasoning_gym"
-            ) from error
+            found = f"no reasoning-gym task in its metadata ({type(error).__name__}: {error})"
+            needed = "reward=reasoning_gym goes with data=reasoning_gym"
+            raise ValueError(f"prompt {prompt.id!r}: {found}; {needed}") from error
         return {**asked, "text": response.text.strip()}
 
     def read(self, answer: Any, prompt: Prompt) -> Score:
@@ -250,20 +202,17 @@ class LengthReward:
         return Score(reward, outside == 0, {"tokens": float(length)})
 
 
+@dataclass(frozen=True)
 class EnvironmentReward:
     """Adds nothing to the rewards of the turns; correct where their sum is at least correct_at.
 
     The rewards of the turns are part of every sample's reward, whatever `reward=` is: the score here is 0.
     """
 
-    def __init__(self, config: EnvironmentRewardConfig):
-        """Raises ConfigError for a correct_at that is not finite."""
-        if not math.isfinite(config.correct_at):
-            raise ConfigError([f"reward.correct_at: found {config.correct_at}; it must be a finite number"])
-        self._correct_at = config.correct_at
+    correct_at: float
 
     def __call__(self, prompt: Prompt, response: Response) -> Score:
-        return Score(0.0, sum(turn.reward for turn in response.turns) >= self._correct_at)
+        return Score(0.0, sum(turn.reward for turn in response.turns) >= self.correct_at)
 
 
 ONLY_A_NUMBER = re.compile(r"-?[0-9]+\.?")
@@ -279,10 +228,8 @@ def score_addition(prompt: Prompt, response: Response) -> Score:
     """
     expected, text = prompt.answer.strip(), response.text.strip()
     if INTEGER.fullmatch(expected) is None:
-        raise ValueError(
-            f"prompt {prompt.id!r}: answer {prompt.answer!r} found; reward=addition needs an integer, such as 85"
-            " (data=addition makes such prompts)"
-        )
+        needed = "reward=addition needs an integer, such as 85 (data=addition makes such prompts)"
+        raise ValueError(f"prompt {prompt.id!r}: answer {prompt.answer!r} found; {needed}")
     integers = INTEGER.findall(text)
     well_formed = ONLY_A_NUMBER.fullmatch(text) is not None
     # As texts: int() refuses thousands of digits.
@@ -301,6 +248,7 @@ LETTERS_CORRECT_AT = 0.9
 """The least reward that counts as correct."""
 
 
+@dataclass(frozen=True)
 class LetterCountReward:
     """reward = (share of the characters that are the letter) * g(length / number), see `compute_length_score`.
 
@@ -308,22 +256,20 @@ class LetterCountReward:
     it has. An empty response gets 0. Correct from 0.9 on. details: {"letters": the share, "length": g}.
     """
 
-    def __init__(self, config: LetterCountRewardConfig):
-        """Raises ConfigError for a tolerance below 1 or a falloff of 1 or less."""
-        problems = []
-        if not config.tolerance >= 1:
-            problems.append(f"reward.tolerance: found {config.tolerance}; it must be 1 or more")
-        if not config.falloff > 1:
-            problems.append(f"reward.falloff: found {config.falloff}; it must be above 1")
-        if problems:
-            raise ConfigError(problems)
-        self._tolerance, self._falloff = config.tolerance, config.falloff
+    tolerance: float
+    falloff: float
 
     def __call__(self, prompt: Prompt, response: Response) -> Score:
-        letter, number = parse_request(prompt)
+        """Raises ValueError, naming the prompt, for an answer that is no letter with a number, such as b37."""
+        asked = re.fullmatch(r"([a-z])([1-9][0-9]*)", prompt.answer)
+        if asked is None:
+            needed = (
+                "reward=letter_count needs a letter and a number, such as b37 (data=letter_count makes such prompts)"
+            )
+            raise ValueError(f"prompt {prompt.id!r}: answer {prompt.answer!r} found; {needed}")
         length = len(response.text)
-        share = response.text.count(letter) / length if length else 0.0
-        fit = compute_length_score(length / number, self._tolerance, self._falloff)
+        share = response.text.count(asked[1]) / length if length else 0.0
+        fit = compute_length_score(length / int(asked[2]), self.tolerance, self.falloff)
         reward = share * fit
         return Score(reward, reward >= LETTERS_CORRECT_AT, {"letters": share, "length": fit})
 
@@ -334,14 +280,3 @@ def compute_length_score(ratio: float, tolerance: float, falloff: float) -> floa
         return 0.0
     excess = max(0.0, abs(math.log(ratio)) - math.log(tolerance))
     return max(0.0, 1.0 - excess / math.log(falloff))
-
-
-def parse_request(prompt: Prompt) -> tuple[str, int]:
-    """(letter, number) of an answer such as "b37". Raises ValueError naming the prompt."""
-    found = re.fullmatch(r"([a-z])([1-9][0-9]*)", prompt.answer)
-    if found is None:
-        raise ValueError(
-            f"prompt {prompt.id!r}: answer {prompt.answer!r} found; reward=letter_count compares with a letter and a"
-            " number, such as b37 (data=letter_count makes such prompts)"
-        )
-    return found.group(1), int(found.group(2))

@@ -43,7 +43,6 @@ from megarl.task.rule_rewards import (
     LengthReward,
     LetterCountReward,
     MathReward,
-    NumericPatternReward,
     NumericReward,
     ReasoningGymReward,
     score_addition,
@@ -142,16 +141,16 @@ def build_reward(config: RewardConfig) -> AsyncReward:
         case WeightedRewardConfig():
             parts = {part.name: Part(_build_part(part), part.weight) for part in read_parts(config)}
             return WeightedReward(parts, config.correct_by, config.correct_at)
-        case NumericRewardConfig() if config.pattern is None:
-            return DirectReward(NumericReward.of(config))
+        case NumericRewardConfig():
+            return DirectReward(NumericReward(config))
         case LetterCountRewardConfig():
-            return DirectReward(LetterCountReward(config))
+            return DirectReward(LetterCountReward(config.tolerance, config.falloff))
         case AdditionRewardConfig():
             return DirectReward(score_addition)
         case ExactRewardConfig():
             return DirectReward(score_exact)
         case EnvironmentRewardConfig():
-            return DirectReward(EnvironmentReward(config))
+            return DirectReward(EnvironmentReward(config.correct_at))
         case LengthRewardConfig():
             return DirectReward(LengthReward(config.min_length, config.max_length, config.falloff))
     for schema, kind in KINDS.items():
@@ -165,7 +164,6 @@ KINDS: Mapping[type[RewardConfig], Callable[[Any], AsyncReward]] = {
     ReasoningGymRewardConfig: ReasoningGymReward,
     FunctionRewardConfig: FunctionReward,
     FormatRewardConfig: FormatReward,
-    NumericRewardConfig: NumericPatternReward,
     CodeRewardConfig: CodeReward,
     HttpRewardConfig: HttpReward,
     JudgeRewardConfig: JudgeReward,

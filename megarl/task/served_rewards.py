@@ -6,11 +6,12 @@ import os
 import re
 import weakref
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import httpx
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.task import (
@@ -21,6 +22,7 @@ from megarl.config.schema.task import (
     Verdict,
 )
 from megarl.files import parse_json
+from megarl.task.render import read_text
 from megarl.task.reward import AsyncReward, RewardFailedError
 from megarl.types import Message, Prompt, Response, Score
 
@@ -62,25 +64,18 @@ class ScoringServer:
     def __init__(self, config: ServerRewardConfig):
         """Raises ConfigError for a url that is none, or a key that is not in the environment."""
         parts = urlsplit(config.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(
-                [f"reward.url: found {config.url!r}; it must be http://HOST:PORT/PATH or https://HOST/PATH"]
-            )
-        if parts.username or parts.password:
-            raise ConfigError(
-                [
-                    "reward.url: it has a name or password, which the run's folder would keep; name an environment"
-                    " variable in reward.api_key_env"
-                ]
-            )
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password:
+            right = "http://HOST:PORT/PATH or https://HOST/PATH without a name or password, for which there is"
+            found = f"{parts.scheme!r} and the host {parts.hostname!r}"
+            raise ConfigError([f"reward.url: found the scheme {found}; it must be {right} reward.api_key_env"])
         # Without a key "": the client would otherwise send this server the key of OpenAI's own.
-        self._key = "" if config.api_key_env is None else os.environ.get(config.api_key_env, "")
+        self._key = os.environ.get(config.api_key_env or "", "")
         if config.api_key_env is not None and not self._key:
             raise ConfigError(
                 [f"reward.api_key_env: found {config.api_key_env!r}; this environment variable is not set"]
             )
         self._config = config
-        self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[AsyncOpenAI, asyncio.Semaphore]] = (
+        self._by_loop: weakref.WeakKeyDictionary[Any, tuple[AsyncOpenAI, asyncio.Semaphore]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -98,29 +93,31 @@ class ScoringServer:
         try:
             async with free:
                 answer = await client.post(where, cast_to=httpx.Response, body=body)
+            return parse_json(answer.content)
+        except APITimeoutError as error:
+            reason = f"gave no answer within reward.timeout_s={config.timeout_s:g} s{attempts}"
+            raise RewardFailedError(f"{where} {reason}") from error
         except APIConnectionError as error:
-            late = f"gave no answer within reward.timeout_s={config.timeout_s:g} s"
-            lost = f"could not be reached ({type(error.__cause__).__name__})"
-            reason = late if isinstance(error, APITimeoutError) else lost
-            raise RewardFailedError(f"{where} {reason}{attempts}") from error
+            reason = f"could not be reached ({type(error.__cause__).__name__}){attempts}"
+            raise RewardFailedError(f"{where} {reason}") from error
         except APIStatusError as error:
             status, shown = error.status_code, " ".join(error.response.text.split())[:SHOWN]
             redirect = "; redirects are not followed" if 300 <= status < 400 else ""
             tries = attempts if status in (408, 409, 429) or status >= 500 else ""
             reason = f"answered with status {status}{redirect}{': ' if shown else ''}{shown}{tries}"
             raise RewardFailedError(f"{where} {reason}") from error
-        try:
-            return parse_json(answer.content)
         except ValueError:
             raise RewardFailedError(f"{where} answered with what is not JSON") from None
 
-    def read_info(self, path: str) -> Any:
+    def read_info(self, path: str) -> dict[str, Any]:
         """A GET before anything starts. Raises ConfigError where the server does not answer it."""
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         try:
             answer = httpx.get(self._locate(path), headers=headers, timeout=CHECK_DEADLINE_S, trust_env=False)
-            answer.raise_for_status()
-            return answer.json()
+            found = answer.raise_for_status().json()
+            if not isinstance(found, dict):
+                raise ValueError("the answer is no JSON object")
+            return found
         except (httpx.HTTPError, OSError, ValueError) as error:
             raise ConfigError([f"reward.url: found {self._config.url}; GET {path} failed there: {error}"]) from error
 
@@ -128,21 +125,29 @@ class ScoringServer:
         return self._config.url.rstrip("/") + path if path else self._config.url
 
     def _find_client(self) -> "tuple[AsyncOpenAI, asyncio.Semaphore]":
-        loop = asyncio.get_running_loop()
-        if loop not in self._by_loop:
-            from openai import AsyncOpenAI
+        from openai import AsyncOpenAI
 
-            config = self._config
+        loop, config = asyncio.get_running_loop(), self._config
+        if loop not in self._by_loop:
             limits = httpx.Limits(max_connections=config.max_concurrency)
-            client = AsyncOpenAI(
-                base_url=config.url,
-                api_key=self._key,
-                timeout=config.timeout_s,
-                max_retries=config.max_retries,
-                http_client=httpx.AsyncClient(limits=limits, timeout=config.timeout_s, trust_env=False),
-            )
-            self._by_loop[loop] = client, asyncio.Semaphore(config.max_concurrency)
+            client = httpx.AsyncClient(limits=limits, timeout=config.timeout_s, trust_env=False)
+            keys: dict[str, Any] = {"timeout": config.timeout_s, "max_retries": config.max_retries}
+            asked = AsyncOpenAI(base_url=config.url, api_key=self._key, http_client=client, **keys)
+            self._by_loop[loop] = asked, asyncio.Semaphore(config.max_concurrency)
         return self._by_loop[loop]
+
+
+HTTP_ANSWER = Draft202012Validator(
+    {
+        "type": "object",
+        "required": ["reward"],
+        "properties": {
+            "reward": {"type": "number"},
+            "correct": {"type": "boolean"},
+            "details": {"type": ["object", "null"], "additionalProperties": {"type": "number"}},
+        },
+    }
+)
 
 
 class HttpReward(AsyncReward):
@@ -152,21 +157,18 @@ class HttpReward(AsyncReward):
     """
 
     def __init__(self, config: HttpRewardConfig):
-        """Raises ConfigError for what is no URL, and for an environment variable that is not set."""
         self._server = ScoringServer(config)
 
     async def score(self, prompt: Prompt, response: Response) -> Score:
         """Raises RewardFailedError where the server gives no score, saying what is wrong with its answer."""
         asked = {"prompt": prompt.text, "response": response.text, "answer": prompt.answer}
         found = await self._server.post("", {**asked, "metadata": dict(prompt.metadata)})
-        if not isinstance(found, dict) or not _is_number(found.get("reward")):
-            raise RewardFailedError('the reward\'s server answered without a number under "reward"')
+        wrong = best_match(HTTP_ANSWER.iter_errors(found))
+        if wrong is not None:
+            needed = f"{wrong.json_path} needs {wrong.validator} {wrong.validator_value}"
+            raise RewardFailedError(f"the reward's server answered in another form: {needed}")
         reward, details = float(found["reward"]), found.get("details") or {}
         correct = found.get("correct", reward >= 1)
-        if not isinstance(correct, bool):
-            raise RewardFailedError('the reward\'s server answered with "correct" that is neither true nor false')
-        if not isinstance(details, dict) or not all(map(_is_number, details.values())):
-            raise RewardFailedError('the reward\'s server answered with "details" that are not numbers by name')
         return Score(reward, correct, {name: float(value) for name, value in details.items()})
 
 
@@ -182,33 +184,23 @@ class ScalarModelReward(AsyncReward):
         self._config = config
         self._server = ScoringServer(config)
         info = self._server.read_info("/model_info")
-        if not isinstance(info, dict) or info.get("is_generation") is not False:
-            found = info.get("architectures") if isinstance(info, dict) else info
+        if info.get("is_generation") is not False:
+            needed = "an SGLang server with a model that scores, such as LlamaForSequenceClassification (megarl serve)"
+            found = info.get("architectures")
             raise ConfigError(
-                [
-                    f"reward.url: found {config.url}, which serves {found}; reward=reward_model needs an SGLang server"
-                    " with a model that scores, such as LlamaForSequenceClassification (megarl serve)"
-                ]
+                [f"reward.url: found {config.url}, which serves {found}; reward=reward_model needs {needed}"]
             )
 
     async def score(self, prompt: Prompt, response: Response) -> Score:
-        """Raises RewardFailedError where the server gives no score."""
         asked = {"messages": list_messages(prompt, response), "add_generation_prompt": False}
         try:
             rendered = await self._server.post("/tokenize", asked)
-            values = (await self._server.post("/classify", {"input_ids": rendered["tokens"]}))["embedding"]
-            if len(values) != 1:
-                raise RewardFailedError(
-                    f"{self._config.url} answered with {len(values)} numbers; a reward model gives one"
-                )
-            logit = float(values[0])
+            (logit,) = (await self._server.post("/classify", {"input_ids": rendered["tokens"]}))["embedding"]
+            reward = self._config.offset + self._config.scale * logit
         except (KeyError, TypeError, ValueError) as error:
             raise RewardFailedError(
                 f"the reward model's server answered in another form than SGLang's ({error!r})"
             ) from error
-        if not math.isfinite(logit):
-            raise RewardFailedError(f"{self._config.url} gave the score {logit}")
-        reward = self._config.offset + self._config.scale * logit
         return Score(reward, reward >= self._config.correct_at, {"logit": logit})
 
 
@@ -224,15 +216,12 @@ class JudgeReward(AsyncReward):
         self._rubric = read_rubric(config)
         self._server = ScoringServer(config)
         listed = {} if config.model else self._server.read_info("/v1/models")
-        names = [str(each["id"]) for each in listed.get("data", ())] if isinstance(listed, dict) else []
-        if not config.model and not names:
-            raise ConfigError(
-                [f"reward.url: found {config.url}, which lists no model at /v1/models; reward.model can name one"]
-            )
-        self._model = config.model or names[0]
+        names = [config.model] if config.model else [each["id"] for each in listed.get("data", ())]
+        if not names:
+            raise ConfigError([f"reward.url: found {config.url}, which lists no model; reward.model can name one"])
+        self._model = names[0]
 
     async def score(self, prompt: Prompt, response: Response) -> Score:
-        """Raises RewardFailedError where the server gives no answer, or one without a verdict."""
         config = self._config
         body: dict[str, Any] = {"model": self._model, "temperature": 0.0, **config.request}
         if config.verdict is Verdict.score:
@@ -241,10 +230,8 @@ class JudgeReward(AsyncReward):
         else:
             asked = ASK_FOR_WORD.format(yes=config.yes, no=config.no)
             body |= {"max_tokens": 1, "logprobs": True, "top_logprobs": NUM_TOP}
-        text = f"{fill_rubric(self._rubric, prompt, response)}\n\n{asked}"
-        answer = await self._server.post(
-            "/v1/chat/completions", body | {"messages": [{"role": "user", "content": text}]}
-        )
+        body["messages"] = [{"role": "user", "content": f"{fill_rubric(self._rubric, prompt, response)}\n\n{asked}"}]
+        answer = await self._server.post("/v1/chat/completions", body)
         try:
             choice = answer["choices"][0]
             if config.verdict is Verdict.score:
@@ -263,13 +250,10 @@ def read_rubric(config: JudgeRewardConfig) -> str:
     """The rubric's text. Raises ConfigError naming the key."""
     if config.rubric is not None and config.rubric_path is not None:
         raise ConfigError(["reward.rubric_path: found beside reward.rubric; one of them must be null"])
-    key, text = "reward.rubric", config.rubric if config.rubric is not None else RUBRIC
+    key = "reward.rubric" if config.rubric_path is None else "reward.rubric_path"
+    text = config.rubric if config.rubric is not None else RUBRIC
     if config.rubric_path is not None:
-        key = "reward.rubric_path"
-        try:
-            text = Path(config.rubric_path).expanduser().read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError([f"{key}: found {config.rubric_path!r}, which cannot be read: {error}"]) from error
+        text = read_text(key, config.rubric_path)
     if "{response}" not in text:
         raise ConfigError([f"{key}: found a text without {{response}}, where the response stands"])
     return text
@@ -321,7 +305,3 @@ def list_messages(prompt: Prompt, response: Response) -> list[dict[str, str]]:
     """
     asked = prompt.messages or (Message("user", prompt.text),)
     return [{"role": m.role, "content": m.content} for m in (*asked, Message("assistant", response.text))]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

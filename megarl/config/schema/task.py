@@ -333,7 +333,7 @@ class MathRewardConfig(ProcessRewardConfig):
 class ReasoningGymRewardConfig(ProcessRewardConfig):
     """The task's own scorer from reasoning-gym."""
 
-    correct_at: float = 1.0
+    correct_at: float = key(1.0, above=0, high=1)
     """The lowest score that counts as correct; scorers give less than 1 for partly right answers."""
 
 
@@ -354,16 +354,13 @@ class FunctionRewardConfig(ProcessRewardConfig):
 
 
 @dataclass
-class NumericRewardConfig(ProcessRewardConfig):
+class NumericRewardConfig(RewardConfig):
     """The last number of the response is the answer, exactly or within a tolerance."""
 
     tolerance: float = key(0.0, low=0)
     """Largest difference from the answer that is right; 0: equal numbers. Numbers are read and compared exactly."""
     relative_tolerance: float = key(0.0, low=0)
     """Largest difference as a share of the answer; the larger of the two tolerances holds."""
-    pattern: str | None = None
-    """Regular expression whose last match is the number, or its first group where it has one; null: the last number of
-    the response, which needs no process of its own."""
 
 
 @dataclass
@@ -373,8 +370,6 @@ class FormatRewardConfig(ProcessRewardConfig):
     pattern: str = r"<think>.*?</think>\s*<answer>.*?</answer>"
     """Regular expression (Python's; a dot matches line ends too) for the whole response, white space at its ends
     aside."""
-    anywhere: bool = False
-    """A part of the response that matches suffices."""
 
 
 @dataclass

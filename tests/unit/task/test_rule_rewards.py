@@ -46,12 +46,6 @@ def test_the_environments_reward_adds_nothing_and_is_correct_from_a_sum_on(rewar
     assert reward(build_prompt("4"), build_turns(rewards)) == Score(0.0, correct)
 
 
-@pytest.mark.parametrize("value", ["nan", "inf"])
-def test_a_threshold_that_no_sum_reaches_is_refused(value):
-    with pytest.raises(ConfigError, match=rf"reward\.correct_at: found {value}; it must be a finite number"):
-        load_config(["experiment=guess", f"reward.correct_at={value}"])
-
-
 def test_without_an_environment_that_rewards_it_is_refused():
     with pytest.raises(ConfigError, match=r"reward: found environment with environment=single_turn, which gives no"):
         load_config(["reward=environment"])
@@ -135,10 +129,6 @@ def test_equal_numbers_have_one_text_that_reads_as_the_number(number):
     assert parse_number(format_number(number)) == number
 
 
-def test_a_long_response_of_digits_is_read_in_linear_time():
-    assert find_last_number("1," * 100_000 + "9" * 100_000 + " 5") == 5
-
-
 @pytest.mark.parametrize(
     ("options", "answer", "text", "correct"),
     [
@@ -160,13 +150,6 @@ def test_a_number_within_the_tolerance_is_right(options, answer, text, correct):
 def test_a_response_without_a_number_is_wrong():
     score = build_reward(NumericRewardConfig())(build_prompt("1"), build_response("none"))
     assert (score.reward, score.details, score.answer) == (0.0, {"format": 0.0}, None)
-
-
-def test_a_pattern_says_where_the_number_is():
-    reward = build_reward(NumericRewardConfig(pattern=r"<answer>(.*?)</answer>"))
-    right = reward(build_prompt("85"), build_response("<answer>1</answer> <answer> 85 </answer> of 90"))
-    wrong = reward(build_prompt("85"), build_response("85"))
-    assert (right.correct, right.answer, wrong.details) == (True, "85", {"format": 0.0})
 
 
 def test_an_answer_that_is_no_number_is_named():
@@ -194,12 +177,6 @@ def test_the_whole_response_has_the_form(think_answer, text, matches):
     assert (score.reward, score.correct) == (float(matches), matches)
 
 
-def test_a_part_suffices_anywhere():
-    reward = build_reward(FormatRewardConfig(pattern=r"\bstep \d", anywhere=True))
-    texts = ("In step 1 we", "no steps")
-    assert [reward(build_prompt(""), build_response(text)).correct for text in texts] == [True, False]
-
-
 def test_a_pattern_that_does_not_end_is_a_failure_of_the_pattern():
     reward = build_reward(FormatRewardConfig(pattern=r"(a+)+b", timeout_s=0.5))
     with pytest.raises(RewardFailedError, match=r"longer than reward\.timeout_s=0\.5 s"):
@@ -207,10 +184,9 @@ def test_a_pattern_that_does_not_end_is_a_failure_of_the_pattern():
     assert reward(build_prompt(""), build_response("aab")).correct
 
 
-@pytest.mark.parametrize("config", [FormatRewardConfig(pattern="(a"), NumericRewardConfig(pattern="(a")])
-def test_a_pattern_that_is_none_is_named(config):
+def test_a_pattern_that_is_none_is_named():
     with pytest.raises(ConfigError, match=r"reward\.pattern: found '\(a'; not a regular expression"):
-        build_reward(config)
+        build_reward(FormatRewardConfig(pattern="(a"))
 
 
 @pytest.mark.parametrize(
@@ -225,11 +201,6 @@ def test_the_length_score_falls_linearly_outside_of_the_range(length, reward):
     score = build_reward(LengthRewardConfig(min_length=10, max_length=20, falloff=10))(build_prompt(""), response)
     assert score.reward == pytest.approx(reward)
     assert (score.correct, score.details) == (10 <= length <= 20, {"tokens": length})
-
-
-def test_without_a_falloff_a_length_outside_has_no_score():
-    reward = build_reward(LengthRewardConfig(min_length=0, max_length=0, falloff=0))
-    assert reward(build_prompt(""), build_response("one token")).reward == 0.0
 
 
 def test_an_empty_range_of_lengths_is_named():
@@ -286,16 +257,6 @@ def test_the_best_answer_that_ignores_the_prompt_scores_at_most_a_fifth_on_both_
     assert best_blind_score(parse_answers(splits.train), config.tolerance, config.falloff) <= 0.2
 
 
-def test_the_blind_bound_is_reached_by_the_verifier_itself():
-    config = LetterCountRewardConfig()
-    requests = [(letter, number) for letter in LETTERS for number in NUMBERS if letter != "f" or number > 20]
-    prompts = [f"{letter}{number}" for letter, number in requests]
-    answers = ["a" * length for length in range(1, 200, 3)] + [LETTERS * count for count in range(1, 20)]
-    best = max(sum(score_letters(p, text).reward for p in prompts) / len(prompts) for text in answers)
-    bound = best_blind_score(requests, config.tolerance, config.falloff)
-    assert bound - 0.01 < best <= bound + 1e-9
-
-
 @pytest.mark.parametrize(
     ("answer", "text", "letters", "length"),
     [
@@ -329,12 +290,3 @@ def test_letters_count_as_a_share_times_the_score_of_the_length(answer, text, le
 def test_an_answer_of_another_task_is_an_error_that_names_the_prompt(answer):
     with pytest.raises(ValueError, match=r"prompt 'p1'.*data=letter_count"):
         score_letters(answer, "b")
-
-
-def test_bad_tolerance_and_falloff_are_both_named():
-    with pytest.raises(ConfigError) as caught:
-        build_reward(LetterCountRewardConfig(tolerance=0.5, falloff=1.0))
-    assert [problem.split(":")[0] for problem in caught.value.problems] == [
-        "reward.tolerance",
-        "reward.falloff",
-    ]

@@ -29,14 +29,7 @@ from megarl.config.schema.task import (
     WeightedRewardConfig,
     register,
 )
-from megarl.task.function import (
-    RESERVED_NAMES,
-    FunctionReward,
-    decode_prompt,
-    decode_response,
-    encode_prompt,
-    encode_response,
-)
+from megarl.task.function import RESERVED_NAMES, FunctionReward, decode_question, encode_question
 from megarl.task.process import load_callable
 from megarl.task.reward import AsyncReward, DirectReward, RewardFailedError
 from megarl.task.scorer import EMPTY, Part, Scorer, WeightedReward, build_scorer, reads_answers
@@ -545,9 +538,8 @@ def test_prompts_and_responses_are_the_same_in_the_other_process():
         (5, 6, 7, 8), "two", (-0.1, -0.2, 0, -0.3), (True, True, False, True), (3, 3, 4, 4),
         FinishReason.max_turns, experts, turns,
     )  # fmt: skip
-    same = decode_prompt(encode_prompt(prompt))
+    same, rebuilt = decode_question(encode_question(prompt, response))
     assert same == prompt
     assert same.messages == prompt.messages
-    rebuilt = decode_response(encode_response(response))
     assert rebuilt == response
     assert rebuilt.rollout_logprobs.dtype == np.float32

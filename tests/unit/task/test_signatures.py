@@ -12,7 +12,7 @@ import torch
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.task import FunctionRewardConfig, JsonlDataConfig
-from megarl.task.function import adapt, decode_prompt, encode_prompt, encode_score, read_result
+from megarl.task.function import adapt, decode_question, encode_question, encode_score, read_result
 from megarl.task.scorer import build_scorer
 from megarl.task.sources import load_files
 from megarl.types import FinishReason, Message, Prompt, Response, Score
@@ -178,7 +178,7 @@ def test_columns_reach_the_functions_process_with_their_types(tmp_path):
     path.write_text('{"question": "6 * 7?", "answer": "so #### 42", "level": 3, "tags": ["a"]}\n')
     (problem,) = load_files(JsonlDataConfig(path=str(path)), 0).train
     prompt = Prompt("p", "", (1,), problem.answer, problem.metadata, problem.messages, problem.columns)
-    assert decode_prompt(encode_prompt(prompt)).columns == {
+    assert decode_question(encode_question(prompt, build_response("")))[0].columns == {
         "question": "6 * 7?", "answer": "so #### 42", "level": 3, "tags": ["a"]
     }  # fmt: skip
 
