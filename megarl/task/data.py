@@ -58,20 +58,13 @@ class DataSplits:
     """How the data were read: columns, chat template, special tokens"""
 
 
-def build_data(
-    config: DataConfig,
-    tokenizer: "PreTrainedTokenizerBase",
-    seed: int,
-    tools: ToolPrompt | None = None,
-    vocab_size: int | None = None,
-) -> DataSplits:
+def build_data(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", seed: int, *options: Any) -> DataSplits:
     """The prompts of a run, the same for the same seed. No question is on both sides, unless the source shares them.
 
-    tools: those that the prompts describe. vocab_size: rows of the model's embedding.
-
-    Raises ConfigError for bad keys, unreadable or malformed files, and where no prompt is short enough.
+    options: of `split_problems`. Raises ConfigError for bad keys, unreadable or malformed files, and where no prompt is
+    short enough.
     """
-    return split_problems(config, tokenizer, seed, tools, vocab_size)[0]
+    return split_problems(config, tokenizer, seed, *options)[0]
 
 
 def split_problems(
@@ -81,7 +74,10 @@ def split_problems(
     tools: ToolPrompt | None = None,
     vocab_size: int | None = None,
 ) -> tuple[DataSplits, ProblemSplits]:
-    """As `build_data`, with the problems that the prompts are made of, in the prompts' order."""
+    """As `build_data`, with the problems that the prompts are made of, in the prompts' order.
+
+    tools: those that the prompts describe. vocab_size: rows of the model's embedding.
+    """
     problems = load_problems(config, seed)
     renderer = Renderer(config, tokenizer, tools, vocab_size)
     notes = list(problems.notes)
@@ -95,10 +91,16 @@ def split_problems(
         heldout = tokenize_problems(problems.heldout, renderer, "held-out", notes)
         unused = len(heldout)
         num_too_long += len(problems.heldout) - unused
-        heldout = choose_heldout(heldout, config.num_heldout, seed)
+        if config.num_heldout is not None and config.num_heldout < 1:
+            raise ConfigError([f"data.num_heldout: found {config.num_heldout}; it must be 1 or more"])
+        heldout = _draw(heldout, config.num_heldout, f"heldout/{seed}")
         num_read -= unused - len(heldout)
         if not problems.shares_questions:
-            train = remove_questions(train, heldout)
+            asked = {problem.question_key for problem, _ in heldout}
+            train = [item for item in train if item[0].question_key not in asked]
+        if not train:
+            same = "every training question is held out as well; the two files or splits must differ"
+            raise ConfigError([f"data: {same}"])
     notes.append(describe_prompts(renderer, [prompt for _, prompt in train]))
     num_dropped = num_read - len(train) - len(heldout)
     splits = DataSplits(
@@ -135,12 +137,8 @@ def tokenize_problems(problems: Sequence[Problem], renderer: Renderer, side: str
     """
     for problem in problems:
         if (role := problem.messages[-1].role) != "user":
-            raise ConfigError(
-                [
-                    f"{_locate(problem)}: the last message is of {role}, {problem.messages[-1].content[:60]!r};"
-                    " expected one of the user, which the model answers"
-                ]
-            )
+            found = f"{role}, {problem.messages[-1].content[:60]!r}"
+            raise _refuse(problem, f"the last message is of {found}; expected one of the user, which the model answers")
     asked, problems = problems, _settle_special(problems, renderer, side, notes)
     texts = [renderer.render(problem) for problem in problems]
     tokens = renderer.tokenize(texts, names=[_locate(problem) for problem in problems])
@@ -148,20 +146,12 @@ def tokenize_problems(problems: Sequence[Problem], renderer: Renderer, side: str
     begin, end = renderer.tokenizer.bos_token_id, renderer.tokenizer.eos_token_id
     for problem, ids in zip(problems, tokens, strict=True):
         if not ids:
-            raise ConfigError(
-                [f"{_locate(problem)}: the tokenizer makes no tokens of {problem.messages[-1].content!r}"]
-            )
+            raise _refuse(problem, f"the tokenizer makes no tokens of {problem.messages[-1].content!r}")
         if begin is not None and ids[:2] == (begin, begin):
-            raise ConfigError(
-                [f"{_locate(problem)}: the prompt begins with {renderer.tokenizer.bos_token} twice; it must be once"]
-            )
+            raise _refuse(problem, f"the prompt begins with {renderer.tokenizer.bos_token} twice; it must be once")
         if ids[-1] == end and not renderer.uses_template:
-            raise ConfigError(
-                [
-                    f"{_locate(problem)}: the prompt ends with {renderer.tokenizer.eos_token}, behind which a model"
-                    " writes another text; take it out of the data"
-                ]
-            )
+            why = "behind which a model writes another text; take it out of the data"
+            raise _refuse(problem, f"the prompt ends with {renderer.tokenizer.eos_token}, {why}")
     if not any(len(ids) <= limit for ids in tokens):
         found = f"the shortest has {min(map(len, tokens))} tokens" if tokens else "the source has none"
         raise ConfigError([f"data.prompt_length: found {limit}; no {side} prompt is left, {found}"])
@@ -181,6 +171,10 @@ def _locate(problem: Problem) -> str:
     return problem.metadata.get("location", "data")
 
 
+def _refuse(problem: Problem, why: str) -> ConfigError:
+    return ConfigError([f"{_locate(problem)}: {why}"])
+
+
 def _settle_special(problems: Sequence[Problem], renderer: Renderer, side: str, notes: list[str]) -> Sequence[Problem]:
     """The problems without special tokens in their texts, which would end a message of a chat template; plain text may
     have them.
@@ -196,13 +190,9 @@ def _settle_special(problems: Sequence[Problem], renderer: Renderer, side: str, 
         notes.append(f"{len(found)} {side} prompts have special tokens of their own: {names}")
         return problems
     if 2 * len(found) > len(problems):
-        raise ConfigError(
-            [
-                f"{_locate(problems[next(iter(found))])}: found {names} in the messages of {len(found)} of"
-                f" {len(problems)} {side} problems; the chat template writes these tokens itself."
-                " data.chat_template=false takes the texts as they are"
-            ]
-        )
+        where = f"found {names} in the messages of {len(found)} of {len(problems)} {side} problems"
+        hint = "the chat template writes these tokens itself. data.chat_template=false takes the texts as they are"
+        raise _refuse(problems[next(iter(found))], f"{where}; {hint}")
     notes.append(f"in {len(found)} {side} prompts special tokens are read as text, with a space in each: {names}")
     return [
         replace(p, messages=tuple(Message(m.role, renderer.defuse(m.content)) for m in p.messages)) if i in found else p
@@ -225,18 +215,13 @@ def split_heldout(
     """
     keys = list(dict.fromkeys(problem.question_key for problem, _ in problems))
     if len(keys) < 2:
-        raise ConfigError(
-            ["data: all problems ask the same question; one to train on and another to hold out are needed"]
-        )
+        needed = "one to train on and another to hold out are needed"
+        raise ConfigError([f"data: all problems ask the same question; {needed}"])
     if num_heldout is None:
         num_heldout = max(1, min(MOST_HELDOUT_BY_DEFAULT, len(keys) // 10))
     if not 1 <= num_heldout < len(keys):
-        raise ConfigError(
-            [
-                f"data.num_heldout: found {num_heldout}; there are {len(keys)} different questions to split"
-                " into training and held-out, each side needs one or more"
-            ]
-        )
+        needed = f"there are {len(keys)} different questions to split, and each side needs one or more"
+        raise ConfigError([f"data.num_heldout: found {num_heldout}; {needed}"])
     random.Random(f"heldout/{seed}").shuffle(keys)
     chosen = set(keys[:num_heldout])
     held: dict[str, Tokenized] = {}
@@ -244,25 +229,6 @@ def split_heldout(
         if item[0].question_key in chosen:
             held.setdefault(item[0].question_key, item)
     return [item for item in problems if item[0].question_key not in chosen], list(held.values())
-
-
-def choose_heldout(problems: list[Tokenized], num_heldout: int | None, seed: int) -> list[Tokenized]:
-    """All, or a random `num_heldout` of them in their order. Raises ConfigError for a number under 1."""
-    if num_heldout is None or num_heldout >= len(problems):
-        return problems
-    if num_heldout < 1:
-        raise ConfigError([f"data.num_heldout: found {num_heldout}; it must be 1 or more"])
-    rows = random.Random(f"heldout/{seed}").sample(range(len(problems)), num_heldout)
-    return [problems[row] for row in sorted(rows)]
-
-
-def remove_questions(train: list[Tokenized], heldout: list[Tokenized]) -> list[Tokenized]:
-    """Training problems whose question is not held out. Raises ConfigError where none is left."""
-    asked = {problem.question_key for problem, _ in heldout}
-    left = [item for item in train if item[0].question_key not in asked]
-    if not left:
-        raise ConfigError(["data: every training question is held out as well; the two files or splits must differ"])
-    return left
 
 
 Each = TypeVar("Each")
@@ -297,7 +263,7 @@ def build_evaluation_set(
         if isinstance(config, HuggingFaceDataConfig) and path is None:
             hint = f"; {key}=FILE reads a local .jsonl or .parquet file, or a dataset's directory"
         raise ConfigError([f"data={name}: {problem}{hint}" for problem in error.problems]) from error
-    problems = _draw(found.train if found.heldout is None else found.heldout, num_problems, seed)
+    problems = _draw(found.train if found.heldout is None else found.heldout, num_problems, f"evaluate/{seed}")
     unlimited = replace(chosen, prompt_length=sys.maxsize)
     renderer, notes = Renderer(unlimited, tokenizer, tools, vocab_size), [] if notes is None else notes
     notes += found.notes
@@ -305,12 +271,9 @@ def build_evaluation_set(
     notes.append(describe_prompts(renderer, [prompt for _, prompt in tokenized]))
     longest = max(len(prompt.token_ids) for _, prompt in tokenized)
     if longest > config.prompt_length:
-        raise ConfigError(
-            [
-                f"data.prompt_length: found {config.prompt_length}; the longest prompt of data={name} has {longest}"
-                " tokens, and an evaluation leaves no problem out"
-            ]
-        )
+        found_longest = f"the longest prompt of data={name} has {longest} tokens"
+        why = "and an evaluation leaves no problem out"
+        raise ConfigError([f"data.prompt_length: found {config.prompt_length}; {found_longest}, {why}"])
     return tokenized
 
 
@@ -333,7 +296,7 @@ def build_heldout(
     if notes is not None:
         notes += splits.notes
     heldout = list(zip(problems.heldout or (), splits.heldout, strict=True))
-    return tuple(_draw(heldout[:most], num_problems, seed))
+    return tuple(_draw(heldout[:most], num_problems, f"evaluate/{seed}"))
 
 
 def find_training_questions(
@@ -349,23 +312,18 @@ def find_training_questions(
 
 def use_local_path(config: DataConfig, path: str, key: str) -> DataConfig:
     """The same set out of a .jsonl or .parquet file or a dataset's directory. Raises ConfigError naming `key`."""
-    if not isinstance(config, FileDataConfig):
-        if key.startswith("evaluate."):
-            raise ConfigError([f"{key}: found {path}; this set is generated, and reads no file"])
-        shared = {field.name: getattr(config, field.name) for field in fields(DataConfig)}
-        config = FileDataConfig(**shared)
+    if not isinstance(config, FileDataConfig) and key.startswith("evaluate."):
+        raise ConfigError([f"{key}: found {path}; this set is generated, and reads no file"])
     place = Path(path).expanduser()
-    if place.is_dir():
-        known = {field.name: getattr(config, field.name) for field in fields(config)}
-        names = {field.name for field in fields(HuggingFaceDataConfig)}
-        return HuggingFaceDataConfig(**{k: v for k, v in known.items() if k in names} | {"path": path})
-    kinds = {".jsonl": JsonlDataConfig, ".json": JsonlDataConfig, ".parquet": ParquetDataConfig}
-    if not place.is_file():
+    if not place.exists():
         raise ConfigError([f"{key}: {path} does not exist (from {Path.cwd()})"])
-    if place.suffix not in kinds:
+    kinds: dict[str, type[FileDataConfig]] = {".jsonl": JsonlDataConfig, ".json": JsonlDataConfig}
+    kinds[".parquet"] = ParquetDataConfig
+    kind = HuggingFaceDataConfig if place.is_dir() else kinds.get(place.suffix)
+    if kind is None:
         raise ConfigError([f"{key}: found {path}; it must be a .jsonl or .parquet file, or a dataset's directory"])
-    common = {field.name: getattr(config, field.name) for field in fields(FileDataConfig)}
-    return kinds[place.suffix](**common | {"path": path})
+    names = {field.name for field in fields(kind if isinstance(config, kind) else FileDataConfig)}
+    return kind(**{name: value for name, value in vars(config).items() if name in names} | {"path": path})
 
 
 def _whole(config: DataConfig) -> DataConfig:
@@ -377,10 +335,11 @@ def _whole(config: DataConfig) -> DataConfig:
     return config
 
 
-def _draw(problems: Sequence[Each], number: int | None, seed: int) -> list[Each]:
+def _draw(problems: Sequence[Each], number: int | None, seed: str) -> list[Each]:
+    """All, or a random number of them in their order."""
     if number is None or number >= len(problems):
         return list(problems)
-    rows = random.Random(f"evaluate/{seed}").sample(range(len(problems)), number)
+    rows = random.Random(seed).sample(range(len(problems)), number)
     return [problems[row] for row in sorted(rows)]
 
 
@@ -408,8 +367,6 @@ class PromptSampler(Generic[T]):
 
     def next_batch(self, n: int) -> list[T]:
         """The next `n` prompts (1 or more)."""
-        if n < 1:
-            raise ValueError(f"a batch needs at least one prompt, asked for {n}")
         batch: list[T] = []
         while len(batch) < n:
             if self._position == len(self._order):
@@ -421,33 +378,18 @@ class PromptSampler(Generic[T]):
 
     def state(self) -> dict[str, int | str]:
         """Where the sampler stands, as plain values."""
-        return {
-            "seed": self._seed,
-            "epoch": self._epoch,
-            "position": self._position,
-            "prompts": self._fingerprint,
-        }
+        stands = {"epoch": self._epoch, "position": self._position}
+        return {"seed": self._seed, "prompts": self._fingerprint, **stands}
 
     def restore(self, state: Mapping[str, int | str]) -> None:
-        """Continue where `state()` was taken.
-
-        Raises ValueError where the state is of other prompts or another seed, or is not one at all.
-        """
-        missing = self.state().keys() - state.keys()
-        if missing:
-            raise ValueError(f"the sampler's state lacks {', '.join(sorted(missing))}; found {dict(state)}")
+        """Continue where `state()` was taken. Raises ValueError where the state is of other prompts or another seed."""
         for key, own in (("seed", self._seed), ("prompts", self._fingerprint)):
             if state[key] != own:
                 raise ValueError(
                     f"the sampler's state is of another run: its {key} is {state[key]!r}, here it is {own!r}"
                 )
-        epoch, position = int(state["epoch"]), int(state["position"])
-        if epoch < 0 or not 0 <= position <= len(self._prompts):
-            raise ValueError(
-                f"the sampler's state has epoch {epoch} and position {position}; there are {len(self._prompts)} prompts"
-            )
-        self._start_epoch(epoch)
-        self._position = position
+        self._start_epoch(int(state["epoch"]))
+        self._position = int(state["position"])
 
     def _start_epoch(self, epoch: int) -> None:
         self._epoch = epoch

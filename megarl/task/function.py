@@ -1,22 +1,23 @@
 """The user's own reward function, called in processes of its own.
 
-It takes megarl's (prompt, response), TRL's or verl's parameters, told apart by their names. Prompts and responses go to
-the processes as pickles of this program's own; only JSON comes back.
+It takes megarl's (prompt, response), TRL's or verl's parameters, told apart by their names. Prompts, responses and
+scores go between the processes as JSON.
 """
 
 import base64
 import inspect
 import json
 import math
-import pickle
 import re
 import threading
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from decimal import Decimal
 from numbers import Real
 from typing import Any
+
+import numpy as np
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.task import FunctionRewardConfig
@@ -24,7 +25,7 @@ from megarl.config.user_code import DescribedError, describe_error
 from megarl.files import check_state
 from megarl.task.process import CallError, CallRaisedError, StartError, call, load_callable
 from megarl.task.reward import AnswerFailedError, ProcessReward, RewardFailedError, find_not_finite
-from megarl.types import FinishReason, Prompt, Response, Score
+from megarl.types import FinishReason, Message, Prompt, Response, RoutedExperts, Score, Turn, WeightVersions
 
 RESERVED_NAMES = {"mean", "std", "min", "max", "correct", "positive_frac", "shaped_mean", "equal_groups_frac"}
 RESERVED_NAMES |= {"failed_frac", "heldout"}
@@ -288,15 +289,37 @@ def _show(value: Any, length: int = 60) -> str:
 
 
 def encode_question(prompt: Prompt, response: Response) -> str:
-    """What `decode_question` gives back in the function's process, columns with what JSON has no type for as text."""
-    columns = json.loads(json.dumps(dict(prompt.columns), default=str))
-    return base64.b64encode(pickle.dumps((replace(prompt, columns=columns), response))).decode()
+    """All that a prompt and a response have, as JSON; of the prompt's columns what JSON has no type for is a text."""
+    return json.dumps([prompt, response], default=_encode)
+
+
+def _encode(value: Any) -> Any:
+    match value:
+        case Prompt() | Response() | Message() | Turn() | RoutedExperts() | WeightVersions():
+            return vars(value)
+        case np.ndarray():
+            return value.tolist()
+        case bytes():
+            return base64.b64encode(value).decode()
+        case FinishReason():
+            return value.value
+        case Mapping():
+            return dict(value)
+    return str(value)
 
 
 def decode_question(text: str) -> tuple[Prompt, Response]:
-    """The prompt and the response. Of texts that this program's own process wrote: a pickle may run code."""
-    prompt, response = pickle.loads(base64.b64decode(text))
-    return prompt, response
+    """The prompt and the response that `encode_question` was given."""
+    prompt, response = json.loads(text)
+    experts, versions = response["routed_experts"], response["weight_versions"]
+    prompt |= {"token_ids": tuple(prompt["token_ids"]), "messages": tuple(Message(**m) for m in prompt["messages"])}
+    response |= {
+        "weight_versions": WeightVersions(**{name: tuple(values) for name, values in versions.items()}),
+        "finish_reason": FinishReason(response["finish_reason"]),
+        "routed_experts": experts and RoutedExperts(**{**experts, "data": base64.b64decode(experts["data"])}),
+        "turns": tuple(Turn(**turn) for turn in response["turns"]),
+    }
+    return Prompt(**prompt), Response(**response)
 
 
 def encode_score(score: Score) -> dict[str, Any]:

@@ -40,11 +40,6 @@ class ProblemSplits:
     """What was chosen in reading them, for the reader of a log"""
 
 
-def note_parts(train: str, heldout: str) -> tuple[str, ...]:
-    """The notes on both parts, one where they are alike."""
-    return (train,) if train == heldout else (f"for training {train}", f"held out {heldout}")
-
-
 def ask(question: str, answer: str, metadata: Mapping[str, str] | None = None) -> Problem:
     """A problem of one question."""
     return Problem((Message("user", question),), answer, metadata or {})

@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from megarl.config.schema.task import (
 )
 from megarl.config.user_code import describe_error, load_named
 from megarl.files import parse_json
-from megarl.task.problems import Located, Problem, ProblemSplits, ask, note_parts, read_problems
+from megarl.task.problems import Located, Problem, ProblemSplits, ask, read_problems
 
 Reader = Callable[[Path], Iterator[Located]]
 
@@ -26,11 +26,16 @@ Reader = Callable[[Path], Iterator[Located]]
 def load_files(config: JsonlDataConfig | ParquetDataConfig, seed: int) -> ProblemSplits:
     """The problems of data.path and, where it is given, data.heldout_path. Raises ConfigError."""
     read = read_jsonl if isinstance(config, JsonlDataConfig) else read_parquet
-    train, note = _load_file(config, "data.path", config.path, read)
-    if config.heldout_path is None:
-        return ProblemSplits(train, None, notes=(note,))
-    heldout, other = _load_file(config, "data.heldout_path", config.heldout_path, read)
-    return ProblemSplits(train, heldout, notes=note_parts(note, other))
+    train = _load_file(config, "data.path", config.path, read)
+    name = config.heldout_path
+    return _join(train, None if name is None else _load_file(config, "data.heldout_path", name, read))
+
+
+def _join(train: tuple[list[Problem], str], heldout: tuple[list[Problem], str] | None) -> ProblemSplits:
+    """Both parts, each with its note; one note where they are alike."""
+    (problems, note), (others, other) = train, heldout or (None, train[1])
+    notes = (note,) if note == other else (f"for training {note}", f"held out {other}")
+    return ProblemSplits(problems, others, notes=notes)
 
 
 def read_jsonl(path: Path) -> Iterator[Located]:
@@ -87,11 +92,8 @@ def _load_file(config: FileDataConfig, key: str, name: str | None, read: Reader)
 
 def load_dataset(config: HuggingFaceDataConfig, seed: int) -> ProblemSplits:
     """The problems of data.split and, where it is given, data.heldout_split. Raises ConfigError."""
-    train, note = _load_split(config, "data.split", config.split)
-    if config.heldout_split is None:
-        return ProblemSplits(train, None, notes=(note,))
-    heldout, other = _load_split(config, "data.heldout_split", config.heldout_split)
-    return ProblemSplits(train, heldout, notes=note_parts(note, other))
+    train, name = _load_split(config, "data.split", config.split), config.heldout_split
+    return _join(train, None if name is None else _load_split(config, "data.heldout_split", name))
 
 
 def _load_split(config: HuggingFaceDataConfig, key: str, split: str) -> tuple[list[Problem], str]:
@@ -112,16 +114,12 @@ def open_dataset(path: str, subset: str | None, split: str, key: str) -> Any:
     directory = Path(path).expanduser()
     local = directory.is_dir()
     try:
-        if (directory / "dataset_dict.json").is_file():
+        if any((directory / name).is_file() for name in ("dataset_dict.json", "state.json")):
             found = datasets.load_from_disk(str(directory))
-            if split not in found:
-                raise ConfigError([f"{key}: found {split!r}; {path} has {', '.join(found)}"])
-            return found[split]
-        if (directory / "state.json").is_file():
-            found = datasets.load_from_disk(str(directory))
-            if found.split is not None and str(found.split) != split:
-                raise ConfigError([f"{key}: found {split!r}; {path} holds only {str(found.split)!r}"])
-            return found
+            parts = found if isinstance(found, datasets.DatasetDict) else {str(found.split or split): found}
+            if split not in parts:
+                raise ConfigError([f"{key}: found {split!r}; {path} has {', '.join(parts)}"])
+            return parts[split]
         return datasets.load_dataset(str(directory) if local else path, name=subset, split=split)
     except ConfigError:
         raise
@@ -148,11 +146,7 @@ def load_made(config: FunctionDataConfig, seed: int) -> ProblemSplits:
         raise ConfigError([f"data.path: found {path!r}, a {type(make).__name__}; a function was expected"])
     parameters = inspect.signature(make).parameters
     if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
-        for name in options:
-            if name not in parameters:
-                nearest = find_nearest_key(name, parameters)
-                hint = f"did you mean {nearest}?" if nearest else f"it has {', '.join(list(parameters)[2:])}"
-                raise ConfigError([f"data.options.{name}: no such parameter of {path}; {hint}"])
+        _check_names("data.options.", options, list(parameters), f"such parameter of {path}")
     try:
         found = make(seed, config.num_heldout, **options)
     except ConfigError:
@@ -162,11 +156,16 @@ def load_made(config: FunctionDataConfig, seed: int) -> ProblemSplits:
     if isinstance(found, ProblemSplits):
         return found
     train, heldout = found if isinstance(found, tuple) else (found, None)
-    problems, note = _read_made(path, train, "training")
-    if heldout is None:
-        return ProblemSplits(problems, None, notes=(note,))
-    others, other = _read_made(path, heldout, "held-out")
-    return ProblemSplits(problems, others, notes=note_parts(note, other))
+    read = _read_made(path, train, "training")
+    return _join(read, None if heldout is None else _read_made(path, heldout, "held-out"))
+
+
+def _check_names(key: str, names: Iterable[str], known: list[str], what: str) -> None:
+    for name in names:
+        if name not in known:
+            nearest = find_nearest_key(name, known)
+            hint = f"did you mean {nearest}?" if nearest else f"there are {', '.join(known)}"
+            raise ConfigError([f"{key}{name}: no {what}; {hint}"])
 
 
 def _read_made(path: str, records: Any, side: str) -> tuple[list[Problem], str]:
@@ -217,12 +216,8 @@ def _generate(config: ReasoningGymDataConfig, number: int, key: str, seed: int, 
             check_scorer(task, entry, dataset)
         if len(problems) == number:
             return problems
-    raise ConfigError(
-        [
-            f"data.{key}: found {number}; {tries} tries of reasoning-gym's {task} with these data.options"
-            f" gave only {len(problems)} new questions; that many are possible"
-        ]
-    )
+    found = f"{tries} tries of reasoning-gym's {task} with these data.options gave only {len(problems)} new questions"
+    raise ConfigError([f"data.{key}: found {number}; {found}; that many are possible"])
 
 
 def create_dataset(task: str, seed: int, size: int, options: dict[str, Any]) -> Any:
@@ -231,16 +226,9 @@ def create_dataset(task: str, seed: int, size: int, options: dict[str, Any]) -> 
 
     # "composite" mixes other datasets, and its entries do not say how to score them alone.
     known = sorted(name for name in factory.DATASETS if name != "composite")
-    if task not in known:
-        nearest = find_nearest_key(task, known)
-        hint = f"did you mean {nearest}?" if nearest else f"reasoning-gym has {', '.join(known)}"
-        raise ConfigError([f"data.task: found {task!r}; {hint}"])
+    _check_names("data.task=", [task], known, "such task of reasoning-gym")
     fields = {f.name for f in dataclasses.fields(factory.DATASETS[task][1])} - {"seed", "size"}
-    for name in options:
-        if name not in fields:
-            nearest = find_nearest_key(name, fields)
-            hint = f"did you mean {nearest}?" if nearest else f"{task} has {', '.join(sorted(fields))}"
-            raise ConfigError([f"data.options.{name}: no such option of {task}; {hint}"])
+    _check_names("data.options.", options, sorted(fields), f"such option of {task}")
     try:
         return factory.create_dataset(task, seed=seed, size=size, **options)
     except (AssertionError, ValueError, TypeError) as error:
@@ -256,14 +244,11 @@ def to_problem(task: str, entry: dict[str, Any], options: dict[str, Any]) -> Pro
 
 def check_scorer(task: str, entry: dict[str, Any], dataset: Any) -> None:
     """Raises ConfigError where the task's own answer loses its score on the way through JSON."""
-    if entry["answer"] is None:
-        return
-    stored = json.loads(json.dumps(entry, default=str))
+    answer, stored = entry["answer"], json.loads(json.dumps(entry, default=str))
     try:
-        scores = [dataset.score_answer(entry["answer"], e) for e in (entry, stored)]
-    except Exception as error:  # the scorers are other people's and raise anything
-        scores, reason = [1.0, 0.0], f": {type(error).__name__}: {error}"
-    else:
+        is_same = answer is None or dataset.score_answer(answer, stored) >= dataset.score_answer(answer, entry)
         reason = ""
-    if scores[1] < scores[0]:
+    except Exception as error:  # the scorers are other people's and raise anything
+        is_same, reason = False, f": {type(error).__name__}: {error}"
+    if not is_same:
         raise ConfigError([f"data.task: {task} cannot be scored from stored problems{reason}; choose another"])
