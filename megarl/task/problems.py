@@ -45,31 +45,10 @@ def ask(question: str, answer: str, metadata: Mapping[str, str] | None = None) -
     return Problem((Message("user", question),), answer, metadata or {})
 
 
-PROMPT_FIELDS = (
-    "question",
-    "problem",
-    "prompt",
-    "query",
-    "instruction",
-    "input",
-    "messages",
-    "conversations",
-)
-ANSWER_FIELDS = (
-    # verl's column, which is made for it; label and target often mean something else.
-    "reward_model.ground_truth",
-    "answer",
-    "final_answer",
-    "expected_answer",
-    "ground_truth",
-    "gold",
-    "label",
-    "target",
-    "output",
-    "response",
-    "completion",
-    "solution",
-)
+PROMPT_FIELDS = ["question", "problem", "prompt", "query", "instruction", "input", "messages", "conversations"]
+# verl's column goes first, which is made for it; label and target often mean something else.
+ANSWER_FIELDS = ["reward_model.ground_truth", "answer", "final_answer", "expected_answer", "ground_truth", "gold"]
+ANSWER_FIELDS += ["label", "target", "output", "response", "completion", "solution"]
 ROLES = {"human": "user", "gpt": "assistant", "developer": "system"}
 """Names of roles in other data sets, and ours."""
 MEDIA = re.compile(r"(image|img|picture|photo|video|audio)s?(_(\d+|path|url|file|bytes)s?)?", re.IGNORECASE)
@@ -115,9 +94,8 @@ def read_problems(records: Iterable[Located], config: FileDataConfig) -> tuple[l
             if k not in used
         }
         problems.append(Problem(messages, answer, {**metadata, "location": where}, record))
-    left_out = 0
-    if answer_field is not None:
-        left_out = _check_left_out([(p, last.content) for p, (_, last) in zip(problems, chats, strict=True) if last])
+    stated = [(p, last.content) for p, (_, last) in zip(problems, chats, strict=True) if last and answer_field]
+    left_out = _check_left_out(stated)
     source = f"column {answer_field}" if answer_field else "the chats' last messages"
     note = f"questions from column {prompt_field}, answers from {source}"
     note += "" if part is AnswerPart.whole else f", of each {PARTS[part]}"
@@ -152,12 +130,9 @@ def _refuse_media(records: Iterable[Located]) -> Iterator[Located]:
     for where, record in records:
         for name, value in record.items():
             if (MEDIA.fullmatch(str(name)) and value) or _holds_bytes(value):
-                raise ConfigError(
-                    [
-                        f"{where}: {name}: found {_shorten(value)}; the model reads text alone and would not see it."
-                        " Take the column out of the data where the questions can be answered without it"
-                    ]
-                )
+                found = f"found {_shorten(value)}; the model reads text alone and would not see it"
+                hint = "Take the column out of the data where the questions can be answered without it"
+                raise ConfigError([f"{where}: {name}: {found}. {hint}"])
         yield where, record
 
 
@@ -204,13 +179,12 @@ def _check_left_out(left_out: Sequence[tuple[Problem, str]]) -> int:
     silent = [(p, text) for p, text in left_out if "".join(p.answer.split()) not in "".join(text.split())]
     if 2 * len(silent) > len(left_out):
         problem, text = silent[0]
-        raise ConfigError(
-            [
-                f"{problem.metadata['location']}: the last message is the assistant's, {_shorten(text)}, and does not"
-                f" state the answer {_shorten(problem.answer)}; {len(silent)} chats end like this. Take the message out"
-                " of the data; where it is the beginning of an answer, data.response_prefix begins every answer"
-            ]
+        found = f"the last message is the assistant's, {_shorten(text)}, and does not state the answer"
+        count = f"{_shorten(problem.answer)}; {len(silent)} chats end like this"
+        hint = (
+            "Take it out of the data; where it is the beginning of an answer, data.response_prefix begins every answer"
         )
+        raise ConfigError([f"{problem.metadata['location']}: {found} {count}. {hint}"])
     return len(left_out)
 
 
@@ -223,13 +197,9 @@ def read_messages(where: str, field: str, value: list[Any]) -> tuple[Message, ..
         role = ROLES.get(role, role) if isinstance(role, str) else role
         unread = [name for name in UNREAD if entry.get(name)]
         if role not in ("system", "user", "assistant") or not isinstance(content, str) or unread:
-            raise ConfigError(
-                [
-                    f"{where}: {field}[{number}]: found {_shorten(item)}; expected"
-                    ' {"role": "system", "user" or "assistant", "content": text}'
-                    + (f" without {' and '.join(unread)}" if unread else "")
-                ]
-            )
+            needed = '{"role": "system", "user" or "assistant", "content": text}'
+            needed += f" without {' and '.join(unread)}" if unread else ""
+            raise ConfigError([f"{where}: {field}[{number}]: found {_shorten(item)}; expected {needed}"])
         messages.append(Message(role, content))
     if not messages:
         raise ConfigError([f"{where}: {field}: found no messages; expected one or more"])
@@ -284,13 +254,9 @@ def _choose_part(records: Sequence[Located], values: Sequence[Any]) -> AnswerPar
         return AnswerPart.after_hashes
     for part, has in found.items():
         if 2 * sum(has) >= len(has):
-            raise ConfigError(
-                [
-                    f"data.answer_part: found null; {sum(has)} of {len(has)} answers, as that of"
-                    f" {records[has.index(True)][0]}, have {PARTS[part]}: {part.value} takes that part, whole takes the"
-                    " answer as it is"
-                ]
-            )
+            found = f"{sum(has)} of {len(has)} answers, as that of {records[has.index(True)][0]}, have {PARTS[part]}"
+            hint = f"{part.value} takes that part, whole takes the answer as it is"
+            raise ConfigError([f"data.answer_part: found null; {found}: {hint}"])
     return AnswerPart.whole
 
 

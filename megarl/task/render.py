@@ -54,7 +54,11 @@ class Renderer:
     ):
         """tools: those that the prompts describe; None without environment=tools. vocab_size: rows of the model's
         embedding, beyond which no token is accepted; None: not known."""
-        config = _read_instruction(config)
+        if config.instruction_path is not None:
+            if config.instruction is not None:
+                raise ConfigError(["data.instruction_path: found beside data.instruction; give one, the other is null"])
+            text = read_text("data.instruction_path", config.instruction_path).rstrip("\n")
+            config = replace(config, instruction=text, instruction_path=None)
         if config.instruction is not None and PLACEHOLDER not in config.instruction:
             raise ConfigError([f"data.instruction: found {config.instruction!r}; it must contain {PLACEHOLDER}"])
         self.config = config
@@ -66,9 +70,8 @@ class Renderer:
         self._left_out = ""
         """What the tokenizer would add at the end of a text"""
         if self.uses_template and RANDOM.search(str(tokenizer.chat_template)):
-            raise ConfigError(
-                ["data.chat_template: the template has random or lipsum in it; a resumed run would read other prompts"]
-            )
+            why = "the template has random or lipsum in it; a resumed run would read other prompts"
+            raise ConfigError([f"data.chat_template: {why}"])
 
     def render(self, problem: Problem) -> str:
         """The text whose tokens are the prompt."""
@@ -108,20 +111,15 @@ class Renderer:
             schemas = [dict(schema) for schema in self.tools.schemas]
 
         def apply(chat: list[dict[str, str]]) -> str:
-            keywords: dict[str, Any] = {"strftime_now": self._format_date}
-            return str(
-                self.tokenizer.apply_chat_template(
-                    chat, schemas, tokenize=False, add_generation_prompt=for_answer, **keywords
-                )
-            )
+            keywords: dict[str, Any] = {"strftime_now": self._format_date, "add_generation_prompt": for_answer}
+            return str(self.tokenizer.apply_chat_template(chat, schemas, tokenize=False, **keywords))
 
         roles = ", ".join(m.role for m in messages)
         try:
             text = apply(chat)
         except Exception as error:  # a template is a program of the checkpoint's author
-            raise ConfigError(
-                [f"data.chat_template: the tokenizer's template refuses messages of {roles}: {error}"]
-            ) from error
+            why = f"the tokenizer's template refuses messages of {roles}: {error}"
+            raise ConfigError([f"data.chat_template: {why}"]) from error
         for i, message in enumerate(messages):
             if message.content.strip() in text:
                 continue
@@ -131,12 +129,9 @@ class Renderer:
             except Exception:
                 has_effect = True
             if not has_effect:
-                raise ConfigError(
-                    [
-                        f"data.chat_template: of messages of {roles} the tokenizer's template leaves out number"
-                        f" {i + 1}, {message.content[:60]!r}; data.chat_template_path names a file with another"
-                    ]
-                )
+                lost = f"leaves out number {i + 1}, {message.content[:60]!r}, of messages of {roles}"
+                hint = "data.chat_template_path names a file with another"
+                raise ConfigError([f"data.chat_template: the tokenizer's template {lost}; {hint}"])
         return text
 
     def _format_date(self, format: str) -> str:
@@ -160,12 +155,8 @@ class Renderer:
                 list(texts), add_special_tokens=False, return_offsets_mapping=self.tokenizer.is_fast
             )
         except Exception as error:  # tokenizers has no class of its own for an unknown character
-            raise ConfigError(
-                [
-                    f"data: the model's tokenizer cannot read the prompts ({error}), the first of which is"
-                    f" {texts[0][:80]!r}; choose data that it can read, or another model"
-                ]
-            ) from error
+            first = f"the first of which is {texts[0][:80]!r}; choose data that it can read, or another model"
+            raise ConfigError([f"data: the model's tokenizer cannot read the prompts ({error}), {first}"]) from error
         if self.tokenizer.is_fast:
             for text, ids, offsets in zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
                 self._check_nothing_lost(text, ids, offsets)
@@ -176,14 +167,10 @@ class Renderer:
         for i, ids in enumerate(found):
             outside = [token for token in ids if self.vocab_size is not None and token >= self.vocab_size]
             if outside:
-                where = names[i] if names else "data"
-                raise ConfigError(
-                    [
-                        f"{where}: the text {texts[i][:80]!r} has the token {outside[0]}"
-                        f" ({self.tokenizer.convert_ids_to_tokens(outside[0])!r}); the model's embedding has"
-                        f" {self.vocab_size} rows. Tokens that were added to the tokenizer need rows in the model"
-                    ]
-                )
+                token = f"{outside[0]} ({self.tokenizer.convert_ids_to_tokens(outside[0])!r})"
+                where = f"{names[i] if names else 'data'}: the text {texts[i][:80]!r} has the token {token}"
+                needed = "Tokens that were added to the tokenizer need rows in the model"
+                raise ConfigError([f"{where}; the model's embedding has {self.vocab_size} rows. {needed}"])
         return found
 
     def _find_begin(self, texts: Sequence[str], found: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -198,9 +185,8 @@ class Renderer:
             if whole[start:end] == ids:
                 self._left_out = " ".join(self.tokenizer.convert_ids_to_tokens(list(whole[end:])))
                 return whole[:start]
-        raise ConfigError(
-            [f"data: the model's tokenizer reads {text[:80]!r} as other tokens with its special tokens than without"]
-        )
+        found = f"reads {text[:80]!r} as other tokens with its special tokens than without"
+        raise ConfigError([f"data: the model's tokenizer {found}"])
 
     @cached_property
     def special_tokens(self) -> tuple[str, ...]:
@@ -262,12 +248,9 @@ class Renderer:
         # Past a character left out, the offsets may be wrong: each character is asked for alone.
         lost = sorted(c for c in set(text) if _is_visible(c) and not self._has_token(c))
         if lost:
-            raise ConfigError(
-                [
-                    f"data: the model's tokenizer has no token for {' '.join(lost)} in the prompt {text[:80]!r};"
-                    " choose data (or data.instruction) that it can read, or another model"
-                ]
-            )
+            found = f"has no token for {' '.join(lost)} in the prompt {text[:80]!r}"
+            hint = "choose data (or data.instruction) that it can read, or another model"
+            raise ConfigError([f"data: the model's tokenizer {found}; {hint}"])
 
     def _has_token(self, character: str) -> bool:
         ids: list[int] = self.tokenizer(character, add_special_tokens=False)["input_ids"]
@@ -285,16 +268,6 @@ def use_chat_template(config: DataConfig, tokenizer: "PreTrainedTokenizerBase") 
     if not config.chat_template:
         raise ConfigError(["data.chat_template_path: has no effect with data.chat_template=false"])
     tokenizer.chat_template = read_text("data.chat_template_path", config.chat_template_path)
-
-
-def _read_instruction(config: DataConfig) -> DataConfig:
-    """The configuration with the text of data.instruction_path as data.instruction."""
-    if config.instruction_path is None:
-        return config
-    if config.instruction is not None:
-        raise ConfigError(["data.instruction_path: found beside data.instruction; give one, the other is null"])
-    text = read_text("data.instruction_path", config.instruction_path).rstrip("\n")
-    return replace(config, instruction=text, instruction_path=None)
 
 
 def read_text(key: str, name: str) -> str:
@@ -368,12 +341,8 @@ class CriticPrompt:
 
     def _check_length(self, found: int) -> None:
         if found > self._limit:
-            raise ConfigError(
-                [
-                    f"data.critic_prompt_length: found {self._limit}; the longest text that {KEY} gives has {found}"
-                    " tokens, and none is cut"
-                ]
-            )
+            longest = f"the longest text that {KEY} gives has {found} tokens, and none is cut"
+            raise ConfigError([f"data.critic_prompt_length: found {self._limit}; {longest}"])
 
     def _tokenize(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Tokens of each text, also one that begins every text where a chat template writes it."""
@@ -393,12 +362,8 @@ class CriticPrompt:
                 continue
             if text.strip() in rendered:
                 return rendered
-        raise ConfigError(
-            [
-                f"{KEY}: the tokenizer's chat template shows neither a system message nor a user message that stands"
-                " alone; data.chat_template=false does without it"
-            ]
-        )
+        found = "the tokenizer's chat template shows neither a system message nor a user message that stands alone"
+        raise ConfigError([f"{KEY}: {found}; data.chat_template=false does without it"])
 
 
 def parse(template: str) -> list[tuple[str, str | None]]:
@@ -416,10 +381,6 @@ def parse(template: str) -> list[tuple[str, str | None]]:
                 raise ValueError("a field is a name between braces and nothing else")
             parts.append((text, name))
     except ValueError as error:
-        raise ConfigError(
-            [
-                f"{KEY}: found {template!r}: {error}; a field is {{answer}} or another one of the prompt's, and a"
-                " brace that is text is written twice"
-            ]
-        ) from error
+        needed = "a field is {answer} or another one of the prompt's, and a brace that is text is written twice"
+        raise ConfigError([f"{KEY}: found {template!r}: {error}; {needed}"]) from error
     return parts

@@ -12,7 +12,7 @@ import inspect
 import json
 import signal
 import threading
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -50,9 +50,8 @@ def load_verifiers_environment(env_id: str, args: Mapping[str, Any]) -> Any:
 @functools.cache
 def _load(env_id: str, args: str) -> Any:
     if importlib.util.find_spec("verifiers") is None:
-        raise ConfigError(
-            ["environment: verifiers found, but that package is not installed; `make install EXTRAS=verifiers` does"]
-        )
+        how = "that package is not installed; `make install EXTRAS=verifiers` does"
+        raise ConfigError([f"environment: verifiers found, but {how}"])
     import verifiers
 
     path = env_id if ":" in env_id else f"{env_id.replace('-', '_').split('/')[-1]}:load_environment"
@@ -73,40 +72,26 @@ def _load(env_id: str, args: str) -> Any:
 
 
 def _prepare(env_id: str, env: Any) -> None:
-    """Raises ConfigError for what megarl does not take."""
+    """Let `raised_by_rewards` have what rubrics raise. Raises ConfigError for what megarl does not take."""
     members = getattr(env, "envs", ())  # Of an EnvGroup
     if env.message_type != "chat":
         raise ConfigError([f"environment.id: {env_id} is for {env.message_type}; megarl takes those of messages"])
     if any(member.oai_tools for member in members):
-        raise ConfigError(
-            [f"environment.id: {env_id} is a group with tools; megarl takes an environment with tools alone"]
-        )
-    for rubric in _list_rubrics(env.rubric):
-        _record_errors(env_id, rubric)
+        why = "is a group with tools; megarl takes an environment with tools alone"
+        raise ConfigError([f"environment.id: {env_id} {why}"])
+    rubrics = [env.rubric]
+    for rubric in rubrics:  # Grows by those of a group of rubrics.
+        rubrics += getattr(rubric, "rubrics", None) or []
+        for number, function in enumerate(() if hasattr(rubric, "rubrics") else rubric.funcs):
+            if rubric._is_group_func(function):
+                name = getattr(function, "__name__", function)
+                why = f"rewards a group of responses by {name}; megarl rewards each by itself"
+                raise ConfigError([f"environment.id: {env_id} {why}"])
+            rubric.funcs[number] = _recording(function)
     # Tokens are the rollout's own.
     env.set_interleaved_rollouts(False)
     for member in members:
         _prepare(env_id, member)
-
-
-def _list_rubrics(rubric: Any) -> Iterator[Any]:
-    """The rubric, or those of a group of rubrics."""
-    parts = getattr(rubric, "rubrics", None)
-    if parts is None:
-        yield rubric
-    for part in parts or ():
-        yield from _list_rubrics(part)
-
-
-def _record_errors(env_id: str, rubric: Any) -> None:
-    """Let `raised_by_rewards` have what the rubric's functions raise. Raises ConfigError for functions of groups."""
-    for number, function in enumerate(rubric.funcs):
-        if rubric._is_group_func(function):
-            name = getattr(function, "__name__", function)
-            raise ConfigError(
-                [f"environment.id: {env_id} rewards a group of responses by {name}; megarl rewards each by itself"]
-            )
-        rubric.funcs[number] = _recording(function)
 
 
 def _recording(function: Any) -> Any:
@@ -172,16 +157,9 @@ class VerifiersEnvironment(Environment):
     """One episode. Its rubric's reward is that of the last turn; details are the rubric's metrics."""
 
     def __init__(
-        self,
-        id: str,
-        args: Mapping[str, Any],
-        prompt: ToolPrompt | None = None,
-        find_calls: FindCalls | None = None,
+        self, id: str, args: Mapping[str, Any], prompt: ToolPrompt | None = None, find_calls: FindCalls | None = None
     ):
-        """prompt, find_calls: how tools' results are given to the policy, and its calls read; None without tools.
-
-        Raises ConfigError naming environment.id or environment.args.
-        """
+        """prompt, find_calls: how tools' results are given to the policy, and its calls read; None without tools."""
         self._env = load_verifiers_environment(id, args)
         self._prompt = prompt
         self._policy = _Policy(find_calls)
@@ -191,8 +169,13 @@ class VerifiersEnvironment(Environment):
 
     async def reset(self, setting: EpisodeSetting) -> Observation | None:  # type: ignore[override]
         """Raises ValueError for a prompt of other data."""
-        row = self._find_row(setting)
-        asked = await _run(self._begin(row))
+        try:
+            part, number = json.loads(setting.prompt.metadata[METADATA])
+        except (KeyError, ValueError, TypeError) as error:
+            needed = "environment=verifiers goes with data=verifiers"
+            raise ValueError(f"the prompt is of no environment's dataset; {needed}") from error
+        row: dict[str, Any] = (self._env.build_dataset() if part == TRAIN else self._env.build_eval_dataset())[number]
+        asked = await _run(self._wait(row))
         if asked is None:
             raise RuntimeError("the environment ended the episode before its first turn")
         self._known = asked
@@ -200,14 +183,17 @@ class VerifiersEnvironment(Environment):
 
     async def step(self, action: Action) -> Step:  # type: ignore[override]
         """Raises RuntimeError where the environment, or a function of its rubric, raised."""
-        asked = await _run(self._answer(action))
+        asked = await _run(self._wait(action))
         if asked is None:
             return await self.cut()
         start = len(self._known) + 1
         if asked[: start - 1] != self._known or len(asked) <= start or asked[start - 1]["role"] != "assistant":
             raise RuntimeError("the environment has rewritten the conversation; megarl continues it token by token")
         self._known = asked
-        return Step(self._render(asked[start:]))
+        messages = asked[start:]
+        if self._prompt is None or any(message["role"] != "tool" for message in messages):
+            return Step(_to_messages(messages))
+        return Step(self._prompt.answer([read_text(message) for message in messages]))
 
     async def cut(self) -> Step:  # type: ignore[override]
         """End the episode. Its reward is that of what has been said."""
@@ -215,30 +201,10 @@ class VerifiersEnvironment(Environment):
         details = {name: float(value) for name, value in (state["metrics"] or {}).items()}
         return Step(reward=float(state["reward"]), done=True, details=details)
 
-    def _render(self, messages: Messages) -> Observation:
-        if self._prompt is None or any(message["role"] != "tool" for message in messages):
-            return _to_messages(messages)
-        return self._prompt.answer([read_text(message) for message in messages])
-
     async def close(self) -> None:  # type: ignore[override]
         await _run(self._cancel())
 
-    def _find_row(self, setting: EpisodeSetting) -> dict[str, Any]:
-        try:
-            part, number = json.loads(setting.prompt.metadata[METADATA])
-        except (KeyError, ValueError, TypeError) as error:
-            raise ValueError(
-                "the prompt is of no environment's dataset; environment=verifiers goes with data=verifiers"
-            ) from error
-        rows = self._env.build_dataset() if part == TRAIN else self._env.build_eval_dataset()
-        row: dict[str, Any] = rows[number]
-        return row
-
     # The rest runs on the loop of `verifiers`.
-
-    async def _begin(self, row: dict[str, Any]) -> Messages | None:
-        self._episode = asyncio.create_task(self._play(row))
-        return await self._wait()
 
     async def _play(self, row: dict[str, Any]) -> dict[str, Any]:
         """The whole episode; its state in the end."""
@@ -252,12 +218,15 @@ class VerifiersEnvironment(Environment):
             raise RuntimeError(raised[0])
         return state
 
-    async def _answer(self, action: Action) -> Messages | None:
-        self._policy.answers.put_nowait(action)
-        return await self._wait()
+    async def _wait(self, given: Action | dict[str, Any]) -> Messages | None:
+        """What the policy is asked next; None where the episode has ended. Raises what it raised.
 
-    async def _wait(self) -> Messages | None:
-        """What the policy is asked next; None where the episode has ended. Raises what it raised."""
+        given: the action, or the row with which the episode begins.
+        """
+        if isinstance(given, Action):
+            self._policy.answers.put_nowait(given)
+        else:
+            self._episode = asyncio.create_task(self._play(given))
         assert self._episode is not None
         asked = asyncio.create_task(self._policy.asked.get())
         await asyncio.wait((asked, self._episode), return_when=asyncio.FIRST_COMPLETED)
@@ -321,13 +290,9 @@ def _to_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
     return tuple(Message(str(message["role"]), read_text(message)) for message in messages)
 
 
-async def _run(call: Awaitable[T]) -> T:
+async def _run(call: Coroutine[Any, Any, T]) -> T:
     """Await on the loop of `verifiers`, whose functions may block: the caller's loop has other episodes."""
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_await(call), _start_loop()))
-
-
-async def _await(call: Awaitable[T]) -> T:
-    return await call
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, _start_loop()))
 
 
 @functools.cache

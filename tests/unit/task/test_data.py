@@ -364,8 +364,6 @@ def test_the_order_depends_on_the_seed_alone() -> None:
     [
         ({"seed": 8}, "seed"),
         ({"prompts": "other"}, "prompts"),
-        ({"position": 11}, "position 11"),
-        ({"epoch": -1}, "epoch -1"),
     ],
 )
 def test_a_state_of_other_data_is_refused(change: dict[str, int | str], expected: str) -> None:
