@@ -20,13 +20,7 @@ from megarl.task.math_reading import (
     read_answer,
     to_region,
 )
-from megarl.task.math_text import (
-    MAX_CHARACTERS,
-    clean,
-    extract_statements,
-    find_last_value,
-    remove_thinking,
-)
+from megarl.task.math_text import MAX_CHARACTERS, clean, extract_statements, find_last_value, remove_thinking
 
 _FREE = frozenset(
     re.findall(
@@ -60,7 +54,7 @@ def _is_equal(gold: Answer, answer: Answer) -> bool:
     if isinstance(gold, Equation):
         return _is_name(gold.sides[0], operators=False) and is_equal(gold.value, answer)
     if isinstance(gold, Number):
-        return _equals_number_or_product(gold, answer)
+        return _equals_number(gold, answer)
     if isinstance(gold, Items) and isinstance(answer, Items):
         return _equals_items(gold, answer)
     gold_region, region = to_region(gold), to_region(answer)
@@ -85,7 +79,10 @@ def write_answer(answer: Answer) -> str | None:
                 base = f"_{answer.base}" if answer.base else ""
                 return str(answer.value) + base + ("%" if answer.is_percent else "")
             case Expression():
-                return answer.latex if _is_left_open(answer) else str(make_exact(answer.tree))
+                # 52 + 70 is no vote for 122, and sums may be endless.
+                is_open = count_open_operations(answer.tree) or _find_operations(answer.latex)
+                is_open = is_open and (not answer.tree.free_symbols or answer.tree.has(*_ENDLESS))
+                return answer.latex if is_open else str(make_exact(answer.tree))
             case Region():
                 return str(answer.set)
             case Equation():
@@ -102,32 +99,20 @@ def write_answer(answer: Answer) -> str | None:
         return None
 
 
-def _is_left_open(answer: Expression) -> bool:
-    """Whether an expression without symbols is not evaluated; 52 + 70 is no vote for 122, and sums may be endless."""
-    operations = count_open_operations(answer.tree) or _find_operations(answer.latex)
-    return bool(operations) and (not answer.tree.free_symbols or answer.tree.has(*_ENDLESS))
-
-
-def _equals_number_or_product(gold: Number, answer: Answer) -> bool:
-    """A number, the product that 5 m may also be, or the set of that one number, {5, 5}."""
-    if isinstance(answer, Number):
-        return _equals_number(gold, answer)
+def _equals_number(gold: Number, answer: Answer) -> bool:
+    """Whether the answer is this number, the product that 5 m may also be, or the set of that one number, {5, 5}."""
     if isinstance(answer, Items):
         return answer.brackets == "{}" and all(is_equal(gold, item) for item in answer.items)
-    product = _to_product(gold)
-    return product is not None and isinstance(answer, Expression) and _equals_expression(product, answer)
-
-
-def _equals_number(gold: Number, answer: Number) -> bool:
+    if not isinstance(answer, Number):
+        product = _to_product(gold)
+        return product is not None and isinstance(answer, Expression) and _equals_expression(product, answer)
     is_same_share = gold.is_percent != answer.is_percent and gold.share == answer.share
     if gold.form == "integer" and answer.form in ("fraction", "mixed") and not (gold.is_percent and is_same_share):
         return False
     if gold.form == "decimal" and answer.form == "fraction" and gold.value.denominator == 1:
         return False
-    if answer.base != gold.base:
-        return False
     factor = convert(answer.unit, gold.unit)
-    if factor is None:
+    if factor is None or answer.base != gold.base:
         return False
     if gold.is_percent == answer.is_percent:
         return answer.value * factor == gold.value
@@ -234,11 +219,11 @@ def _equals_named(names: list[str], gold: Any, answer: Any) -> bool:
         answers = [dict(zip(names, answer.items, strict=True))]
     else:
         return False
-    return _match(solutions, answers, _equals_solution)
-
-
-def _equals_solution(gold: dict[str, Answer], answer: dict[str, Answer]) -> bool:
-    return gold.keys() == answer.keys() and all(is_equal(value, answer[name]) for name, value in gold.items())
+    return _match(
+        solutions,
+        answers,
+        lambda one, other: one.keys() == other.keys() and all(map(is_equal, one.values(), map(other.get, one))),
+    )
 
 
 def _match(golds: Any, answers: Any, equals: Callable[[Any, Any], bool]) -> bool:
@@ -275,9 +260,7 @@ def _to_tree(answer: Any) -> Any:
 
 def _to_product(number: Number) -> Expression | None:
     """A number with a unit of one letter as the product that it may also be: 5 m for 5m; None for other numbers."""
-    found = (
-        re.fullmatch(r"([A-Za-z])(?:\^\{?([23])\}?)?", number.unit.words[0]) if len(number.unit.words) == 1 else None
-    )
+    found = re.fullmatch(r"([A-Za-z])(?:\^\{?([23])\}?)?", " ".join(number.unit.words))
     if found is None:
         return None
     factor = sympy.Symbol(found[1].lower(), real=True) ** int(found[2] or 1)
@@ -456,9 +439,8 @@ def _is_list(answer: Answer) -> bool:
 
 def _grade_texts(gold: str, texts: list[str]) -> Verdict:
     found = {text for text in texts if text}
-    is_one = len(found) == 1
-    answer = found.pop() if is_one else None
-    return Verdict(answer is not None and answer == gold, is_one, answer)
+    answer = found.pop() if len(found) == 1 else None
+    return Verdict(answer is not None and answer == gold, answer is not None, answer)
 
 
 def strip_text(text: str) -> str:

@@ -21,31 +21,18 @@ from sympy.physics.units.systems.si import SI
 from megarl.task.math_text import MAX_CHARACTERS, clean, is_one_group, measure_depth, split
 
 SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-_MONEY: dict[str, int | Fraction] = {
-    "$": 1,
-    "dollar": 1,
-    "usd": 1,
-    "buck": 1,
-    "cent": Fraction(1, 100),
-    "¢": Fraction(1, 100),
+_MONEY = {
+    **dict.fromkeys(["$", "dollar", "usd", "buck"], Fraction(1)),
+    **dict.fromkeys(["cent", "¢"], Fraction(1, 100)),
 }
 _SHORT = {"mins": "minute", "min": "minute", "sec": "second", "hr": "hour", "yr": "year", "deg": "degree"}
 _SHORT |= {"°": "degree", "in": "inch", "inche": "inch", "feet": "foot", "lb": "pound", "litre": "liter"}
-_SHORT |= {"metre": "meter", "centimetre": "centimeter", "kilometre": "kilometer", "ml": "milliliter"}
-_SHORT |= {
-    "mph": "mile per hour",
-    "kph": "kilometer per hour",
-    "kmh": "kilometer per hour",
-    "sq": "square",
-    "€": "euro",
-}
-_NOT_IN_UNITS = frozenset(
-    re.findall(
-        r"\w+",
-        "and or not is are be if no none unknown wrong incorrect false untrue invalid mistaken maybe either neither "
-        "but than plus minus times over divided "
-        "of by squared cubed pi sqrt sin cos tan log ln exp mod infinity factorial choose half third quarter because",
-    )
+_SHORT |= {"metre": "meter", "centimetre": "centimeter", "kilometre": "kilometer", "ml": "milliliter", "sq": "square"}
+_SHORT |= {"mph": "mile per hour", "kph": "kilometer per hour", "kmh": "kilometer per hour", "€": "euro"}
+_NOT_IN_UNITS = re.compile(
+    r"(?:and|or|not|is|are|be|if|no|none|unknown|wrong|incorrect|false|untrue|invalid|mistaken|maybe|either|neither|but|than"
+    r"|plus|minus|times|over|divided|of|by|squared|cubed|pi|sqrt|sin|cos|tan|log|ln|exp|mod|infinity|factorial|choose|half"
+    r"|third|quarter|because)"
 )
 _LETTERS = frozenset("mgshlLNJWVAKCF")
 """Letters that are units behind a space; others, and all of them behind a digit (5m), are factors."""
@@ -81,7 +68,7 @@ def read_unit(text: str, *, spaced: bool) -> Unit | None:
     words = [word.lower() if len(word) > 1 else word for word in _WORDS.findall(text)]
     if "".join(_WORDS.findall(text)) != re.sub(r"\s", "", text) or len(words) > MAX_WORDS:
         return None
-    if any(word in _NOT_IN_UNITS for word in words):
+    if any(map(_NOT_IN_UNITS.fullmatch, words)):
         return None
     is_text = "\\text" in written
     factor = 1
@@ -126,7 +113,7 @@ def _singular(word: str) -> str:
 def _measure(words: list[str]) -> tuple[str, Fraction] | None:
     """Dimension and size of units known to sympy, multiplied and divided ("km / h", "square feet"); None for others."""
     if len(words) == 1 and _singular(words[0]) in _MONEY:
-        return "money", Fraction(_MONEY[_singular(words[0])])
+        return "money", _MONEY[_singular(words[0])]
     words = [part for word in words for part in _SHORT.get(_singular(word), word).split()]
     if not words:
         return None
@@ -201,7 +188,12 @@ class Number:
 
 def read_number(text: str) -> Number | None:
     if found := _BASE.fullmatch(re.sub(r"^\\text\{\s*(\w+)\s*\}(?=\s*_)", r"\1", text)):
-        return _read_in_base(found["sign"] + found["digits"], found["base"])
+        base = _BASES.get(found["base"]) or int(found["base"])
+        try:
+            value = Fraction(int(found["sign"] + found["digits"], base))
+        except ValueError:
+            return None
+        return Number(value, "integer", False, Unit(("base", str(base))))
     found = _NUMBER.match(text)
     if found is None:
         return None
@@ -241,14 +233,6 @@ def _evaluate(get: dict[str, str | None]) -> tuple[Fraction, str]:
     digits = re.sub(r"[ ,]", "", get["digits"] or "")
     value = Fraction(digits) * Fraction(10) ** int(get["ten"] or get["e"] or 0)
     return value, "integer" if digits.isdigit() and not get["ten"] and not get["e"] else "decimal"
-
-
-def _read_in_base(digits: str, base: str) -> Number | None:
-    number = _BASES.get(base) or int(base)
-    try:
-        return Number(Fraction(int(digits, number)), "integer", False, Unit(("base", str(number))))
-    except ValueError:
-        return None
 
 
 MAX_DEPTH = 20
@@ -365,10 +349,10 @@ def _read_one(text: str) -> Answer | None:
             return None
         return Equation(tuple(side.strip() for side in sides[:-1]), value) if value and all(sides) else None
     if found := re.match(r"(\\?[a-zA-Z](?:_\w)?)\s*\\in(?![a-z])", text):
-        region = _as_region(_read(text[found.end() :]))
+        region = to_region(_read(text[found.end() :]))
         return replace(region, name=found.group(1)) if region else None
     if found := re.match(r"\\\{\s*([a-z])\s*(?:\\mid|\||:)(.*)\\\}$", text):
-        region = _as_region(_read(found.group(2)))
+        region = to_region(_read(found.group(2)))
         return replace(region, name="") if region and region.name in ("", found.group(1)) else None
     pieces = list(split(text, re.compile(r"\\cup(?![a-z])")))
     if len(pieces) > 1:
@@ -418,18 +402,14 @@ def _read_inequality(text: str) -> Answer | None:
 
 
 def _unite(items: Items) -> Region | None:
-    regions = [_as_region(item) for item in items.items]
+    regions = [to_region(item) for item in items.items]
     names = {region.name for region in regions if region} - {""}
     if not all(regions) or len(names) > 1:
         return None
     return Region(sympy.Union(*(region.set for region in regions if region)), "".join(names))
 
 
-def _as_region(answer: Answer | None) -> Region | None:
-    return to_region(answer) if answer is not None else None
-
-
-def to_region(answer: Answer) -> Region | None:
+def to_region(answer: Answer | None) -> Region | None:
     """An interval, a set of numbers, R or an inequality as a set; None for anything else."""
     if isinstance(answer, Region):
         return answer
@@ -442,9 +422,7 @@ def to_region(answer: Answer) -> Region | None:
         return None
     if answer.brackets == "{}":
         return Region(sympy.FiniteSet(*values))
-    if len(values) != 2 or answer.brackets not in ("()", "[]", "(]", "[)"):
-        return None
-    if not values[0] < values[1]:
+    if len(values) != 2 or answer.brackets not in ("()", "[]", "(]", "[)") or not values[0] < values[1]:
         return None
     return Region(sympy.Interval(*values, answer.brackets[0] == "(", answer.brackets[1] == ")"))
 
@@ -519,11 +497,7 @@ def _count_bits(tree: Any) -> float:
     """About how many bits the number has when evaluated; symbols count as a few."""
     if isinstance(tree, sympy.Integer):
         return float(abs(tree.p).bit_length())
-    bits = (
-        [_count_bits(part) for part in tree]
-        if isinstance(tree, sympy.MatrixBase)
-        else [_count_bits(a) for a in tree.args]
-    )
+    bits = [_count_bits(part) for part in (tree if isinstance(tree, sympy.MatrixBase) else tree.args)]
     if isinstance(tree, sympy.Pow) and len(bits) == 2:
         return bits[0] * math.exp2(min(bits[1], 60.0))
     if isinstance(tree, sympy.exp) and tree.exp.is_polynomial():

@@ -8,27 +8,16 @@ import re
 from collections.abc import Iterator
 from itertools import islice
 
-_UNICODE = {
-    "−": "-",
-    "–": "-",
-    "×": "\\times ",
-    "·": "\\cdot ",
-    "⋅": "\\cdot ",
-    "÷": "/",
-    "π": "\\pi ",
-    "∞": "\\infty ",
-}
-_UNICODE |= {"≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "∪": "\\cup ", "∈": "\\in ", "±": "\\pm ", "ℝ": "\\mathbb{R}"}
-_UNICODE |= {"½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}", "⟨": "\\langle ", "⟩": "\\rangle "}
-_UNICODE |= {
-    "²": "^{2}",
-    "³": "^{3}",
-    "≈": "\\approx ",
-    "∅": "\\emptyset ",
-    "√": "\\sqrt ",
-    "\u00a0": " ",
-    "θ": "\\theta ",
-}
+_SIGNS = (
+    "− - – - × \\times* · \\cdot* ⋅ \\cdot* ÷ / π \\pi* ∞ \\infty* ≤ \\le* ≥ \\ge* ≠ \\ne* ∪ \\cup* ∈ \\in* ± \\pm*"
+)
+_SIGNS += (
+    " ℝ \\mathbb{R} ½ \\frac{1}{2} ¼ \\frac{1}{4} ¾ \\frac{3}{4} ⟨ \\langle* ⟩ \\rangle* ² ^{2} ³ ^{3} ≈ \\approx*"
+)
+_SIGNS += " ∅ \\emptyset* √ \\sqrt* \u00a0 * θ \\theta*"
+_PARTS = _SIGNS.split(" ")
+_UNICODE = {sign: latex.replace("*", " ") for sign, latex in zip(_PARTS[::2], _PARTS[1::2], strict=True)}
+"""Signs and what they are in LaTeX, with * for the space behind a command"""
 _REMOVED = re.compile(
     r"\\(?:left|right|displaystyle|textstyle|limits|(?:[bB]ig|[bB]igg)[lr]?)(?![a-zA-Z])\.?|(?<!\\)\\(?:[,;:>]|!\s*)|(?<!\\)\$"
     r"|(?<=\\\\)\[-?[\d.]+ ?[a-z]{2}\]|\\(?:tag|label)\{[^{}]*\}|\*\*|(?<!\w)`(?=\S)|(?<=\S)`(?!\w)"
@@ -37,41 +26,32 @@ _POWER = re.compile(r"(?<=[\w)\]}])(\*\*|\s+\*\*\s+)(?=[-+]?(?:[\w({]|\.\d|\\[a-
 """Between two operands ** is a power; any other one is bold."""
 _EMPHASIS = re.compile(r"(?<!\S)(?<![\d)\]}]\s)(\*|__?)(?=\S)([^*_]*)(?<=\S)\1(?!\w)")
 _RENAMED = [
-    (re.compile(r"\\[dtc]frac(?![a-z])"), r"\\frac"),
-    (
-        re.compile(r"\\(?:text(?:bf|rm|it|normal|sf)?|mathrm|mathbf|mathit|mbox|operatorname\*?)\s*\{([^{}]*)\}"),
-        r"\\text{\1}",
-    ),
-    (re.compile(r"\\text\{([^{}A-Za-z°%$€]*)\}"), r"\1"),
-    (re.compile(r"(?<![\d}])(?<!\d )\\text\{\s*([A-Za-z])\s*\}(?=\s*[=^_(])"), r"\1"),
-    (re.compile(r"(?<!\\)\\(?:quad|qquad|hspace\{[^{}]*\}|space|enspace| )|~"), " "),
-    (re.compile(r"\\frac\s*(\d)\s*(\d)"), r"\\frac{\1}{\2}"),
-    (re.compile(r"\\frac\s*\{([^{}]*)\}\s*(\d)"), r"\\frac{\1}{\2}"),
-    (re.compile(r"\\frac\s*(\d)\s*\{"), r"\\frac{\1}{"),
-    (re.compile(r"\\sqrt\s*(\d+)"), r"\\sqrt{\1}"),
-    (re.compile(r"\\leqs?l?a?n?t?(?![a-z])"), r"\\le "),
-    (re.compile(r"\\geqs?l?a?n?t?(?![a-z])"), r"\\ge "),
-    (re.compile(r"\\lt(?![a-z])"), "<"),
-    (re.compile(r"\\gt(?![a-z])"), ">"),
-    (re.compile(r"<="), r"\\le "),
-    (re.compile(r">="), r"\\ge "),
-    (re.compile(r"\\neq(?![a-z])|!="), r"\\ne "),
-    (re.compile(r"\\not\s*="), r"\\ne "),
-    (re.compile(r"\\var(?=(?:epsilon|phi|theta)(?![a-z]))"), r"\\"),
-    (re.compile(r"\\lbrace(?![a-z])"), r"\\{"),
-    (re.compile(r"\\rbrace(?![a-z])"), r"\\}"),
-    (
-        re.compile(r"\\varnothing(?![a-z])|\\\{\s*\\\}|^\s*(?:\\text\{\s*)?(?:the\s+)?empty set\W*$", re.I),
-        r"\\emptyset ",
-    ),
-    (re.compile(r"\{,\}"), ","),
-    (
-        re.compile(r"[\[(]\s*\\begin\{array\}\{[^{}]*\}(.*?)\\end\{array\}\s*[\])]"),
-        r"\\begin{pmatrix}\1\\end{pmatrix}",
-    ),
-    (re.compile(r"\^\s*\{?\s*\\?(?:circ|degree)(?![a-z])\s*\}?|\\degree(?![a-z])"), "°"),
-    (re.compile(r"\\%|\\text\{\s*(?:percent|%|\\%)\s*\}|(?<=\d)\s*percent(?:age)?\b"), "%"),
-    (re.compile(r"(?<=[\d}])\\text"), r" \\text"),
+    (r"\\[dtc]frac(?![a-z])", r"\\frac"),
+    (r"\\(?:text(?:bf|rm|it|normal|sf)?|mathrm|mathbf|mathit|mbox|operatorname\*?)\s*\{([^{}]*)\}", r"\\text{\1}"),
+    (r"\\text\{([^{}A-Za-z°%$€]*)\}", r"\1"),
+    (r"(?<![\d}])(?<!\d )\\text\{\s*([A-Za-z])\s*\}(?=\s*[=^_(])", r"\1"),
+    (r"(?<!\\)\\(?:quad|qquad|hspace\{[^{}]*\}|space|enspace| )|~", r" "),
+    (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+    (r"\\frac\s*\{([^{}]*)\}\s*(\d)", r"\\frac{\1}{\2}"),
+    (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
+    (r"\\sqrt\s*(\d+)", r"\\sqrt{\1}"),
+    (r"\\leqs?l?a?n?t?(?![a-z])", r"\\le "),
+    (r"\\geqs?l?a?n?t?(?![a-z])", r"\\ge "),
+    (r"\\lt(?![a-z])", r"<"),
+    (r"\\gt(?![a-z])", r">"),
+    (r"<=", r"\\le "),
+    (r">=", r"\\ge "),
+    (r"\\neq(?![a-z])|!=", r"\\ne "),
+    (r"\\not\s*=", r"\\ne "),
+    (r"\\var(?=(?:epsilon|phi|theta)(?![a-z]))", r"\\"),
+    (r"\\lbrace(?![a-z])", r"\\{"),
+    (r"\\rbrace(?![a-z])", r"\\}"),
+    (r"(?i)\\varnothing(?![a-z])|\\\{\s*\\\}|^\s*(?:\\text\{\s*)?(?:the\s+)?empty set\W*$", r"\\emptyset "),
+    (r"\{,\}", r","),
+    (r"[\[(]\s*\\begin\{array\}\{[^{}]*\}(.*?)\\end\{array\}\s*[\])]", r"\\begin{pmatrix}\1\\end{pmatrix}"),
+    (r"\^\s*\{?\s*\\?(?:circ|degree)(?![a-z])\s*\}?|\\degree(?![a-z])", r"°"),
+    (r"\\%|\\text\{\s*(?:percent|%|\\%)\s*\}|(?<=\d)\s*percent(?:age)?\b", r"%"),
+    (r"(?<=[\d}])\\text", r" \\text"),
 ]
 WITHDRAWN = (
     r"(?:incorrect|wrong|false|untrue|invalid|inaccurate|mistaken|erroneous|rejected|discarded|extraneous|impossible"
@@ -109,7 +89,7 @@ def clean(text: str) -> str:
     text = _REMOVED.sub(lambda match: " " if match.group(0) in ("\\,", "\\;", "\\:") else "", text)
     text = re.sub(r"(?<=\d) (?=\d{3}(?!\d))", ",", text) if re.fullmatch(r"[-\d ]+", text.strip()) else text
     for pattern, new in _RENAMED:
-        text = pattern.sub(new, text)
+        text = re.sub(pattern, new, text)
     text = re.sub(r"\\[()\[\]]", " ", text)
     text = re.sub(r"\s+", " ", text).strip()
     if not re.search(r"\.\.|…|\\[lc]?dots", text[-6:]):

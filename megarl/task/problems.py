@@ -254,9 +254,9 @@ def _choose_part(records: Sequence[Located], values: Sequence[Any]) -> AnswerPar
         return AnswerPart.after_hashes
     for part, has in found.items():
         if 2 * sum(has) >= len(has):
-            found = f"{sum(has)} of {len(has)} answers, as that of {records[has.index(True)][0]}, have {PARTS[part]}"
+            count = f"{sum(has)} of {len(has)} answers, as that of {records[has.index(True)][0]}, have {PARTS[part]}"
             hint = f"{part.value} takes that part, whole takes the answer as it is"
-            raise ConfigError([f"data.answer_part: found null; {found}: {hint}"])
+            raise ConfigError([f"data.answer_part: found null; {count}: {hint}"])
     return AnswerPart.whole
 
 

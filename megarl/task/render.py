@@ -185,8 +185,8 @@ class Renderer:
             if whole[start:end] == ids:
                 self._left_out = " ".join(self.tokenizer.convert_ids_to_tokens(list(whole[end:])))
                 return whole[:start]
-        found = f"reads {text[:80]!r} as other tokens with its special tokens than without"
-        raise ConfigError([f"data: the model's tokenizer {found}"])
+        why = f"reads {text[:80]!r} as other tokens with its special tokens than without"
+        raise ConfigError([f"data: the model's tokenizer {why}"])
 
     @cached_property
     def special_tokens(self) -> tuple[str, ...]:
