@@ -8,10 +8,9 @@ from reward_cases import build_prompt, build_response
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.task import CodeRewardConfig
-from megarl.task.code import CodeReward, find_code, parse_tests
+from megarl.task.code import CodeReward, find_code
 from megarl.task.reward import RewardFailedError
 from megarl.task.scorer import build_scorer
-from megarl.types import Prompt
 
 PAIRS = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]})
 ASSERTS = json.dumps(["assert add(1, 2) == 3", "assert add(0, 0) == 0"])
@@ -85,15 +84,6 @@ def test_both_sorts_of_tests_count_together(partial):
     assert partial.run_tests(build_prompt(tests), fence("print(3)")).reward == 0.5
 
 
-def test_tests_are_in_the_metadata_or_the_answer(partial):
-    prompt = Prompt("p1", "", (), "unread", {"tests": PAIRS})
-    assert partial.run_tests(prompt, fence("print(3)")).reward == 0.5
-
-
-def test_a_response_without_a_block_is_wrong(reward):
-    assert reward.run_tests(build_prompt(PAIRS), "print(3)").details["block"] == 0.0
-
-
 @pytest.mark.parametrize(
     ("text", "code"),
     [
@@ -130,21 +120,6 @@ def test_a_prompt_without_tests_is_found_before_the_run(answer, reason):
     scorer.close()
 
 
-def test_plain_statements_are_one_test():
-    assert parse_tests("assert f(1)\nassert f(2)").asserts == ("assert f(1)\nassert f(2)",)
-
-
-def test_programs_are_scored_side_by_side_and_keep_their_order():
-    scorer = build_scorer(CodeRewardConfig(num_workers=2, partial=True))
-
-    async def run():
-        texts = [fence(f"print({number})") for number in (3, 7, 5, 3)]
-        return await asyncio.gather(*(scorer.score(build_prompt(PAIRS), build_response(text)) for text in texts))
-
-    assert [score.reward for score in asyncio.run(run())] == [0.5, 0.5, 0.0, 0.5]
-    scorer.close()
-
-
 def test_closing_ends_the_programs_that_run():
     reward = CodeReward(CodeRewardConfig(timeout_s=600.0, num_workers=1))
 
@@ -157,13 +132,3 @@ def test_closing_ends_the_programs_that_run():
             await asyncio.wait_for(task, 60)
 
     asyncio.run(run())
-
-
-def test_a_sandbox_that_cannot_be_made_is_a_failure(monkeypatch):
-    monkeypatch.setattr("megarl.task.sandbox.list_readable", lambda: ["/usr"])
-    monkeypatch.setattr("megarl.task.sandbox.find_protections", lambda: ("namespaces",))
-    monkeypatch.setattr("megarl.task.sandbox.sys.executable", "/nowhere/python")
-    scorer = build_scorer(CodeRewardConfig(num_workers=1))
-    score = asyncio.run(scorer.score(build_prompt(PAIRS), build_response(fence("print(3)"))))
-    assert score.failure
-    scorer.close()

@@ -1,7 +1,7 @@
 """The `data` group, problems from files, whole sets to evaluate on, and the order of the prompts."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow
@@ -9,7 +9,6 @@ import pytest
 from data_cases import build_byte_tokenizer, jsonl_config, load_toy
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.errors import ConfigCompositionException
 from omegaconf import MISSING, OmegaConf
 from pyarrow import parquet
 
@@ -53,17 +52,6 @@ def test_every_source_is_an_option_of_the_group_and_every_option_a_source() -> N
     assert set(options) >= set(SCHEMAS["data"])
 
 
-def test_a_key_of_another_source_is_an_unknown_key() -> None:
-    assert compose_data("+data=jsonl", "data.path=x.jsonl").path == "x.jsonl"  # type: ignore[attr-defined]
-    with pytest.raises(ConfigCompositionException, match=r"data\.heldout_path"):
-        compose_data("+data=letter_count", "data.heldout_path=x.jsonl")
-
-
-def test_the_task_options_of_reasoning_gym_pass_through() -> None:
-    config = compose_data("+data=reasoning_gym", "data.task=gcd", "+data.options.max_value=9")
-    assert config.options == {"max_value": 9}  # type: ignore[attr-defined]
-
-
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
 """The workplace's data sets, where there are any."""
 RECORDS = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(40)]
@@ -81,11 +69,6 @@ def test_a_file_is_split_into_disjoint_sides_that_hold_everything(tmp_path: Path
     assert (len(data.train), len(data.heldout), data.num_dropped) == (33, 7, 0)
     texts = [p.text for p in (*data.train, *data.heldout)]
     assert sorted(texts) == sorted(record["question"] for record in RECORDS)
-
-
-def test_a_file_alone_holds_out_a_tenth(tmp_path: Path) -> None:
-    data = build_data(jsonl_config(write_jsonl(tmp_path / "a.jsonl", RECORDS)), build_byte_tokenizer(), 1)
-    assert (len(data.train), len(data.heldout)) == (36, 4)
 
 
 def test_repeats_of_a_question_stay_on_one_side_under_ids_of_their_own(tmp_path: Path) -> None:
@@ -161,14 +144,6 @@ def test_a_missing_file_names_its_key(tmp_path: Path) -> None:
             build_data(config, build_byte_tokenizer(), 1)
 
 
-def test_parquet_gives_the_same_prompts_as_jsonl(tmp_path: Path) -> None:
-    parquet.write_table(pyarrow.Table.from_pylist(RECORDS), tmp_path / "a.parquet")
-    found = build_data(ParquetDataConfig(path=str(tmp_path / "a.parquet")), build_byte_tokenizer(), 1)
-    expected = build_data(jsonl_config(write_jsonl(tmp_path / "a.jsonl", RECORDS)), build_byte_tokenizer(), 1)
-    assert [(p.id, p.text, p.answer) for p in found.train] == [(p.id, p.text, p.answer) for p in expected.train]
-    assert [p.id for p in found.heldout] == [p.id for p in expected.heldout]
-
-
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The hub is not asked, and nothing is left in the user's cache."""
@@ -205,22 +180,6 @@ def test_a_hub_name_offline_says_so_and_what_to_do_instead() -> None:
     config = HuggingFaceDataConfig(path="nobody/nothing")
     with pytest.raises(ConfigError, match=r"data.path: nobody/nothing: .*hub was not reached.*data=jsonl"):
         build_data(config, build_byte_tokenizer(), 1)
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the workplace's shared/data; not run elsewhere")
-@pytest.mark.parametrize(
-    ("name", "num_problems", "answer"),
-    [("gsm8k/test", 1319, "18"), ("aime24/test", 30, "204"), ("amc23/test", 40, "27")],
-)
-def test_the_usual_benchmark_files_are_read_unchanged(name: str, num_problems: int, answer: str) -> None:
-    config = jsonl_config(SHARED / f"{name}.jsonl", prompt_length=8192)
-    data = build_data(config, build_byte_tokenizer(), 1)
-    prompts = (*data.train, *data.heldout)
-    assert (len(prompts), data.num_dropped) == (num_problems, 0)
-    assert len({p.id for p in prompts}) == num_problems
-    first = [p.answer for p in prompts if p.metadata["location"].endswith(".jsonl:1")]
-    assert first == [answer]
-    assert not any("####" in p.answer or not p.answer for p in prompts)
 
 
 OF_SETS = {
@@ -282,8 +241,6 @@ def test_the_held_out_part_is_the_set_where_there_is_one(tmp_path, tokenizer):
 
 def test_a_parquet_file_and_a_datasets_directory_serve_as_well(tmp_path, tokenizer):
     import datasets
-    import pyarrow
-    from pyarrow import parquet
 
     records = [OF_SETS["gsm8k"]] * 3
     parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "test.parquet")
@@ -315,12 +272,6 @@ def test_a_path_that_cannot_be_used_is_named_with_its_key(tmp_path, tokenizer, c
         build_evaluation_set(config, tokenizer, 1, name="s", path=str(tmp_path / path))
 
 
-def test_a_set_that_the_hub_does_not_give_says_which_key_takes_a_local_file(tmp_path, tokenizer):
-    config = replace(HuggingFaceDataConfig(), path=str(tmp_path))
-    with pytest.raises(ConfigError, match=r"^data=gsm8k: data\.path: .*; evaluate\.paths\.gsm8k=FILE reads a local"):
-        build_evaluation_set(config, tokenizer, 1, name="gsm8k")
-
-
 def make_prompts(n: int, name: str = "p") -> list[Prompt]:
     return [Prompt(f"{name}{i}", "text", (1,), "answer") for i in range(n)]
 
@@ -331,12 +282,6 @@ def test_an_epoch_holds_every_prompt_once_though_batches_span_epochs() -> None:
     epochs = [drawn[start : start + 10] for start in range(0, 70, 10)]
     assert all(sorted(epoch) == sorted(p.id for p in make_prompts(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 7
-
-
-def test_a_batch_may_be_larger_than_the_data() -> None:
-    batch = PromptSampler(make_prompts(3), seed=0).next_batch(8)
-    assert sorted(p.id for p in batch).count("p0") in (2, 3)
-    assert len(batch) == 8
 
 
 @pytest.mark.parametrize("num_batches", [0, 1, 4, 5, 13])
@@ -370,21 +315,3 @@ def test_a_state_of_other_data_is_refused(change: dict[str, int | str], expected
     sampler = PromptSampler(make_prompts(10), seed=7)
     with pytest.raises(ValueError, match=expected):
         sampler.restore(sampler.state() | change)
-
-
-def test_an_incomplete_state_is_refused_with_what_it_lacks() -> None:
-    with pytest.raises(ValueError, match="lacks position, prompts, seed"):
-        PromptSampler(make_prompts(2), seed=7).restore({"epoch": 1})
-
-
-def test_a_state_of_other_prompts_is_refused() -> None:
-    state = PromptSampler(make_prompts(10, "q"), seed=7).state()
-    with pytest.raises(ValueError, match="another run"):
-        PromptSampler(make_prompts(10), seed=7).restore(state)
-
-
-def test_nothing_to_draw_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one prompt"):
-        PromptSampler([], seed=0)
-    with pytest.raises(ValueError, match="asked for 0"):
-        PromptSampler(make_prompts(1), seed=0).next_batch(0)

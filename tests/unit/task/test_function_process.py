@@ -95,10 +95,6 @@ def test_a_function_is_called_with_keywords_and_its_result_comes_back(make):
     assert make("add").call({"a": [1], "b": ["é"]}) == [1, "é"]
 
 
-def test_a_path_with_options_makes_the_function(make):
-    assert make("Adder", options={"more": 2}).call({"a": 1}) == 3
-
-
 def test_a_coroutine_function_is_awaited(make):
     assert make("wait").call({}) == "waited"
 

@@ -136,18 +136,6 @@ def test_the_date_of_a_template_is_always_the_same() -> None:
     assert Renderer(DataConfig(), tokenizer).render(ask("Why?", "")) == "26 Jul 2024 Why?"
 
 
-def test_a_template_that_numbers_its_rounds_cannot_continue_a_conversation() -> None:
-    from megarl.rollout.conversation import ObservationEncoder
-    from megarl.types import Prompt
-
-    tokenizer = build_byte_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}[{{ loop.index }}]{{ m.content }}\n{% endfor %}"
-    with pytest.raises(
-        ConfigError, match="cannot continue a conversation turn by turn with messages of user: behind answer 2"
-    ):
-        ObservationEncoder(Renderer(DataConfig(), tokenizer)).check(Prompt("p", "", (1,), ""))
-
-
 TEXT = "Answer: {answer}"
 
 

@@ -9,11 +9,8 @@ import time
 import pytest
 from reward_cases import build_prompt, build_response, build_reward
 
-from megarl.config.errors import ConfigError
-from megarl.config.load import load_config
 from megarl.config.schema.task import MathRewardConfig, ReasoningGymRewardConfig
 from megarl.task.process_functions import SCORERS_WITH_EVAL, check_source
-from megarl.task.reward import RewardFailedError
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +60,6 @@ def test_reasoning_gyms_own_answers_are_correct_and_others_are_not(gym_reward, t
     assert wrong.reward < 0.5
     assert not wrong.correct
     assert right.details.keys() == wrong.details.keys()
-
-
-def test_a_scorers_partial_credit_is_kept(gym_reward):
-    prompt = build_gym_prompt("chain_sum")
-    result = gym_reward(prompt, build_response(f"It is {prompt.answer}"))
-    assert 0 < result.reward < 1
-    assert not result.correct
 
 
 EVALUATED = [
@@ -136,29 +126,6 @@ def test_source_beyond_mathematics_is_refused(source):
         check_source(source)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "Integer (94 )*Integer (4 )-Integer (61 )",
-        "exp (Symbol ('x'))**-Float ('1.5')",
-        "Function ('f')(Symbol ('x'))",
-    ],
-)
-def test_mathematics_is_not_refused(source):
-    check_source(source)
-
-
 def test_a_prompt_of_another_source_is_an_error_that_names_it(gym_reward):
     with pytest.raises(ValueError, match=r"prompt 'p1'.*data=reasoning_gym"):
         gym_reward(build_prompt("1"), build_response("1"))
-
-
-def test_an_unknown_task_is_an_error_that_names_it(gym_reward):
-    with pytest.raises(RewardFailedError, match="no task 'no_such_task'"):
-        gym_reward(build_prompt("1", reasoning_gym={"task": "no_such_task", "entry": {}}), build_response("1"))
-
-
-@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
-def test_a_time_limit_that_is_none_is_named(seconds):
-    with pytest.raises(ConfigError, match=r"reward\.timeout_s"):
-        load_config(["reward=math", f"reward.timeout_s={seconds}"])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from reward_cases import build_prompt, build_response
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.task import HttpRewardConfig, JudgeRewardConfig, ScalarModelRewardConfig, Verdict
+from megarl.config.schema.task import HttpRewardConfig, JudgeRewardConfig, ScalarModelRewardConfig
 from megarl.task.reward import RewardFailedError
 from megarl.task.scorer import build_scorer
 from megarl.task.served_rewards import (
@@ -23,7 +23,6 @@ from megarl.task.served_rewards import (
     ScalarModelReward,
     compare_words,
     fill_rubric,
-    list_messages,
     quote,
     read_rubric,
     read_score,
@@ -143,12 +142,6 @@ def test_the_url_is_asked_as_it_is_written(serve, path):
     assert server.calls[0][0] == (path or "/")
 
 
-@pytest.mark.parametrize(("reward", "correct"), [(1, True), (0.99, False)])
-def test_what_is_left_out_follows_from_the_reward(serve, reward, correct):
-    (found,) = score(ask_http(serve({"": {"reward": reward}})))
-    assert (found.reward, found.correct, found.details) == (reward, correct, {})
-
-
 @pytest.mark.parametrize("trouble", [(429, ""), (500, ""), (503, "busy"), "lose", "hang"])
 def test_trouble_that_passes_is_tried_again(serve, trouble):
     server = serve({"": RIGHT}, trouble, trouble)
@@ -169,12 +162,6 @@ def test_trouble_that_does_not_pass_is_a_failure(serve, trouble, reason):
     (found,) = score(ask_http(server, timeout_s=0.3, max_retries=2))
     assert reason in found.failure
     assert len(server.calls) == 3
-
-
-def test_a_server_that_is_gone_costs_the_sample(serve):
-    server = serve({"": RIGHT})
-    server.close()
-    assert "could not be reached (ConnectError) (1 attempt)" in score(ask_http(server, max_retries=0))[0].failure
 
 
 @pytest.mark.parametrize(
@@ -233,14 +220,6 @@ def test_what_cannot_be_asked_is_named_before_the_run(config, message, monkeypat
     assert "hunter2" not in str(raised.value)
 
 
-def test_the_check_before_the_run_finds_a_server_that_does_not_answer_and_leaves_a_scorer_that_works(serve):
-    scorer = build_scorer(ask_http(serve({"": RIGHT}, (404, ""))))
-    with pytest.raises(ConfigError, match="status 404"):
-        scorer.check([build_prompt("85")])
-    scorer.check([build_prompt("85")])
-    assert asyncio.run(scorer.score(build_prompt("85"), build_response("85"))).reward == 0.5
-
-
 @given(st.text())
 def test_a_quoted_text_cannot_close_its_quotation(text):
     quoted = quote("response", text)
@@ -253,25 +232,11 @@ def test_a_quoted_text_holds_no_special_token(token):
     assert token not in quote("response", f"x{token}{token[0]}{token}y")
 
 
-def test_a_quoted_text_keeps_mathematics_and_lists():
-    assert quote("answer", "1 < 2, [1, 2], [A, B], a<b") == "<answer>\n1 < 2, [1, 2], [A, B], a< b\n</answer>"
-
-
 def test_names_in_a_response_are_not_replaced():
     prompt = replace(build_prompt("85"), messages=(Message("system", "be brief"), Message("user", "47 + 38?")))
     text = fill_rubric("Q {question} A {answer} R {response} {other}", prompt, build_response("{answer}{question}"))
     assert text.replace("\n", " ") == (
         "Q <question> 47 + 38? </question> A <answer> 85 </answer> R <response> {answer}{question} </response> {other}"
-    )
-
-
-def test_a_prompt_known_as_text_is_its_own_question():
-    prompt = replace(build_prompt("85"), text="47 + 38?")
-    assert fill_rubric("{question}", prompt, build_response("x")) == quote("question", "47 + 38?")
-    asked, answered = list_messages(prompt, build_response("x"))
-    assert (asked, answered) == (
-        {"role": "user", "content": "47 + 38?"},
-        {"role": "assistant", "content": "x"},
     )
 
 
@@ -335,14 +300,6 @@ def test_a_judge_without_a_verdict_is_a_failure_with_the_reason(serve, answers, 
     server = serve(answers)
     assert reason in score(JudgeRewardConfig(url=server.url, model="m", max_retries=2))[0].failure
     assert len(server.calls) == 1
-
-
-def test_words_are_read_from_the_log_probs_of_one_token(serve):
-    top = [{"token": "Yes", "logprob": math.log(0.6)}, {"token": "no", "logprob": math.log(0.2)}]
-    server = serve({"": {"choices": [{"logprobs": {"content": [{"top_logprobs": top}]}}]}})
-    config = JudgeRewardConfig(url=server.url, model="m", verdict=Verdict.word)
-    assert score(config)[0].reward == pytest.approx(0.75)
-    assert (server.calls[-1][1]["max_tokens"], server.calls[-1][1]["top_logprobs"]) == (1, 20)
 
 
 def test_a_reward_model_is_scaled_and_wants_a_server_that_scores(serve):

@@ -71,14 +71,6 @@ def test_verl_gets_its_four_arguments_from_its_own_columns():
     assert score(compute_score, prompt=build_prompt(columns)) == Score(1.0, True, {"acc": 1.0})
 
 
-def test_verl_gets_the_answer_and_all_columns_of_other_data():
-    def compute_score(data_source, solution_str, ground_truth, extra_info):
-        assert (data_source, ground_truth, extra_info["level"]) == ("", "42", 3)
-        return 1
-
-    assert score(compute_score).correct
-
-
 @pytest.mark.parametrize(
     ("result", "expected"),
     [
@@ -141,14 +133,6 @@ def test_another_result_is_refused_with_what_may_be_returned(result):
         score(lambda prompt, response: result)
 
 
-def test_an_awaited_result_of_trls_is_read():
-    async def reward(completions, **columns):
-        await asyncio.sleep(0)
-        return [1.0]
-
-    assert score(reward) == Score(1.0, True)
-
-
 def test_a_trl_function_that_returns_a_number_is_told_to_return_a_list():
     with pytest.raises(TypeError, match=r"returned 1\.0 \(float\) for one completion; TRL's functions return a list"):
         score(lambda completions, **columns: 1.0)
@@ -191,16 +175,6 @@ def check(path, *prompts):
         scorer.close()
 
 
-def test_a_file_is_found_from_where_the_command_was_typed_and_imports_its_neighbours(tmp_path, monkeypatch):
-    (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks" / "near.py").write_text("def same(a, b):\n    return a == b\n")
-    (tmp_path / "tasks" / "my_reward.py").write_text(
-        "from near import same\ndef score(prompt, response):\n    return same(prompt.answer, response.text)\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    check("tasks/my_reward.py:score")
-
-
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -238,18 +212,6 @@ def test_what_fails_is_shown_with_its_own_line_before_the_run(tmp_path, monkeypa
         check("my_reward.py:score")
     assert "Traceback" not in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-def test_the_trial_names_the_texts_that_are_not_logged(tmp_path, monkeypatch):
-    (tmp_path / "my_reward.py").write_text("def score(prompt, response): return {'score': 1, 'pred': response.text}\n")
-    monkeypatch.chdir(tmp_path)
-    assert check("my_reward.py:score") == ["of what my_reward.py:score returns, texts are not logged: pred"]
-
-
-def test_a_missing_file_is_named_with_where_it_was_looked_for(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=rf"gone\.py does not exist \(from {tmp_path}\)"):
-        check("gone.py:score")
 
 
 KEEPING = """

@@ -11,7 +11,7 @@ import pytest
 from data_cases import QWEN, build_byte_tokenizer
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.task import DataConfig, SingleTurnEnvironmentConfig, ToolsEnvironmentConfig
+from megarl.config.schema.task import DataConfig, ToolsEnvironmentConfig
 from megarl.environment import Action
 from megarl.rollout.conversation import ObservationEncoder
 from megarl.task.environments import build_tool_prompt
@@ -76,15 +76,6 @@ def test_what_goes_wrong_is_said_to_the_policy(toolbox: Toolbox, name: str, argu
     assert toolbox.call("echo", '{"text": "next"}').text == "next"
 
 
-def test_the_processes_of_light_tools_import_no_torch(toolbox: Toolbox) -> None:
-    config = ToolsEnvironmentConfig(tools=["toolbox_cases:list_modules"], num_processes=1, result_length=10**6)
-    box = Toolbox(config)
-    modules = box.call("list_modules", "{}").text
-    box.close()
-    assert '"json"' in modules
-    assert '"torch"' not in modules
-
-
 def test_a_function_is_described_by_its_signature_and_docstring() -> None:
     function = describe_tool("toolbox_cases:echo")["function"]
     assert (function["name"], function["description"]) == ("echo", "Repeat a text.")
@@ -139,12 +130,6 @@ def play(calculator_toolbox: Toolbox, *actions: FoundCalls, finish: FinishReason
     prompt = ToolPrompt(calculator_toolbox.schemas, None)
     environment = ToolsEnvironment(config, calculator_toolbox, prompt, lambda text: actions[int(text)])
     return [environment.step(Action("", str(turn), (1,), turn, finish)) for turn in range(len(actions))]
-
-
-def test_an_action_without_a_call_ends_the_episode(calculator_toolbox: Toolbox) -> None:
-    (step,) = play(calculator_toolbox, FoundCalls(()))
-    assert step.done
-    assert step.details == {"tool_calls": 0.0, "tool_errors": 0.0}
 
 
 def test_each_call_of_an_action_is_answered_in_order(calculator_toolbox: Toolbox) -> None:
@@ -254,14 +239,3 @@ def test_a_description_of_your_own_replaces_the_templates() -> None:
     assert encode(renderer, prompt, "6") == "[end][user]6[end][assistant]"
     with_system, _ = build(QWEN, DataConfig(system="Be brief."), description="Tools: {tools}")
     assert with_system.render(ask("2*3?", "6")).startswith('[system]Be brief.\n\nTools: {"type": "function", ')
-
-
-def test_without_a_chat_template_the_description_stands_before_the_question() -> None:
-    renderer, prompt = build(QWEN, DataConfig(chat_template=False), description="Call them.")
-    assert renderer.render(ask("2*3?", "6")) == "Call them.\n\n2*3?"
-    assert prompt.answer(["6"]) == (Message("user", "6"),)
-
-
-def test_other_environments_have_no_tools_in_the_prompt() -> None:
-    tokenizer = build_byte_tokenizer()
-    assert build_tool_prompt(SingleTurnEnvironmentConfig(), DataConfig(), tokenizer) is None

@@ -3,7 +3,6 @@
 import asyncio
 import signal
 import string
-import sys
 from pathlib import Path
 
 import pytest
@@ -79,23 +78,6 @@ def test_an_episode_runs_to_the_rubrics_reward():
     assert last.details == {"share_right": pytest.approx(2 / 3), "num_turns": 3.0}
 
 
-def test_episodes_at_the_same_time_do_not_mix():
-    problem = load().train[2]
-
-    async def run(word):
-        env = VerifiersEnvironment(id=COUNTDOWN, args={})
-        await env.reset(set_up(problem))
-        for turn, text in enumerate(["2", word, "0"]):
-            step = await env.step(act(text, turn))
-        await env.close()
-        return step.reward
-
-    async def run_all():
-        return await asyncio.gather(*(run(word) for word in ["1", "x"] * 20))
-
-    assert asyncio.run(run_all()) == [pytest.approx(2), pytest.approx(4 / 3)] * 20
-
-
 def test_the_environments_own_limit_ends_the_episode_with_its_reward():
     begin, only = play(load().train[2], ["2"], max_turns=1)
     assert begin is None
@@ -162,12 +144,6 @@ def test_a_broken_off_episode_ends_without_a_reward():
         assert env._episode.cancelled()
 
     asyncio.run(run())
-
-
-def test_what_the_environment_asks_in_place_of_the_prompt_is_read():
-    begin, last = play(load("vf_environments:own_beginning").train[0], ["a"], "vf_environments:own_beginning")
-    assert begin == (Message("user", "q"), Message("user", "please"))
-    assert last.done
 
 
 def test_tools_are_described_called_and_answered():
@@ -282,15 +258,3 @@ def test_a_prompt_of_other_data_is_refused():
     setting = EpisodeSetting(Prompt("p", "", (1,), "1"), seed=1)
     with pytest.raises(ValueError, match="goes with data=verifiers"):
         asyncio.run(env.reset(setting))
-
-
-def test_the_data_have_the_environments_id_and_arguments():
-    overrides = ["environment=verifiers", f"environment.id={COUNTDOWN}", "environment.args.starts=7", "data=verifiers"]
-    config = load_config([*overrides, "model=tiny"])
-    assert (config.data.id, config.data.args) == (COUNTDOWN, {"starts": 7})
-    with pytest.raises(ConfigError, match=r"environment\.id"):
-        load_config(["data=verifiers", "model=tiny"])
-
-
-def test_nothing_of_the_package_is_imported_without_it():
-    assert "verifiers" not in vars(sys.modules["megarl.task.verifiers"])
