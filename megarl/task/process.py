@@ -57,7 +57,7 @@ class CallDiedError(CallError):
 
 
 class CallKilledError(CallError):
-    """The process was killed from outside, twice, or closed."""
+    """The process was killed from outside, or closed."""
 
 
 class CallRaisedError(CallError):
@@ -90,13 +90,8 @@ class FunctionProcess:
         show_output: what the function prints goes to this process's standard error; else it is dropped. sealed: after
         loading, the function can only read Python's own folders, as far as the kernel grants it: no other files, no
         network, no processes."""
-        self._task = {
-            "path": path,
-            "options": options,
-            "timeout_s": timeout_s,
-            "memory_bytes": int(memory_gb * GIB),
-            "sealed": sealed,
-        }
+        self._task = {"path": path, "options": options, "timeout_s": timeout_s, "sealed": sealed}
+        self._task["memory_bytes"] = int(memory_gb * GIB)
         self._path, self._timeout_s, self._memory_gb, self._show_output = path, timeout_s, memory_gb, show_output
         self._lock = threading.Lock()
         self._closed = self._has_answered = False
@@ -120,13 +115,10 @@ class FunctionProcess:
         with self._lock:
             try:
                 answer = self._ask(question)
-            except (_KilledError, CallMemoryError) as first:
-                if isinstance(first, CallMemoryError) and not self._has_answered:
+            except (CallKilledError, CallMemoryError) as first:
+                if self._closed or (isinstance(first, CallMemoryError) and not self._has_answered):
                     raise
-                try:
-                    answer = self._ask(question)
-                except _KilledError as error:
-                    raise CallKilledError("its process was killed (SIGKILL) twice") from error
+                answer = self._ask(question)
         if "error" in answer:
             raise CallRaisedError(answer["error"])
         return answer["result"]
@@ -148,31 +140,31 @@ class FunctionProcess:
                 self._stop()
 
     def _ask(self, question: bytes) -> dict[str, Any]:
-        if self._closed:
-            raise CallKilledError("its process was closed")
+        self._check_open()
         process = self._process or self._start()
         try:
             line = exchange(process, question, self._timeout_s + GRACE_S)
         except TimeoutError:
             self._stop()
-            raise CallTimeoutError(self._describe_timeout()) from None
-        if line is not None:
-            answer: dict[str, Any] = json.loads(line)
-            self._has_answered = True
-            return answer
-        status = self._stop()
-        if self._closed:
-            raise CallKilledError("its process was closed")
+            status = -signal.SIGALRM
+        else:
+            if line is not None:
+                answer: dict[str, Any] = json.loads(line)
+                self._has_answered = True
+                return answer
+            status = self._stop()
+            self._check_open()
         if status == -signal.SIGALRM:
-            raise CallTimeoutError(self._describe_timeout())
+            raise CallTimeoutError(f"it took longer than {self._timeout_s:g} s")
         if status == OUT_OF_MEMORY:
             raise CallMemoryError(f"it needed more than {self._memory_gb:g} GiB of memory")
         if status == -signal.SIGKILL:
-            raise _KilledError
+            raise CallKilledError("its process was killed (SIGKILL) twice")
         raise CallDiedError(f"its process died ({describe_status(status)})")
 
-    def _describe_timeout(self) -> str:
-        return f"it took longer than {self._timeout_s:g} s"
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CallKilledError("its process was closed")
 
     def _start(self) -> "subprocess.Popen[bytes]":
         # A session of its own: Ctrl-C at the terminal is the parent's to handle, and the whole group can be killed.
@@ -188,7 +180,7 @@ class FunctionProcess:
         self._finalizer = weakref.finalize(self, end_process, process)
         if self._closed:  # `close` may have looked before there was a process to kill.
             self._stop()
-            raise CallKilledError("its process was closed")
+            self._check_open()
         try:
             # The same modules are found as here.
             task = json.dumps({**self._task, "sys_path": [os.path.abspath(entry) for entry in sys.path]})
@@ -198,8 +190,7 @@ class FunctionProcess:
             raise StartError(f"loading {self._path} took longer than {START_DEADLINE_S:.0f} s") from None
         if line is None:
             status = self._stop()
-            if self._closed:
-                raise CallKilledError("its process was closed")
+            self._check_open()
             raise StartError(f"the process that loads {self._path} died ({describe_status(status)})")
         message = json.loads(line)
         if "error" in message:
@@ -211,9 +202,12 @@ class FunctionProcess:
         """End the process; returns its exit status."""
         process = self._process
         assert process is not None
+        assert process.stdout is not None
+        poll = select.poll()
+        poll.register(process.stdout.fileno(), select.POLLIN)
         # Its end of the pipe closes before it is gone: its own status says more than that of a kill.
         with contextlib.suppress(subprocess.TimeoutExpired):
-            if not _is_open(process):
+            if any(event & select.POLLHUP for _, event in poll.poll(0)):
                 process.wait(timeout=5)
         if self._finalizer is not None:
             self._finalizer()
@@ -221,30 +215,18 @@ class FunctionProcess:
         return process.wait(timeout=30)
 
 
-class _KilledError(Exception):
-    """The process was killed from outside."""
-
-
 def describe_status(status: int) -> str:
     """An exit status in words: "signal SIGSEGV" or "exit status 3"."""
-    if status >= 0:
-        return f"exit status {status}"
-    try:
-        return f"signal {signal.Signals(-status).name}"
-    except ValueError:
-        return f"signal {-status}"
+    names = {-number: number.name for number in signal.Signals}
+    return f"signal {names.get(status, -status)}" if status < 0 else f"exit status {status}"
 
 
 def exchange(process: "subprocess.Popen[bytes]", line: bytes, seconds: float) -> bytes | None:
     """Write a line and read one without its end; None where the process closed its end. Raises TimeoutError."""
     assert process.stdin is not None
     assert process.stdout is not None
-    reader, writer, received, deadline = (
-        process.stdout.fileno(),
-        process.stdin.fileno(),
-        b"",
-        time.monotonic() + seconds,
-    )
+    reader, writer = process.stdout.fileno(), process.stdin.fileno()
+    received, deadline = b"", time.monotonic() + seconds
     os.set_blocking(writer, False)
     unwritten = memoryview(line)
     while not received.endswith(b"\n"):
@@ -266,14 +248,6 @@ def exchange(process: "subprocess.Popen[bytes]", line: bytes, seconds: float) ->
                 return None
             received += chunk
     return received[:-1]
-
-
-def _is_open(process: "subprocess.Popen[bytes]") -> bool:
-    """Whether the process still holds its end of the pipe."""
-    assert process.stdout is not None
-    poll = select.poll()
-    poll.register(process.stdout.fileno(), select.POLLIN)
-    return not any(event & select.POLLHUP for _, event in poll.poll(0))
 
 
 def end_process(process: "subprocess.Popen[bytes]") -> None:
@@ -337,6 +311,7 @@ def seal() -> None:
 def list_readable() -> list[str]:
     """The folders that a program may read, none within another."""
     own = {sys.prefix, sys.base_prefix, sys.exec_prefix, *PACKAGES, os.path.dirname(os.path.realpath(sys.executable))}
+    own |= set(map(os.path.realpath, own))  # A virtual environment may be a link.
     found: list[str] = []
     for path in [*SYSTEM, *sorted(own)]:
         if not any(path == other or path.startswith(f"{other}/") for other in found):
@@ -358,12 +333,12 @@ def end_with_parent(descriptor: int) -> None:
 
 def call(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     """The function's result; a coroutine is awaited."""
+
+    async def wait(result: Any) -> Any:
+        return await result
+
     result = function(*args, **keywords)
-    return asyncio.run(_await(result)) if inspect.isawaitable(result) else result
-
-
-async def _await(result: Any) -> Any:
-    return await result
+    return asyncio.run(wait(result)) if inspect.isawaitable(result) else result
 
 
 def main() -> None:
@@ -388,11 +363,8 @@ def main() -> None:
         function = load_callable(task["path"])
         if task["options"] is not None:
             function = function(**task["options"])
-    except ValueError as error:
-        write({"error": " ".join(str(error).split())})
-        return
     except Exception as error:
-        write({"error": describe(error)})
+        write({"error": " ".join(str(error).split()) if isinstance(error, ValueError) else describe(error)})
         return
     limit_memory(task["memory_bytes"])
     if task["sealed"]:

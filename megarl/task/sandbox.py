@@ -26,6 +26,15 @@ _RUN = (
 )
 
 
+GAPS = {
+    "it can read and write the files of this user (neither user namespaces nor Landlock)": {"namespaces", "landlock"},
+    "it can reach the network (neither user namespaces nor seccomp)": {"namespaces", "seccomp"},
+    "it can start processes, and the memory limit is that of each (no seccomp)": {"seccomp"},
+    "the size of its files is limited for each, not together (no user namespaces)": {"namespaces"},
+}
+"""What is not kept from a program, and the protections of which one keeps it"""
+
+
 class SandboxError(Exception):
     """The program was not run: the sandbox could not be made."""
 
@@ -113,41 +122,25 @@ def run_python(
 @functools.cache
 def find_protections() -> tuple[str, ...]:
     """Those of PROTECTIONS that this machine has, each found by running a program with it."""
-    return tuple(name for name in PROTECTIONS if _works(name))
+    found = []
+    for name in PROTECTIONS:
+        with contextlib.suppress(SandboxError):
+            done = run_python("print(6 * 7)", limits=Limits(wall_s=30.0), protections=(name,))
+            found += [name] if done.is_well and done.stdout == "42\n" else []
+    return tuple(found)
 
 
 def list_gaps(protections: tuple[str, ...] | None = None) -> list[str]:
     """What is not kept from a program on this machine, as sentences; empty where everything is."""
     has = set(find_protections() if protections is None else protections)
-    gaps = []
-    if not has & {"namespaces", "landlock"}:
-        gaps.append("it can read and write the files of this user (neither user namespaces nor Landlock)")
-    if not has & {"namespaces", "seccomp"}:
-        gaps.append("it can reach the network (neither user namespaces nor seccomp)")
-    if "seccomp" not in has:
-        gaps.append("it can start processes, and the memory limit is that of each (no seccomp)")
-    if "namespaces" not in has:
-        gaps.append("the size of its files is limited for each, not together (no user namespaces)")
-    return gaps
+    return [gap for gap, kept_by in GAPS.items() if not has & kept_by]
 
 
 def warn_of_gaps(key: str) -> None:
     """A RuntimeWarning where this machine does not keep programs from something; key: the setting that runs them."""
-    gaps = list_gaps()
-    if gaps:
-        warnings.warn(
-            f"{key}: programs that the policy writes run here, and not everything is kept from one: {'; '.join(gaps)}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-
-
-def _works(name: str) -> bool:
-    try:
-        done = run_python("print(6 * 7)", limits=Limits(wall_s=30.0), protections=(name,))
-    except SandboxError:
-        return False
-    return done.is_well and done.stdout == "42\n"
+    if gaps := "; ".join(list_gaps()):
+        text = f"{key}: programs that the policy writes run here, and not everything is kept from one: {gaps}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def _launch(task: dict[str, Any], seconds: float, running: set["subprocess.Popen[bytes]"]) -> dict[str, Any]:
@@ -167,7 +160,11 @@ def _launch(task: dict[str, Any], seconds: float, running: set["subprocess.Popen
         raise SandboxError(f"the sandbox did not answer within {seconds:g} s") from None
     finally:
         running.discard(process)
-        _close(process)
+        assert process.stdin is not None
+        process.stdin.close()  # The launcher then ends its program and itself; it is killed where it does not.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=START_S)
+        end_process(process)
     if line is None:
         raise SandboxError(f"the sandbox ended without an answer ({describe_status(process.returncode)})")
     answer: dict[str, Any] = json.loads(line)
@@ -176,25 +173,13 @@ def _launch(task: dict[str, Any], seconds: float, running: set["subprocess.Popen
     return answer
 
 
-def _close(process: "subprocess.Popen[bytes]") -> None:
-    """Let the launcher end its program and itself; kill it where it does not."""
-    assert process.stdin is not None
-    process.stdin.close()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=START_S)
-    end_process(process)
-
-
-WALL_S = 5.0
-
-
 def python(code: str) -> str:
     """Run a Python program and return what it prints.
 
     Args:
         code: The program. It has the standard library, no files and no network; what it prints is returned.
     """
-    done = run_python(code, limits=Limits(wall_s=WALL_S))
+    done = run_python(code, limits=Limits(wall_s=5.0))
     if done.is_well:
         return done.stdout
     return f"{done.stdout}error: {done.describe()}"
