@@ -7,8 +7,7 @@ import secrets
 import subprocess
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl.config.schema.task import CodeRewardConfig
 from megarl.files import parse_json
@@ -34,15 +33,11 @@ for number, test in enumerate(tests):
 """
 
 
-@dataclass(frozen=True)
-class Tests:
+class Tests(NamedTuple):
     """The tests of a prompt: pairs of input and output, or statements that must not raise."""
 
     pairs: tuple[tuple[str, str], ...] = ()
     asserts: tuple[str, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.pairs) + len(self.asserts)
 
 
 class CodeReward(AsyncReward):
@@ -81,7 +76,8 @@ class CodeReward(AsyncReward):
                 passed, timeout = passed + more, timeout or late
         except SandboxError as error:
             raise RewardFailedError(str(error)) from error
-        share, all_pass = passed / len(tests), passed == len(tests)
+        num_tests = len(tests.pairs) + len(tests.asserts)
+        share, all_pass = passed / num_tests, passed == num_tests
         details = {"block": 1.0, "passed": share, "timeout": float(timeout)}
         return Score(share if self._partial else float(all_pass), all_pass, details)
 
@@ -141,11 +137,10 @@ def read_tests(prompt: Prompt) -> Tests:
     try:
         tests = parse_tests(stored)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(
-            f"prompt {prompt.id!r}: no tests in metadata['tests'] or the answer ({error}); reward=code needs JSON such"
-            ' as {"inputs": ["1 2"], "outputs": ["3"]} or ["assert add(1, 2) == 3"]'
-        ) from error
-    if not len(tests):
+        needed = 'JSON such as {"inputs": ["1 2"], "outputs": ["3"]} or ["assert add(1, 2) == 3"]'
+        found = f"no tests in metadata['tests'] or the answer ({error}); reward=code needs {needed}"
+        raise ValueError(f"prompt {prompt.id!r}: {found}") from error
+    if not any(tests):
         raise ValueError(f"prompt {prompt.id!r}: it has no tests; reward=code needs one at least")
     return tests
 

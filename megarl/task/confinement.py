@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from megarl.guard import list_descendants
@@ -49,11 +50,6 @@ def set_parent_death_signal(number: int) -> None:
     _check(_LIBRARY.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0))
 
 
-def adopt_descendants() -> None:
-    """Processes below this one whose parent ends become its children."""
-    _check(_LIBRARY.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
-
-
 def enter_namespaces() -> None:
     """User, mount, network, IPC and host name of this process become its own, and its children's process numbers."""
     uid, gid = os.getuid(), os.getgid()
@@ -65,17 +61,16 @@ def enter_namespaces() -> None:
         try:
             os.read(go_read, 1)
             for kind in ("uid", "gid"):
-                with open(f"/proc/{os.getppid()}/{kind}_map", "w") as file:
-                    file.write(f"0 0 1\n{INSIDE_ID} {NOBODY} 1\n")
+                Path(f"/proc/{os.getppid()}/{kind}_map").write_text(f"0 0 1\n{INSIDE_ID} {NOBODY} 1\n")
             os.write(done_write, b"1")
         finally:
             os._exit(0)
     try:
         _check(_LIBRARY.unshare(_USER | _PID | _NET | _IPC | _UTS | _MOUNTS))
         if helper is None:
-            _write("/proc/self/setgroups", "deny")
-            _write("/proc/self/uid_map", f"{INSIDE_ID} {uid} 1")
-            _write("/proc/self/gid_map", f"{INSIDE_ID} {gid} 1")
+            Path("/proc/self/setgroups").write_text("deny")
+            Path("/proc/self/uid_map").write_text(f"{INSIDE_ID} {uid} 1")
+            Path("/proc/self/gid_map").write_text(f"{INSIDE_ID} {gid} 1")
     finally:
         if helper is not None:
             os.write(go_write, b"1")
@@ -109,14 +104,6 @@ def build_root(readable: Iterable[str], files_mb: int) -> None:
     _mount(None, "/", None, _REMOUNT | _BIND | _READ_ONLY | _NO_SUID | _NO_DEV)
 
 
-def become_nobody() -> None:
-    """Where this process is root within its namespace, it becomes a user without rights."""
-    if os.getuid() == 0:
-        os.setgroups([])
-        os.setresgid(INSIDE_ID, INSIDE_ID, INSIDE_ID)
-        os.setresuid(INSIDE_ID, INSIDE_ID, INSIDE_ID)
-
-
 def allow_files(readable: Sequence[str], writable: str | None) -> None:
     """Landlock: nothing but `readable`, the devices and the folder `writable`; no TCP, no signals to others."""
     abi = _LIBRARY.syscall(_LANDLOCK_CREATE, 0, 0, 1)
@@ -142,27 +129,20 @@ def allow_files(readable: Sequence[str], writable: str | None) -> None:
     os.close(rules)
 
 
-def limit_resources(*, cpu_s: int, memory_mb: int, files_mb: int, open_files: int, threads: int | None) -> None:
-    """The limits that every kernel has; threads: None where the kernel would count those of other programs too."""
+def limit_resources(allowed: dict[str, int], own_files: bool) -> None:
+    """The limits that every kernel has. Threads only where the kernel counts none of other programs."""
     limits = {
-        resource.RLIMIT_CPU: cpu_s,
-        resource.RLIMIT_AS: memory_mb * MIB,
-        resource.RLIMIT_FSIZE: files_mb * MIB,
-        resource.RLIMIT_NOFILE: open_files,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_MEMLOCK: 0,
-        resource.RLIMIT_MSGQUEUE: 0,
-        **({} if threads is None else {resource.RLIMIT_NPROC: threads}),
+        resource.RLIMIT_CPU: allowed["cpu_s"],
+        resource.RLIMIT_AS: allowed["memory_mb"] * MIB,
+        resource.RLIMIT_FSIZE: allowed["files_mb"] * MIB,
+        resource.RLIMIT_NOFILE: allowed["open_files"],
+        **dict.fromkeys((resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE), 0),
+        **({resource.RLIMIT_NPROC: allowed["threads"]} if own_files else {}),
     }
     for number, limit in limits.items():
         _, hard = resource.getrlimit(number)
         lower = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(number, (lower, lower))
-
-
-def make_folder() -> str:
-    """A folder for a program that shares the machine's file system."""
-    return tempfile.mkdtemp(prefix="megarl-sandbox-")
 
 
 def _show(path: str, root: str, writable: bool = False) -> None:
@@ -187,11 +167,6 @@ def _show(path: str, root: str, writable: bool = False) -> None:
 def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
     texts = [None if text is None else text.encode() for text in (source, target, kind, data)]
     _check(_LIBRARY.mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3]), f"mount {target}")
-
-
-def _write(path: str, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
 
 
 def _check(result: int, what: str = "") -> None:
@@ -248,12 +223,8 @@ def build_filter(machine: str, pid: int, own_files: bool) -> bytes:
     """The filter's instructions (classic BPF, 8 bytes each). Raises KeyError for a machine without a table."""
     column, architecture = _ARCHITECTURES[machine]
     refuse = _ERRNO | errno.EPERM
-    code = [
-        _emit(_LOAD, _ARCHITECTURE),
-        _emit(_EQUAL, architecture, 1, 0),
-        _emit(_RETURN, _KILL),
-        _emit(_LOAD, _NUMBER),
-    ]
+    code = [_emit(_LOAD, _ARCHITECTURE), _emit(_EQUAL, architecture, 1, 0), _emit(_RETURN, _KILL)]
+    code.append(_emit(_LOAD, _NUMBER))
     if machine == "x86_64":
         code += [_emit(_AT_LEAST, _X32, 0, 1), _emit(_RETURN, refuse)]
     for numbers in (_REFUSED if own_files else {**_REFUSED, **_CHANGES_FILES}).values():
@@ -261,22 +232,11 @@ def build_filter(machine: str, pid: int, own_files: bool) -> bytes:
             code += [_emit(_EQUAL, number, 0, 1), _emit(_RETURN, refuse)]
     # The C library then takes clone, whose flags can be seen.
     code += [_emit(_EQUAL, _CLONE3[column], 0, 1), _emit(_RETURN, _ERRNO | errno.ENOSYS)]
-    code += [
-        _emit(_EQUAL, _CLONE[column], 0, 4),
-        _emit(_LOAD, _FIRST_ARGUMENT),
-        _emit(_ANY_BIT, _CLONE_THREAD, 0, 1),
-        _emit(_RETURN, _ALLOW),
-        _emit(_RETURN, refuse),
-    ]
+    first, allow_or_refuse = _emit(_LOAD, _FIRST_ARGUMENT), [_emit(_RETURN, _ALLOW), _emit(_RETURN, refuse)]
+    code += [_emit(_EQUAL, _CLONE[column], 0, 4), first, _emit(_ANY_BIT, _CLONE_THREAD, 0, 1), *allow_or_refuse]
     for numbers in _OWN_PROCESS_ONLY.values():
-        code += [
-            _emit(_EQUAL, numbers[column], 0, 5),
-            _emit(_LOAD, _FIRST_ARGUMENT),
-            _emit(_EQUAL, 0, 1, 0),
-            _emit(_EQUAL, pid, 0, 1),
-            _emit(_RETURN, _ALLOW),
-            _emit(_RETURN, refuse),
-        ]
+        own = [_emit(_EQUAL, 0, 1, 0), _emit(_EQUAL, pid, 0, 1)]
+        code += [_emit(_EQUAL, numbers[column], 0, 5), first, *own, *allow_or_refuse]
     return b"".join([*code, _emit(_RETURN, _ALLOW)])
 
 
@@ -290,11 +250,9 @@ def refuse_calls(pid: int, own_files: bool) -> None:
         instructions = build_filter(platform.machine(), pid, own_files)
     except KeyError:
         raise OSError(errno.ENOSYS, f"no table of system calls for {platform.machine()}") from None
-    library = ctypes.CDLL(None, use_errno=True)
     program = _Program(len(instructions) // 8, instructions)
     for arguments in ((_PR_SET_NO_NEW_PRIVS, 1, 0), (_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program))):
-        if library.prctl(*arguments, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), f"seccomp: {os.strerror(ctypes.get_errno())}")
+        _check(_LIBRARY.prctl(*arguments, 0, 0), "seccomp")
 
 
 def _emit(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
@@ -325,14 +283,15 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
 
     status: exit status, or minus the signal's number. stopped: null, "time" or "output".
     """
-    adopt_descendants()
+    # Processes below this one whose parent ends become its children.
+    _check(_LIBRARY.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
     own_files = "namespaces" in task["protections"]
     folder = INSIDE
     try:
         if own_files:
             enter_namespaces()
         else:
-            folder = make_folder()
+            folder = tempfile.mkdtemp(prefix="megarl-sandbox-")
         return supervise(task, folder, own_files)
     except OSError as error:
         return {"error": str(error)}
@@ -439,18 +398,14 @@ def become_program(task: dict[str, Any], folder: str, own_files: bool) -> None:
     os.setsid()
     os.umask(0o077)
     os.chdir(folder)
-    if own_files:
-        become_nobody()
+    if own_files and os.getuid() == 0:  # Root within its namespace becomes a user without rights.
+        os.setgroups([])
+        os.setresgid(INSIDE_ID, INSIDE_ID, INSIDE_ID)
+        os.setresuid(INSIDE_ID, INSIDE_ID, INSIDE_ID)
     set_parent_death_signal(signal.SIGKILL)
     for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
-    limit_resources(
-        cpu_s=limits["cpu_s"],
-        memory_mb=limits["memory_mb"],
-        files_mb=limits["files_mb"],
-        open_files=limits["open_files"],
-        threads=limits["threads"] if own_files else None,
-    )
+    limit_resources(limits, own_files)
     if "landlock" in task["protections"]:
         allow_files(task["readable"], folder)
     if "seccomp" in task["protections"]:

@@ -33,8 +33,15 @@ def build_environment(config: EnvironmentConfig) -> tuple[MultiTurnEnvironmentCo
     """
     if isinstance(config, SingleTurnEnvironmentConfig):
         return None
-    assert isinstance(config, MultiTurnEnvironmentConfig)
-    make = _find_factory(config)
+    make: EnvironmentFactory
+    if isinstance(config, VerifiersEnvironmentConfig):
+        make = partial(VerifiersEnvironment, config.id, config.args)
+    else:
+        assert isinstance(config, ClassEnvironmentConfig)
+        target = load_named("environment.path", config.path)
+        if not callable(target):
+            raise ConfigError([f"environment.path: found {config.path!r}; a class was expected"])
+        make = partial(target, **config.options)
     try:
         made = make()
     except ConfigError:
@@ -42,22 +49,9 @@ def build_environment(config: EnvironmentConfig) -> tuple[MultiTurnEnvironmentCo
     except Exception as error:  # The user's own code.
         raise ConfigError([f"environment: making one raised {describe_error(error)}"]) from error
     if not isinstance(made, Environment):
-        raise ConfigError(
-            [f"environment: found a {type(made).__name__}; expected one derived from megarl.environment.Environment"]
-        )
+        found = f"found a {type(made).__name__}; expected one derived from megarl.environment.Environment"
+        raise ConfigError([f"environment: {found}"])
     return config, make
-
-
-def _find_factory(config: MultiTurnEnvironmentConfig) -> EnvironmentFactory:
-    match config:
-        case ClassEnvironmentConfig():
-            target = load_named("environment.path", config.path)
-            if not callable(target):
-                raise ConfigError([f"environment.path: found {config.path!r}; a class was expected"])
-            return partial(target, **config.options)
-        case VerifiersEnvironmentConfig():
-            return partial(VerifiersEnvironment, config.id, config.args)
-    raise ConfigError([f"environment: found a {type(config).__name__}; megarl/task/environments.py has none for it"])
 
 
 def build_tool_prompt(

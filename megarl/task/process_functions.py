@@ -10,7 +10,6 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import Any
 
 from megarl.task.process import call, load_callable
@@ -20,13 +19,12 @@ SCORERS_WITH_EVAL = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "st
 """reasoning-gym modules (last part of the name) that call eval() on an answer, to read a list."""
 TEXT_TAKERS = frozenset({"Float", "Function", "Integer", "Rational", "Symbol"})
 """The only calls that may hold a string: sympy's own way of writing a name or a number."""
-FUNCTIONS = TEXT_TAKERS.union(
-    *(["Abs", "Add", "Mul", "Pow", "Max", "Min"], ["Eq", "Ne", "Lt", "Le", "Gt", "Ge", "Not", "And", "Or"]),
-    *(["sin", "cos", "tan", "cot", "sec", "csc"], ["sinh", "cosh", "tanh", "coth"]),
-    *(["asin", "acos", "atan", "acot", "atan2"], ["asinh", "acosh", "atanh"]),
-    *(["exp", "ln", "log", "sqrt", "cbrt", "root"], ["factorial", "binomial", "gamma", "erf"]),
-    *(["ceiling", "floor", "sign"], ["re", "im", "conjugate"]),
-)
+FUNCTIONS = TEXT_TAKERS | {
+    *("Abs", "Add", "Mul", "Pow", "Max", "Min", "Eq", "Ne", "Lt", "Le", "Gt", "Ge", "Not", "And", "Or", "sin", "cos"),
+    *("tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth", "asin", "acos", "atan", "acot", "atan2", "asinh"),
+    *("acosh", "atanh", "exp", "ln", "log", "sqrt", "cbrt", "root", "factorial", "binomial", "gamma", "erf"),
+    *("ceiling", "floor", "sign", "re", "im", "conjugate"),
+}
 NODES: tuple[type[ast.AST], ...] = (
     *(ast.Expression, ast.BinOp, ast.UnaryOp, ast.Compare, ast.operator, ast.unaryop, ast.cmpop),
     *(ast.Constant, ast.Name, ast.Tuple, ast.List, ast.keyword, ast.expr_context),
@@ -46,12 +44,6 @@ def guard_sympy() -> None:
         return source
 
     sympy_parser.stringify_expr = guarded_stringify
-
-
-def guard_module(module: ModuleType) -> None:
-    """eval() inside a scorer's module reads literals only, where the scorer calls it on an answer."""
-    if module.__name__.rsplit(".", 1)[-1] in SCORERS_WITH_EVAL:
-        module.eval = ast.literal_eval  # type: ignore[attr-defined]
 
 
 def check_source(source: str) -> None:
@@ -109,7 +101,9 @@ def build_reasoning_gym_scorer() -> Scorer:
         options = {"seed": 0, "size": 1, **config}
         key = json.dumps([task, options], sort_keys=True)
         if key not in datasets:
-            guard_module(sys.modules[DATASETS[task][0].__module__])
+            module = sys.modules[DATASETS[task][0].__module__]
+            if module.__name__.rsplit(".", 1)[-1] in SCORERS_WITH_EVAL:
+                module.eval = ast.literal_eval  # type: ignore[attr-defined]
             datasets[key] = create_dataset(task, **options)
         return {"score": float(datasets[key].score_answer(answer=text, entry=entry))}
 
@@ -135,13 +129,7 @@ def load_tools(paths: Mapping[str, str], result_length: int) -> Callable[..., st
     def run(name: str, arguments: dict[str, Any]) -> str:
         result = call(functions[name], **arguments)
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-        return shorten(text, result_length)
+        more = len(text) - result_length
+        return text if more <= 0 else f"{text[:result_length]}\n... ({more} more characters)"
 
     return run
-
-
-def shorten(text: str, length: int) -> str:
-    """The beginning of a text, which says what was cut off."""
-    if len(text) <= length:
-        return text
-    return f"{text[:length]}\n... ({len(text) - length} more characters)"

@@ -164,18 +164,16 @@ class ProcessReward(AsyncReward):
         except StartError as error:
             raise RewardFailedError(f"the reward's process does not start: {error}") from error
         except CallError as error:
+            reason = f"failed: {error}"
+            if isinstance(error, CallTimeoutError):
+                reason = f"took longer than reward.timeout_s={self._config.timeout_s:g} s"
+            elif isinstance(error, CallMemoryError):
+                reason = f"needed more memory than reward.memory_gb={self._config.memory_gb:g}"
             is_responses_fault = isinstance(error, CallTimeoutError | CallMemoryError | CallDiedError)
             score = self.give_up() if is_responses_fault else None
             if score is None:
-                raise RewardFailedError(self._explain(error)) from error
+                raise RewardFailedError(f"the reward {reason}") from error
             return score
         finally:
             self._idle.put(process)
         return self.read(answer, prompt)
-
-    def _explain(self, error: CallError) -> str:
-        if isinstance(error, CallTimeoutError):
-            return f"the reward took longer than reward.timeout_s={self._config.timeout_s:g} s"
-        if isinstance(error, CallMemoryError):
-            return f"the reward needed more memory than reward.memory_gb={self._config.memory_gb:g}"
-        return f"the reward failed: {error}"

@@ -30,13 +30,7 @@ from megarl.config.schema.task import (
 from megarl.task.code import CodeReward
 from megarl.task.function import FunctionReward
 from megarl.task.process import describe
-from megarl.task.reward import (
-    AnswerFailedError,
-    AsyncReward,
-    DirectReward,
-    RewardFailedError,
-    find_not_finite,
-)
+from megarl.task.reward import AnswerFailedError, AsyncReward, DirectReward, RewardFailedError, find_not_finite
 from megarl.task.rule_rewards import (
     EnvironmentReward,
     FormatReward,
@@ -133,43 +127,30 @@ async def _gather(calls: Sequence[Awaitable[Score | None]], names: Iterable[str]
 
 
 def build_reward(config: RewardConfig) -> AsyncReward:
-    """The reward of this configuration.
-
-    Raises ConfigError naming the key that is out of range, or what is not installed.
-    """
-    match config:
-        case WeightedRewardConfig():
-            parts = {part.name: Part(_build_part(part), part.weight) for part in read_parts(config)}
-            return WeightedReward(parts, config.correct_by, config.correct_at)
-        case NumericRewardConfig():
-            return DirectReward(NumericReward(config))
-        case LetterCountRewardConfig():
-            return DirectReward(LetterCountReward(config.tolerance, config.falloff))
-        case AdditionRewardConfig():
-            return DirectReward(score_addition)
-        case ExactRewardConfig():
-            return DirectReward(score_exact)
-        case EnvironmentRewardConfig():
-            return DirectReward(EnvironmentReward(config.correct_at))
-        case LengthRewardConfig():
-            return DirectReward(LengthReward(config.min_length, config.max_length, config.falloff))
-    for schema, kind in KINDS.items():
-        if isinstance(config, schema):
-            return kind(config)
-    raise ConfigError([f"reward: found a {type(config).__name__}; megarl/task/scorer.py has no reward for it"])
+    """The reward of this configuration. Raises ConfigError naming the key that is wrong, or what is not installed."""
+    if isinstance(config, WeightedRewardConfig):
+        parts = {part.name: Part(_build_part(part), part.weight) for part in read_parts(config)}
+        return WeightedReward(parts, config.correct_by, config.correct_at)
+    reward = KINDS[type(config)](config)
+    return reward if isinstance(reward, AsyncReward) else DirectReward(reward)
 
 
-KINDS: Mapping[type[RewardConfig], Callable[[Any], AsyncReward]] = {
-    MathRewardConfig: MathReward,
-    ReasoningGymRewardConfig: ReasoningGymReward,
-    FunctionRewardConfig: FunctionReward,
-    FormatRewardConfig: FormatReward,
+KINDS: Mapping[type[RewardConfig], Callable[[Any], AsyncReward | RewardFunction]] = {
+    AdditionRewardConfig: lambda config: score_addition,
     CodeRewardConfig: CodeReward,
+    EnvironmentRewardConfig: lambda config: EnvironmentReward(config.correct_at),
+    ExactRewardConfig: lambda config: score_exact,
+    FormatRewardConfig: FormatReward,
+    FunctionRewardConfig: FunctionReward,
     HttpRewardConfig: HttpReward,
     JudgeRewardConfig: JudgeReward,
+    LengthRewardConfig: lambda config: LengthReward(config.min_length, config.max_length, config.falloff),
+    LetterCountRewardConfig: lambda config: LetterCountReward(config.tolerance, config.falloff),
+    MathRewardConfig: MathReward,
+    NumericRewardConfig: NumericReward,
+    ReasoningGymRewardConfig: ReasoningGymReward,
     ScalarModelRewardConfig: ScalarModelReward,
 }
-"""What is awaited because it takes longer than microseconds"""
 
 
 def _build_part(part: RewardPart) -> AsyncReward:
@@ -195,10 +176,6 @@ EMPTY = Response((0,), "", (0.0,), (True,), (0,), FinishReason.stop)
 """One token of empty text: the end of the sequence, sampled at once."""
 
 
-LONGEST_SHOWN = 60
-"""Characters of a prompt in a message"""
-
-
 class Scorer:
     """Awaits a reward and turns its failures into scores that say so.
 
@@ -209,10 +186,8 @@ class Scorer:
         self._reward = reward if isinstance(reward, AsyncReward) else DirectReward(reward)
 
     async def score(self, prompt: Prompt, response: Response) -> Score:
-        """The reward's score. Where it raises, hangs, dies or gives no finite number: a score with `failure`.
-
-        A failure is one line, equal for equal causes, as far as what a verifier raises allows it.
-        """
+        """The reward's score. Where it raises, hangs, dies or gives no finite number: a score with `failure`, one line
+        that is equal for equal causes, as far as what a verifier raises allows it."""
         try:
             score = await self._reward.score(prompt, response)
         except RewardFailedError as error:
@@ -246,7 +221,9 @@ class Scorer:
                 except (ValueError, RewardFailedError) as error:
                     is_answer = isinstance(error, AnswerFailedError)
                     what = "the reference answer as a response" if is_answer else "an empty response"
-                    raise ConfigError([f"{chosen}: {what} to {_shorten(prompt)} cannot be scored: {error}"]) from error
+                    asked = prompt.messages[-1].content if prompt.messages else prompt.text
+                    shown = repr(asked if len(asked) <= 60 else f"{asked[:60]}...")
+                    raise ConfigError([f"{chosen}: {what} to {shown} cannot be scored: {error}"]) from error
 
         # A thread of its own: the caller's may have an event loop that runs, as in a notebook.
         with ThreadPoolExecutor(1) as thread:
@@ -266,20 +243,11 @@ class Scorer:
         self._reward.close()
 
 
-def _shorten(prompt: Prompt) -> str:
-    """The question, or its beginning."""
-    text = prompt.messages[-1].content if prompt.messages else prompt.text
-    return repr(text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}...")
-
-
 def fail(reason: str) -> Score:
     """The score of a response without a reward."""
     return Score(0.0, False, failure=reason)
 
 
 def build_scorer(config: RewardConfig) -> Scorer:
-    """The scorer of this configuration.
-
-    Raises ConfigError naming the key that is out of range, or what is not installed or not importable.
-    """
+    """The scorer of this configuration. Raises ConfigError as `build_reward`."""
     return Scorer(build_reward(config))

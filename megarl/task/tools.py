@@ -3,15 +3,13 @@
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.task import (
-    ToolsEnvironmentConfig,
-)
+from megarl.config.schema.task import ToolsEnvironmentConfig
 from megarl.config.user_code import load_named
 from megarl.environment import Action, Environment, Step
 from megarl.files import parse_json
@@ -24,10 +22,6 @@ from megarl.task.process import (
     StartError,
 )
 from megarl.types import FinishReason, Message
-
-if TYPE_CHECKING:
-    pass
-
 
 BUILT_IN: Mapping[str, str] = {
     "calculator": "megarl.examples.toys.calculator:calculator",
@@ -114,18 +108,11 @@ class Toolbox:
 def find_tools(names: Sequence[str]) -> list[str]:
     """The path, package.module:function, of each tool. Raises ConfigError for a name that is neither."""
     if not names:
-        raise ConfigError(
-            ["environment.tools: found none; name one or more, for example environment.tools=[calculator]"]
-        )
+        raise ConfigError(["environment.tools: found none; name one or more, as environment.tools=[calculator]"])
     wrong = [name for name in names if name not in BUILT_IN and ":" not in name]
     if wrong:
-        raise ConfigError(
-            [
-                f"environment.tools: found {name!r}; it must be one of {', '.join(BUILT_IN)} or a function of your own,"
-                " as FILE.py:NAME or package.module:NAME"
-                for name in wrong
-            ]
-        )
+        needed = f"one of {', '.join(BUILT_IN)} or a function of your own, as FILE.py:NAME or package.module:NAME"
+        raise ConfigError([f"environment.tools: found {name!r}; it must be {needed}" for name in wrong])
     return [BUILT_IN.get(name, name) for name in names]
 
 
@@ -135,26 +122,20 @@ def describe_tool(path: str) -> ToolSchema:
     Raises ConfigError naming environment.tools where it has none: types for all arguments and, in the docstring, a
     description and an entry under "Args:" for each argument are needed.
     """
-    from transformers.utils.chat_template_utils import (
-        DocstringParsingException,
-        TypeHintParsingException,
-        get_json_schema,
-    )
+    from transformers.utils import chat_template_utils as templates
 
     function = load_named("environment.tools", path)
     if not callable(function):
-        raise ConfigError(
-            [f"environment.tools: found {path!r}, of type {type(function).__name__}; a function was expected"]
-        )
+        found = f"found {path!r}, of type {type(function).__name__}"
+        raise ConfigError([f"environment.tools: {found}; a function was expected"])
     try:
-        schema: ToolSchema = get_json_schema(function)
-    except (DocstringParsingException, TypeHintParsingException, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(
-            [
-                f"environment.tools: {path} cannot be described: {error} (an argument needs a type, and the docstring a"
-                ' description and "Args:" with a line for each argument)'
-            ]
-        ) from error
+        schema: ToolSchema = templates.get_json_schema(function)
+    except (
+        *(templates.DocstringParsingException, templates.TypeHintParsingException),
+        *(AttributeError, TypeError, ValueError),
+    ) as error:
+        needed = 'an argument needs a type, and the docstring a description and "Args:" with a line for each argument'
+        raise ConfigError([f"environment.tools: {path} cannot be described: {error} ({needed})"]) from error
     return schema
 
 
@@ -232,12 +213,12 @@ class ToolsEnvironment(Environment):
 
     def step(self, action: Action) -> Step:
         """Runs the calls one after the other."""
-        if action.finish_reason is FinishReason.length:  # The episode ends here: nobody would read the results.
-            return Step(done=True, details=_count(0, 0))
-        found = self._find_calls(action.raw_text)
+        # An episode that is cut ends here: nobody would read the results.
+        is_cut = action.finish_reason is FinishReason.length
+        found = FoundCalls(()) if is_cut else self._find_calls(action.raw_text)
         num_calls = len(found.calls) + found.num_malformed
         if not num_calls:
-            return Step(done=True, details=_count(0, 0))
+            return Step(done=True, details={"tool_calls": 0.0, "tool_errors": 0.0})
         limit = self._config.max_calls
         results, num_errors = [], 0
         for name, arguments in found.calls[:limit]:
@@ -247,16 +228,11 @@ class ToolsEnvironment(Environment):
         if len(found.calls) > limit:
             results.append(f"error: {len(found.calls) - limit} calls were not run; {limit} at most are run at a time")
         if found.num_malformed:
-            results.append(
-                f"error: {found.num_malformed} of the calls could not be read; a call is the tool's name and its"
-                " arguments, in the format that was described"
-            )
+            needed = "a call is the tool's name and its arguments, in the format that was described"
+            results.append(f"error: {found.num_malformed} of the calls could not be read; {needed}")
         num_errors += max(0, len(found.calls) - limit) + found.num_malformed
         is_first = not num_errors and not self._rewarded
         self._rewarded |= is_first
         reward = self._config.call_reward if is_first else 0.0
-        return Step(self._prompt.answer(results), reward, details=_count(num_calls, num_errors))
-
-
-def _count(calls: int, errors: int) -> dict[str, float]:
-    return {"tool_calls": float(calls), "tool_errors": float(errors)}
+        details = {"tool_calls": float(num_calls), "tool_errors": float(num_errors)}
+        return Step(self._prompt.answer(results), reward, details=details)
