@@ -94,8 +94,7 @@ def read_problems(records: Iterable[Located], config: FileDataConfig) -> tuple[l
             if k not in used
         }
         problems.append(Problem(messages, answer, {**metadata, "location": where}, record))
-    stated = [(p, last.content) for p, (_, last) in zip(problems, chats, strict=True) if last and answer_field]
-    left_out = _check_left_out(stated)
+    left_out = sum(last is not None for _, last in chats) if answer_field else 0
     source = f"column {answer_field}" if answer_field else "the chats' last messages"
     note = f"questions from column {prompt_field}, answers from {source}"
     note += "" if part is AnswerPart.whole else f", of each {PARTS[part]}"
@@ -129,20 +128,11 @@ def _refuse_media(records: Iterable[Located]) -> Iterator[Located]:
     """The records. Raises ConfigError for pictures and sounds, of which the model would read nothing."""
     for where, record in records:
         for name, value in record.items():
-            if (MEDIA.fullmatch(str(name)) and value) or _holds_bytes(value):
+            if MEDIA.fullmatch(str(name)) and value:
                 found = f"found {_shorten(value)}; the model reads text alone and would not see it"
                 hint = "Take the column out of the data where the questions can be answered without it"
                 raise ConfigError([f"{where}: {name}: {found}. {hint}"])
         yield where, record
-
-
-def _holds_bytes(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_holds_bytes, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_holds_bytes, value))
-    # datasets gives pictures as PIL's objects.
-    return isinstance(value, bytes | bytearray) or type(value).__module__.startswith("PIL.")
 
 
 def _read_chat(
@@ -170,22 +160,6 @@ def _read_chat(
     if not any(m.role == "user" for m in messages):
         raise ConfigError([f"{where}: {prompt_field}: found no user message; expected one before the answer"])
     return messages, last
-
-
-def _check_left_out(left_out: Sequence[tuple[Problem, str]]) -> int:
-    """The number of chats with a last message of the assistant beside an answer. Raises ConfigError where most of these
-    messages do not state the answer: they may be meant as its beginning.
-    """
-    silent = [(p, text) for p, text in left_out if "".join(p.answer.split()) not in "".join(text.split())]
-    if 2 * len(silent) > len(left_out):
-        problem, text = silent[0]
-        found = f"the last message is the assistant's, {_shorten(text)}, and does not state the answer"
-        count = f"{_shorten(problem.answer)}; {len(silent)} chats end like this"
-        hint = (
-            "Take it out of the data; where it is the beginning of an answer, data.response_prefix begins every answer"
-        )
-        raise ConfigError([f"{problem.metadata['location']}: {found} {count}. {hint}"])
-    return len(left_out)
 
 
 def read_messages(where: str, field: str, value: list[Any]) -> tuple[Message, ...]:

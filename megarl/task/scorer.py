@@ -27,6 +27,7 @@ from megarl.config.schema.task import (
     ScalarModelRewardConfig,
     WeightedRewardConfig,
 )
+from megarl.examples.toys.rewards import LetterCountReward, score_addition
 from megarl.task.code import CodeReward
 from megarl.task.function import FunctionReward
 from megarl.task.process import describe
@@ -35,11 +36,9 @@ from megarl.task.rule_rewards import (
     EnvironmentReward,
     FormatReward,
     LengthReward,
-    LetterCountReward,
     MathReward,
     NumericReward,
     ReasoningGymReward,
-    score_addition,
     score_exact,
 )
 from megarl.task.served_rewards import HttpReward, JudgeReward, ScalarModelReward

@@ -94,10 +94,9 @@ def test_a_run_does_not_go_on_under_a_key_that_decides_what_is_learned(out: Path
 REWARD = """
 import os
 from pathlib import Path
-from megarl.config.schema.task import LetterCountRewardConfig
-from megarl.task.rule_rewards import LetterCountReward
+from megarl.examples.toys.rewards import LetterCountReward
 
-letter_count = LetterCountReward(LetterCountRewardConfig())
+letter_count = LetterCountReward(1.25, 4.0)
 
 def score(prompt, response):
     metrics = Path(os.environ["METRICS"])

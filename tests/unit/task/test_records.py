@@ -157,7 +157,6 @@ def test_verls_column_of_the_truth_goes_before_every_other(other: str) -> None:
         {"images": ["a.png"]},
         {"image_1": "a.png"},
         {"video": {"path": "a.mp4"}},
-        {"sight": {"bytes": b"\x89PNG", "path": None}},
     ],
 )
 def test_a_column_of_pictures_or_sounds_is_refused_by_its_name(column: dict[str, Any]) -> None:
@@ -166,12 +165,6 @@ def test_a_column_of_pictures_or_sounds_is_refused_by_its_name(column: dict[str,
     assert read_all({"question": "Q", "answer": "A", "images": [], "image": None}) == [("Q", "A")]
 
 
-def test_a_last_message_that_states_no_answer_is_refused_beside_an_answer() -> None:
-    chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "Let me see: "}]
-    with pytest.raises(
-        ConfigError, match=r"^f:1: the last message is the assistant's, 'Let me see: '.*response_prefix"
-    ):
-        read_all({"messages": chat, "answer": "A"})
 
 
 def test_a_message_with_calls_of_tools_is_refused_with_their_name() -> None:
