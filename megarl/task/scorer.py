@@ -27,10 +27,9 @@ from megarl.config.schema.task import (
     ScalarModelRewardConfig,
     WeightedRewardConfig,
 )
-from megarl.examples.toys.rewards import LetterCountReward, score_addition
 from megarl.task.code import CodeReward
 from megarl.task.function import FunctionReward
-from megarl.task.process import describe
+from megarl.task.process import describe, load_callable
 from megarl.task.reward import AnswerFailedError, AsyncReward, DirectReward, RewardFailedError, find_not_finite
 from megarl.task.rule_rewards import (
     EnvironmentReward,
@@ -134,8 +133,9 @@ def build_reward(config: RewardConfig) -> AsyncReward:
     return reward if isinstance(reward, AsyncReward) else DirectReward(reward)
 
 
+TOYS = "megarl.examples.toys.rewards:"
 KINDS: Mapping[type[RewardConfig], Callable[[Any], AsyncReward | RewardFunction]] = {
-    AdditionRewardConfig: lambda config: score_addition,
+    AdditionRewardConfig: lambda config: load_callable(TOYS + "score_addition"),
     CodeRewardConfig: CodeReward,
     EnvironmentRewardConfig: lambda config: EnvironmentReward(config.correct_at),
     ExactRewardConfig: lambda config: score_exact,
@@ -144,7 +144,7 @@ KINDS: Mapping[type[RewardConfig], Callable[[Any], AsyncReward | RewardFunction]
     HttpRewardConfig: HttpReward,
     JudgeRewardConfig: JudgeReward,
     LengthRewardConfig: lambda config: LengthReward(config.min_length, config.max_length, config.falloff),
-    LetterCountRewardConfig: lambda config: LetterCountReward(config.tolerance, config.falloff),
+    LetterCountRewardConfig: lambda config: load_callable(TOYS + "LetterCountReward")(config.tolerance, config.falloff),
     MathRewardConfig: MathReward,
     NumericRewardConfig: NumericReward,
     ReasoningGymRewardConfig: ReasoningGymReward,

@@ -1,26 +1,21 @@
 """The `data` group, problems from files, whole sets to evaluate on, and the order of the prompts."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pytest
 from data_cases import build_byte_tokenizer, jsonl_config, load_toy
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, OmegaConf
 from pyarrow import parquet
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema.task import (
     SCHEMAS,
-    DataConfig,
     HuggingFaceDataConfig,
     JsonlDataConfig,
     ParquetDataConfig,
-    register,
 )
 from megarl.task import data as evaluation_set
 from megarl.task.data import SOURCES, PromptSampler, build_data
@@ -29,35 +24,18 @@ from megarl.types import Prompt
 CONF = Path(__file__).resolve().parents[3] / "conf"
 
 
-@dataclass
-class OnlyData:
-    data: DataConfig = MISSING
-
-
-def compose_data(*overrides: str) -> DataConfig:
-    store = ConfigStore.instance()
-    store.store(name="only_data", node=OnlyData)
-    register(store)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        root = OmegaConf.to_object(compose("only_data", overrides=list(overrides)))
-    assert isinstance(root, OnlyData)
-    return root.data
-
-
 def test_every_source_is_an_option_of_the_group_and_every_option_a_source() -> None:
-    options = sorted(path.stem for path in (CONF / "data").glob("*.yaml"))
-    # The keys of verifiers are otherwise those of another group.
-    needed = {"verifiers": ["data.id=x", "data.args={}"], "function": ["data.path=x.py:f"]}
-    assert {type(compose_data(f"+data={name}", *needed.get(name, ()))) for name in options} == set(SOURCES)
-    assert set(options) >= set(SCHEMAS["data"])
+    needed = {"verifiers": ["environment=verifiers", "environment.id=x"], "function": ["data.path=x.py:f"]}
+    names = sorted(path.stem for path in (CONF / "data").glob("*.yaml"))
+    found = {type(load_config([f"data={name}", "model=tiny", *needed.get(name, ())]).data) for name in names}
+    assert found == set(SOURCES)
+    assert set(names) >= set(SCHEMAS["data"])
 
 
-SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
-"""The workplace's data sets, where there are any."""
 RECORDS = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(40)]
 
 
-def write_jsonl(path: Path, records: list[dict[str, str]]) -> Path:
+def write_jsonl(path: Path, records: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(record) + "\n\n" for record in records))
     return path
 
@@ -200,15 +178,10 @@ def tokenizer():
     return build_byte_tokenizer()
 
 
-def write_records(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
-
-
 @pytest.mark.parametrize("name", sorted(OF_SETS))
 def test_the_presets_read_files_of_the_sets_own_format(tmp_path, tokenizer, name):
     config = load_config([f"data={name}", "reward=math"], "evaluate").data
-    path = write_records(tmp_path / "test.jsonl", [OF_SETS[name]])
+    path = write_jsonl(tmp_path / "test.jsonl", [OF_SETS[name]])
     prompts = build_evaluation_set(config, tokenizer, 1, name=name, path=path)
     assert [prompt.answer for prompt in prompts] == [ANSWERS[name]]
     question = OF_SETS[name].get("question") or OF_SETS[name]["problem"]
@@ -217,7 +190,7 @@ def test_the_presets_read_files_of_the_sets_own_format(tmp_path, tokenizer, name
 
 def test_every_problem_is_taken_in_order_and_fewer_are_drawn_alike_for_the_same_seed(tmp_path, tokenizer):
     records = [{"question": f"What is {i}?", "answer": str(i)} for i in range(50)]
-    path = write_records(tmp_path / "test.jsonl", records)
+    path = write_jsonl(tmp_path / "test.jsonl", records)
 
     def ask(seed, num_problems):
         config = JsonlDataConfig(path=path)
@@ -232,7 +205,7 @@ def test_every_problem_is_taken_in_order_and_fewer_are_drawn_alike_for_the_same_
 
 
 def test_the_held_out_part_is_the_set_where_there_is_one(tmp_path, tokenizer):
-    heldout = write_records(tmp_path / "test.jsonl", [{"question": "a", "answer": "1"}])
+    heldout = write_jsonl(tmp_path / "test.jsonl", [{"question": "a", "answer": "1"}])
     config = JsonlDataConfig(path=str(tmp_path / "no_training_part.jsonl"), heldout_path=heldout)
     assert [prompt.answer for prompt in build_evaluation_set(config, tokenizer, 1, name="jsonl")] == ["1"]
     addition = build_evaluation_set(load_toy("addition", 7), tokenizer, 1, name="addition")
@@ -253,7 +226,7 @@ def test_a_parquet_file_and_a_datasets_directory_serve_as_well(tmp_path, tokeniz
 
 def test_a_prompt_that_is_too_long_is_an_error_and_not_left_out(tmp_path, tokenizer):
     records = [{"question": "a", "answer": "1"}, {"question": "word " * 200, "answer": "1"}]
-    config = JsonlDataConfig(path=write_records(tmp_path / "test.jsonl", records), prompt_length=50)
+    config = JsonlDataConfig(path=write_jsonl(tmp_path / "test.jsonl", records), prompt_length=50)
     with pytest.raises(ConfigError, match=r"data\.prompt_length: found 50; the longest prompt of data=jsonl has \d+"):
         build_evaluation_set(config, tokenizer, 1, name="jsonl")
 
@@ -304,13 +277,7 @@ def test_the_order_depends_on_the_seed_alone() -> None:
     assert draw(1) != draw(2)
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"seed": 8}, "seed"),
-        ({"prompts": "other"}, "prompts"),
-    ],
-)
+@pytest.mark.parametrize(("change", "expected"), [({"seed": 8}, "seed"), ({"prompts": "other"}, "prompts")])
 def test_a_state_of_other_data_is_refused(change: dict[str, int | str], expected: str) -> None:
     sampler = PromptSampler(make_prompts(10), seed=7)
     with pytest.raises(ValueError, match=expected):

@@ -165,8 +165,6 @@ def test_a_column_of_pictures_or_sounds_is_refused_by_its_name(column: dict[str,
     assert read_all({"question": "Q", "answer": "A", "images": [], "image": None}) == [("Q", "A")]
 
 
-
-
 def test_a_message_with_calls_of_tools_is_refused_with_their_name() -> None:
     chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A", "tool_calls": [{"id": 1}]}]
     with pytest.raises(ConfigError, match=r"^f:1: messages\[1\]: .* without tool_calls$"):

@@ -1,15 +1,12 @@
 """Kinds of rewards, the user's own function, weighted sums; what a verifier does costs its sample, never the run."""
 
 import asyncio
-import re
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from reward_cases import build_prompt, build_response, build_reward
 
-from megarl import algo
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.reward_parts import read_parts
@@ -60,28 +57,11 @@ def test_a_kind_that_reads_answers_reads_the_right_one_in_itself(kind):
         assert kind in {*READS_NO_ANSWER, *OF_SERVERS}
 
 
-@pytest.fixture
-def user_module(tmp_path, monkeypatch):
-    def write(source: str) -> None:
-        (tmp_path / "my_reward_of_test.py").write_text(source)
-
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield write
-    sys.modules.pop("my_reward_of_test", None)
-
-
 @pytest.mark.parametrize("name", sorted(RESERVED_NAMES))
 def test_details_with_a_name_of_the_trainers_own_metrics_are_refused(name):
     verifier = FunctionReward(FunctionRewardConfig("package:function"))
     with pytest.raises(ValueError, match=rf"own metrics have the names {name} under reward/"):
         verifier.read({"reward": 0.0, "correct": False, "details": {"mine": 1.0, name: 1.0}}, PROMPT)
-
-
-def test_the_names_that_the_algorithms_log_under_reward_are_reserved():
-    sources = [file.read_text() for file in Path(algo.__file__).parent.glob("*.py")]
-    logged = {name for source in sources for name in re.findall(r'"reward/(\w+)"', source)}
-    assert logged
-    assert logged <= RESERVED_NAMES
 
 
 @pytest.mark.parametrize(
@@ -97,6 +77,9 @@ def test_a_reward_that_cannot_read_the_datas_answers_is_found_before_the_run(con
         build_scorer(config).check([build_prompt(answer)])
 
 
+SUM = {"question": "1 + 2 =", "answer": "3", "metadata": {}}
+
+
 @pytest.mark.parametrize(
     ("config", "prompt"),
     [
@@ -104,17 +87,7 @@ def test_a_reward_that_cannot_read_the_datas_answers_is_found_before_the_run(con
         (AdditionRewardConfig(), build_prompt("85")),
         (ExactRewardConfig(), build_prompt("Paris")),
         (MathRewardConfig(), build_prompt("\\frac{1}{2}")),
-        (
-            ReasoningGymRewardConfig(),
-            build_prompt(
-                "3",
-                reasoning_gym={
-                    "task": "chain_sum",
-                    "entry": {"question": "1 + 2 =", "answer": "3", "metadata": {}},
-                    "config": {"max_terms": 3},
-                },
-            ),
-        ),
+        (ReasoningGymRewardConfig(), build_prompt("3", reasoning_gym={"task": "chain_sum", "entry": SUM})),
         (FunctionRewardConfig("megarl.task.rule_rewards:score_exact"), build_prompt("Paris")),
     ],
     ids=lambda value: type(value).__name__,
@@ -164,10 +137,7 @@ def test_parts_are_written_in_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        (
-            "reward.parts.right.anwser=boxed",
-            r"reward\.parts\.right\.anwser: no such key.*reward\.parts\.right\.answer\?",
-        ),
+        ("reward.parts.right.anwser=boxed", r"right\.anwser: no such key.*reward\.parts\.right\.answer\?"),
         ("reward.parts.right.answer=some", r"reward\.parts\.right\.answer: .*boxed"),
         ("reward.parts.right.timeout_s=-1", r"reward\.parts\.right\.timeout_s: found -1"),
         ("reward.parts.right.wrong=-1", r"reward\.parts\.right\.wrong: has no effect in a part"),
