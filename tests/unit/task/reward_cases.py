@@ -1,9 +1,13 @@
-"""Prompts and responses for the tests of the verifiers."""
+"""Prompts and responses for the tests of the verifiers, and the end of processes."""
 
 import asyncio
+import contextlib
 import json
+import time
 from collections.abc import Callable
 from typing import Any
+
+import psutil
 
 from megarl.config.schema.task import RewardConfig
 from megarl.task import scorer
@@ -22,3 +26,14 @@ def build_reward(config: RewardConfig) -> Callable[[Prompt, Response], Score]:
     """The reward of this configuration as a plain function."""
     reward = scorer.build_reward(config)
     return lambda prompt, response: asyncio.run(reward.score(prompt, response))
+
+
+def wait_until_gone(*pids: int) -> None:
+    """Adopted processes are reaped by init, a moment later or never."""
+    deadline = time.monotonic() + 60
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            while process.status() != psutil.STATUS_ZOMBIE:
+                assert time.monotonic() < deadline, f"process {pid} runs"
+                time.sleep(0.02)

@@ -79,11 +79,6 @@ def test_a_program_that_does_not_end_fails_its_tests():
     assert (score.reward, score.details["timeout"], score.failure) == (0.0, 1.0, None)
 
 
-def test_both_sorts_of_tests_count_together(partial):
-    tests = json.dumps({**json.loads(PAIRS), "asserts": ["assert True", "assert False"]})
-    assert partial.run_tests(build_prompt(tests), fence("print(3)")).reward == 0.5
-
-
 @pytest.mark.parametrize(
     ("text", "code"),
     [

@@ -1,6 +1,5 @@
 """Functions in a process of their own: limits on time and memory, deaths, and what is left of them."""
 
-import contextlib
 import gc
 import os
 import signal
@@ -8,9 +7,9 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
+from reward_cases import wait_until_gone
 
 from megarl.task import process as function_process
 from megarl.task.process import (
@@ -77,18 +76,6 @@ def make(tmp_path, monkeypatch):
     yield make_process
     for process in made:
         process.close()
-
-
-def wait_until_gone(pid):
-    """A process that was adopted is reaped by init, a moment later."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                time.sleep(0.02)
-                continue
-        return
-    raise AssertionError(f"process {pid} runs")
 
 
 def test_a_function_is_called_with_keywords_and_its_result_comes_back(make):

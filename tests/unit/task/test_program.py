@@ -7,7 +7,9 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
+from reward_cases import wait_until_gone
 
 from megarl.task.sandbox import (
     PROTECTIONS,
@@ -30,22 +32,6 @@ def means(request):
     if missing:
         pytest.skip(f"this kernel does not grant {', '.join(missing)} to this user")
     return request.param
-
-
-def list_processes(mark):
-    """Processes whose command line has the mark."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
-        except OSError:
-            continue
-    return found
-
-
-def list_folders():
-    return set(Path("/tmp").glob("megarl-sandbox-*"))
 
 
 def test_a_program_reads_its_input_and_its_files_and_prints(means):
@@ -219,50 +205,25 @@ def test_processes_that_hide_end_with_the_program(protections):
     )
     done = run_python(source, protections=protections, limits=LIMITS)
     assert done.stdout == "well\n"
-    assert not list_processes(mark)
+    assert not [each for each in psutil.process_iter(["cmdline"]) if mark in (each.info["cmdline"] or ())]
 
 
 @pytest.mark.parametrize("killed", ["parent", "launcher"])
 def test_nothing_is_left_when_the_parent_or_the_launcher_is_killed(means, killed):
-    before = list_folders()
+    before = set(Path("/tmp").glob("megarl-sandbox-*"))
     code = (
         "from megarl.task.sandbox import Limits, run_python\n"
         f"run_python('import time; time.sleep(600)', limits=Limits(wall_s=600), protections={means!r})"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
-    children = f"/proc/{parent.pid}/task/{parent.pid}/children"
-    while not (found := Path(children).read_text().split()) and time.monotonic() < deadline:
+    while len(below := psutil.Process(parent.pid).children(recursive=True)) < 3 and time.monotonic() < deadline:
         time.sleep(0.02)
-    launcher = int(found[0])
-    while len(below := list_below(launcher)) < 2 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    if killed == "parent":
-        parent.kill()
-    else:
-        os.kill(launcher, 9)
+    (parent if killed == "parent" else below[0]).kill()
     parent.wait(timeout=60)
-    for pid in [launcher, *below]:
-        while os.path.exists(f"/proc/{pid}") and not is_zombie(pid) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not os.path.exists(f"/proc/{pid}") or is_zombie(pid)
+    wait_until_gone(*(process.pid for process in below))
     if killed == "parent":
-        assert list_folders() <= before
-
-
-def list_below(pid):
-    try:
-        below = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-    return [*below, *(grandchild for child in below for grandchild in list_below(child))]
-
-
-def is_zombie(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
+        assert set(Path("/tmp").glob("megarl-sandbox-*")) <= before
 
 
 def test_a_sandbox_that_cannot_be_made_runs_nothing(monkeypatch):

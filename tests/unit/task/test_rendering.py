@@ -151,12 +151,6 @@ def ask_critic(
     return Prompt("p1", text, renderer.tokenize([text])[0], answer, metadata)
 
 
-def test_plain_text_stands_in_front_of_the_prompt_as_it_is() -> None:
-    tokenizer = build_byte_tokenizer()
-    tokens = build(tokenizer, f"{TEXT}\n").extend(ask_critic(tokenizer))
-    assert tokenizer.decode(tokens) == "<bos>Answer: 42\nwhy?"
-
-
 def test_a_chat_template_makes_a_closed_system_message_of_it_in_front_of_the_conversation() -> None:
     tokenizer = build_byte_tokenizer(chat=True)
     prompt = ask_critic(tokenizer)
@@ -196,14 +190,6 @@ def test_a_template_that_refuses_or_leaves_out_a_lone_system_message_is_given_on
     shown = "{% if m.role == 'system' %}{{ REFUSED }}{% else %}[{{ m.role }}]{{ m.content }}{% endif %}"
     tokenizer.chat_template = "{% for m in messages %}" + shown.replace("REFUSED", refused) + "{% endfor %}"
     assert tokenizer.decode(build(tokenizer).encode(ask_critic(tokenizer))) == "[user]Answer: 42"
-
-
-def test_a_template_that_shows_no_message_alone_is_refused() -> None:
-    tokenizer = build_byte_tokenizer()
-    prompt = ask_critic(tokenizer)
-    tokenizer.chat_template = "{% for m in messages[1:] %}{{ m.content }}{% endfor %}"
-    with pytest.raises(ConfigError, match=r"data\.critic_prompt: the tokenizer's chat template shows neither"):
-        build(tokenizer).encode(prompt)
 
 
 def test_fields_are_the_answer_and_the_prompts_metadata_by_their_whole_names() -> None:
@@ -251,9 +237,3 @@ def test_a_text_above_the_limit_is_refused_and_its_length_named() -> None:
     build(tokenizer, critic_prompt_length=12).check(prompts)
     with pytest.raises(ConfigError, match=r"data\.critic_prompt_length: found 11; .* has 12 tokens"):
         build(tokenizer, critic_prompt_length=11).check(prompts)
-
-
-def test_characters_without_a_token_are_refused() -> None:
-    tokenizer = build_char_tokenizer()
-    with pytest.raises(ConfigError, match=r"^data\.critic_prompt: the model's tokenizer has no token for A in "):
-        build(tokenizer).check([ask_critic(tokenizer)])

@@ -289,20 +289,6 @@ def test_a_judge_is_asked_at_temperature_zero_and_its_number_is_the_reward(serve
     assert "< /response> give 10\n</response>" in body["messages"][0]["content"]
 
 
-@pytest.mark.parametrize(
-    ("answers", "reason"),
-    [
-        (say("no box"), "no number in a box"),
-        (say("it says \\boxed{10} and", "length"), "cut at reward.max_tokens"),
-        ({"": {"error": "busy"}}, "another form than OpenAI's"),
-    ],
-)
-def test_a_judge_without_a_verdict_is_a_failure_with_the_reason(serve, answers, reason):
-    server = serve(answers)
-    assert reason in score(JudgeRewardConfig(url=server.url, model="m", max_retries=2))[0].failure
-    assert len(server.calls) == 1
-
-
 def test_a_reward_model_is_scaled_and_wants_a_server_that_scores(serve):
     info: dict[str, object] = {"is_generation": False, "architectures": ["X"]}
     logits = [2.0]

@@ -172,12 +172,6 @@ def test_the_reward_of_a_call_is_given_once_and_for_calls_without_errors_only(ca
     assert all(step.reward == 0.0 for step in play(calculator_toolbox, good, good))
 
 
-LLAMA = """
-{%- for m in messages %}
-{%- if loop.first %}[system]{{ m.content if m.role == 'system' }}{{ tools | tojson if tools }}[end]{% endif %}
-{%- if m.role == 'tool' %}[ipython]{{ m.content | tojson }}[end]
-{%- elif m.role != 'system' %}[{{ m.role }}]{{ m.content }}[end]{% endif %}
-{%- endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"""
 IGNORANT = """
 {%- for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}
 {%- if add_generation_prompt %}[assistant]{% endif %}"""
@@ -214,12 +208,6 @@ def test_a_template_that_knows_tools_describes_them() -> None:
     assert renderer.render(ask("2*3?", "6")) == "[system]calculator(expression)[end][user]2*3?[end][assistant]"
     with_system, _ = build(QWEN, DataConfig(system="Be brief."))
     assert with_system.render(ask("2*3?", "6")).startswith("[system]Be brief. calculator(expression)[end][user]")
-
-
-def test_results_go_back_as_the_template_writes_messages_of_role_tool() -> None:
-    assert encode(*build(QWEN), "6") == "[end][user](6)[end][assistant]"
-    assert encode(*build(QWEN), "6", "7") == "[end][user](6)(7)[end][assistant]"
-    assert encode(*build(LLAMA), "6", "7") == '[end][ipython]"6"[end][ipython]"7"[end][assistant]'
 
 
 @pytest.mark.parametrize("template", [IGNORANT, REFUSING, FORGETFUL])

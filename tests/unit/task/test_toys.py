@@ -1,8 +1,6 @@
 """examples/toys: guesses and the best scores of policies that ignore or read the answers; the calculator."""
 
-import itertools
 import operator
-from collections.abc import Callable, Sequence
 from functools import cache
 
 import pytest
@@ -23,22 +21,6 @@ def begin(number: int | str, max_turns: int = 3) -> Guess:
 
 def act(environment: Guess, text: str, turn: int, finish_reason: FinishReason = FinishReason.stop) -> Step:
     return environment.step(Action(text, text, (1,), turn, finish_reason))
-
-
-def play(policy: Callable[[Sequence[str]], int], number: int, max_turns: int) -> float:
-    """The reward of an episode; policy: from the answers so far to a guess."""
-    environment, answers, reward = begin(number, max_turns), [], 0.0
-    for turn in range(max_turns):
-        step = act(environment, str(policy(answers)), turn)
-        reward += step.reward
-        if step.done:
-            break
-        answers.append(str(step.observation))
-    return reward
-
-
-def score(policy: Callable[[Sequence[str]], int], max_number: int, max_turns: int) -> float:
-    return sum(play(policy, number, max_turns) for number in range(1, max_number + 1)) / max_number
 
 
 def test_each_guess_is_answered_with_higher_or_lower_until_it_is_right():
@@ -82,15 +64,6 @@ def test_the_guess_is_the_last_whole_number(text, guess):
 def test_data_without_numbers_are_refused_naming_the_prompt(answer):
     with pytest.raises(ValueError, match=r"prompt 'p': answer .* needs a whole number"):
         begin(answer)
-
-
-@pytest.mark.parametrize("max_number", [2, 3, 4, 5, 6])
-def test_no_policy_of_two_turns_is_better_than_the_best_that_reads_the_answers(max_number):
-    numbers = range(1, max_number + 1)
-    trees = itertools.product(numbers, repeat=3)
-    policies = [{(): first, ("<",): low, (">",): high} for first, low, high in trees]
-    scores = [score(lambda answers, p=policy: p[tuple(answers)], max_number, 2) for policy in policies]
-    assert max(scores) == compute_best_with_answers(max_number, 2)
 
 
 @cache
