@@ -127,7 +127,7 @@ def test_reasoning_gym_scores_its_own_answers_from_the_stored_problem() -> None:
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ({"task": "chainsum"}, "data.task: found 'chainsum'; did you mean chain_sum?"),
+        ({"task": "chainsum"}, "data.task=chainsum: no such task of reasoning-gym; did you mean chain_sum?"),
         ({"options": {"max_term": 3}}, "data.options.max_term: .*did you mean max_terms?"),
         ({"options": {"seed": 3}}, "data.options.seed: no such option"),
         ({"options": {"max_terms": -1}}, "data.options: chain_sum refuses"),
