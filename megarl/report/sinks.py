@@ -7,7 +7,6 @@ Weights & Biases twice at the same place of its axis.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -17,7 +16,7 @@ import uuid
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.run import LoggerConfig
@@ -32,18 +31,18 @@ STEP = "iteration"
 """The axis of wandb's charts: its own step must not go back, as a resumed run's iterations do"""
 
 
-class Sink(Protocol):
+class Sink:
     """What the report does with every sink, after it has written metrics.jsonl."""
 
-    def write(self, iteration: int, metrics: Metrics) -> None: ...
+    def write(self, iteration: int, metrics: Metrics) -> None:
+        raise NotImplementedError
 
     def rewind(self, iteration: int) -> None:
         """`iteration` is the next one to be written, also where it was already."""
-        ...
 
     def close(self) -> None:
         """End the run there: as failed, where an error is on its way."""
-        ...
+        raise NotImplementedError
 
 
 def is_installed(package: str) -> bool:
@@ -77,33 +76,23 @@ def open_sinks(logger: LoggerConfig, run_dir: Path, settings: Mapping[str, Any])
     """
     if problems := list(check_sinks(logger)):
         raise ConfigError(problems)
-    if writes_tensorboard(logger):
-        yield TensorBoardSink(run_dir / "tensorboard")
-    if logger.wandb is not None:
-        with _naming("wandb", logger.wandb.name):
-            yield WandbSink(run_dir, logger.wandb.name, logger.wandb_project, settings)
-    if logger.mlflow is not None:
-        with _naming("mlflow", logger.mlflow):
-            yield MlflowSink(run_dir, logger.mlflow, logger.mlflow_experiment, settings)
-
-
-@contextlib.contextmanager
-def _naming(key: str, value: object) -> Iterator[None]:
-    """Other people's errors within the block become a ConfigError that names the key."""
+    key, value = "tensorboard", ""
     try:
-        yield
+        if writes_tensorboard(logger):
+            yield TensorBoardSink(run_dir / "tensorboard")
+        if logger.wandb is not None:
+            key, value = "wandb", logger.wandb.name
+            yield WandbSink(run_dir, logger.wandb.name, logger.wandb_project, settings)
+        if logger.mlflow is not None:
+            key, value = "mlflow", logger.mlflow
+            yield MlflowSink(run_dir, logger.mlflow, logger.mlflow_experiment, settings)
     except Exception as error:
         raise ConfigError([f"logger.{key}: found {value}: {type(error).__name__}: {error}"]) from error
 
 
 def load_id(run_dir: Path, sink: str) -> str | None:
     """None where the run is new to that sink. Raises ValueError naming a file that is not what `save_id` writes."""
-    try:
-        found = load_json_object(run_dir / IDS).get(sink)
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise ValueError(f"{error}; without the file the run is a new one there") from None
+    found = load_json_object(run_dir / IDS).get(sink) if (run_dir / IDS).exists() else None
     return None if found is None else str(found)
 
 
@@ -115,11 +104,11 @@ def save_id(run_dir: Path, sink: str, value: str) -> None:
     partial.replace(path)
 
 
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """Writes each metric as a scalar of its own name; flushed after every iteration."""
 
     def __init__(self, directory: Path):
-        self._directory, self._opened = directory, 0.0
+        self._directory = directory
         self._open({})
 
     def _open(self, options: Mapping[str, Any]) -> None:
@@ -145,17 +134,15 @@ class TensorBoardSink:
         self._writer.close()
 
 
-class WandbSink:
+class WandbSink(Sink):
     """Online, or into RUN_DIR/wandb, which `wandb sync` uploads. The run's folder is its name there."""
 
     def __init__(self, run_dir: Path, mode: str, project: str, settings: Mapping[str, Any]):
         """mode: online or offline. settings: the run's configuration by dotted key."""
         import wandb
 
-        known = load_id(run_dir, "wandb")
-        run_id = known or uuid.uuid4().hex[:16]
-        if known is None:
-            save_id(run_dir, "wandb", run_id)
+        run_id = load_id(run_dir, "wandb") or uuid.uuid4().hex[:16]
+        save_id(run_dir, "wandb", run_id)
         self._run = wandb.init(
             project=project,
             name=run_dir.name,
@@ -172,19 +159,16 @@ class WandbSink:
     def write(self, iteration: int, metrics: Metrics) -> None:
         self._run.log({STEP: iteration, **metrics})
 
-    def rewind(self, iteration: int) -> None:
-        """Nothing: the axis is a number of ours."""
-
     def close(self) -> None:
         self._run.finish(exit_code=0 if sys.exception() is None else 1)
 
 
-class MlflowSink:
+class MlflowSink(Sink):
     """The run's folder is its name there. What a server that is away does not take goes with the next iteration's."""
 
     def __init__(self, run_dir: Path, uri: str, experiment: str, settings: Mapping[str, Any]):
-        """uri: of the tracking server, http://..., or of a file, sqlite:///mlflow.db. settings: the run's configuration
-        by dotted key. Raises MlflowException where nothing answers there.
+        """uri: of the tracking server, http://..., or of a file, sqlite:///mlflow.db. Raises MlflowException where
+        nothing answers there.
         """
         # A tracking server that is away holds up the training so long at most, instead of for minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
@@ -211,27 +195,19 @@ class MlflowSink:
 
         now = int(time.time() * 1000)
         self._unsent += [Metric(name, float(value), now, iteration) for name, value in metrics.items()]
-        with self._warning():
-            self._send()
-
-    def rewind(self, iteration: int) -> None:
-        """Nothing: each value has its iteration."""
+        self._send()
 
     def close(self) -> None:
-        status = "FINISHED" if sys.exception() is None else "FAILED"
-        with self._warning():
-            self._send()
-            self._client.set_terminated(self._run_id, status=status)
+        self._send("FINISHED" if sys.exception() is None else "FAILED")
 
-    def _send(self) -> None:
-        while self._unsent:
-            self._client.log_batch(self._run_id, metrics=self._unsent[:900])
-            del self._unsent[:900]
-
-    @contextlib.contextmanager
-    def _warning(self) -> Iterator[None]:
+    def _send(self, status: str = "") -> None:
+        """What is unsent, and how the run ended."""
         try:
-            yield
+            while self._unsent:
+                self._client.log_batch(self._run_id, metrics=self._unsent[:900])
+                del self._unsent[:900]
+            if status:
+                self._client.set_terminated(self._run_id, status=status)
         except Exception as error:
             text = f"logger.mlflow: {type(error).__name__}: {error}; {len(self._unsent)} values wait"
             warnings.warn(text, RuntimeWarning, stacklevel=3)

@@ -85,12 +85,6 @@ def test_snr_follows_from_the_share_of_signal() -> None:
     assert [point for point in curve.points if point[0] in (1, 4)] == [(1, 0.0)]
 
 
-def test_iterations_without_a_critic_are_left_out() -> None:
-    assert list_pictures([{"iteration": 0, "reward/heldout": 0.1}]) == []
-    name = "Explained variance by position"
-    assert get_picture(name, [{"iteration": 0}, *LINES]) == get_picture(name, LINES)
-
-
 def test_an_axis_has_round_ticks_within_it_also_where_all_values_are_equal():
     assert build_axis([0.13, 0.92], 0, 100).choose_ticks() == pytest.approx([0.2, 0.4, 0.6, 0.8])
     assert build_axis([0.0, 1.0], 200, 100).place(0.25) == 175

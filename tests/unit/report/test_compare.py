@@ -137,6 +137,10 @@ def test_a_page_shows_every_run_escapes_all_text_and_names_what_is_missing_or_da
     (tmp_path / "f" / ".hydra" / "config.yaml").write_text("algo: {clip_high: [\n")
     (tmp_path / "f" / "outcome.json").write_text("{")
     (tmp_path / "logs").mkdir()
+    write_run(tmp_path / "a.aside-1", {"seed": 1}, [0.1], Outcome(State.failed))
+    copied = tmp_path / "elsewhere" / "copies" / "a"
+    write_run(copied, {"seed": 2}, [0.1], done)
+    assert [run.name for run in load_runs([tmp_path / "a", copied])] == ["a", "elsewhere/copies/a"]
     runs = load_sweep(tmp_path)
     assert [run.name for run in runs] == ["a", "b", "c", "d", "e", "f"]
     assert [run.state for run in runs] == ["done", "done", "failed", UNFINISHED, "done", UNFINISHED]
@@ -158,27 +162,9 @@ def test_a_page_shows_every_run_escapes_all_text_and_names_what_is_missing_or_da
     assert "http" not in page.replace("http-equiv", "")
 
 
-def test_a_run_that_was_put_aside_is_none_of_the_sweeps_and_a_failure_is_told(tmp_path):
-    write_run(tmp_path / "a", {"seed": 1}, [0.1, 0.5], Outcome(State.failed, "no memory"))
-    write_run(tmp_path / "a.aside-1", {"seed": 1}, [0.1], Outcome(State.failed))
-    runs = load_sweep(tmp_path)
-    assert [run.name for run in runs] == ["a"]
-    assert "no memory" in format_comparison("Sweep", runs)
-
-
 def test_the_table_of_the_terminal_has_a_line_per_run_with_the_reason():
     run = build_record("a", {}, [], "failed", "one\ntwo")
     run.history.add({"iteration": 3, "reward/heldout": 0.25})
     header, line = format_outcomes([run]).splitlines()
     assert header.split() == ["run", "state", "iterations", "held-out", "reward", "why"]
     assert line.split() == ["a", "failed", "3", "0.2500", "one"]
-
-
-def test_named_runs_are_compared_under_names_that_differ(tmp_path):
-    for folder in ("a/run", "b/run"):
-        write_run(tmp_path / folder, {"seed": ord(folder[0])}, [0.1, 0.5], Outcome(State.done))
-    runs = load_runs([tmp_path / "a" / "run", tmp_path / "b" / "run"])
-    assert [run.name for run in runs] == ["a/run", "b/run"]
-    page = Page(format_comparison("a/run and b/run", runs))
-    assert "a/run and b/run" in page.text
-    assert "seed seed state held-out, end" in page.text

@@ -1,7 +1,6 @@
 """pass@k, maj@k and the interval of a mean: hand-computed, by enumeration, by simulation."""
 
 import itertools
-import random
 from collections import Counter
 from fractions import Fraction
 from math import prod
@@ -57,28 +56,6 @@ def test_pass_at_k_of_hand_computed_cases(num_samples, num_correct, k, expected)
     assert compute_pass_at_k(num_samples, num_correct, k) == pytest.approx(expected, abs=1e-15)
 
 
-@pytest.mark.parametrize(
-    ("votes", "k", "expected"),
-    [
-        (Votes(1, (1,)), 2, 0.5),  # a tie of two is shared
-        (Votes(2, (1, 1)), 4, 1.0),
-        (Votes(2, (2,)), 4, 0.5),
-        (Votes(1, (1, 1, 1)), 4, 0.25),
-        (Votes(1, (3,)), 4, 0.0),
-        # Of the 6 pairs of r r w w: rr is right, ww is wrong, 4 are ties.
-        (Votes(2, (2,)), 2, 0.5),
-        # Of the 3 pairs of r w and a silent one: rw is a tie, r alone is right, w alone is wrong.
-        (Votes(1, (1,), 1), 2, 0.5),
-        (Votes(1, (), 3), 4, 1.0),  # silent responses do not vote
-        (Votes(0, (), 4), 2, 0.0),
-        # Of the 4 triples of r r w w': rrw, rrw' are right, rww', rww' are ties of three.
-        (Votes(2, (1, 1)), 3, (1 + 1 + 1 / 3 + 1 / 3) / 4),
-    ],
-)
-def test_maj_at_k_of_hand_computed_cases(votes, k, expected):
-    assert compute_maj_at_k(votes, k) == pytest.approx(expected, abs=1e-15)
-
-
 @settings(max_examples=150)
 @given(draw_responses(), st.data())
 def test_both_are_the_mean_over_every_choice_of_k_responses(responses, data):
@@ -87,25 +64,6 @@ def test_both_are_the_mean_over_every_choice_of_k_responses(responses, data):
     passed = enumerate_choices(responses, k, lambda chosen: Fraction(int(RIGHT in chosen)))
     assert compute_pass_at_k(votes.num_samples, votes.num_correct, k) == pytest.approx(passed, abs=1e-12)
     assert compute_maj_at_k(votes, k) == pytest.approx(enumerate_choices(responses, k, judge_majority), abs=1e-12)
-
-
-@given(draw_responses(), st.randoms())
-def test_maj_at_k_does_not_depend_on_the_order_of_the_answers(responses, shuffler):
-    votes = build_votes(responses)
-    wrong = list(votes.wrong)
-    shuffler.shuffle(wrong)
-    again = Votes(votes.num_correct, tuple(wrong), votes.num_silent)
-    for k in range(1, votes.num_samples + 1):
-        assert compute_maj_at_k(again, k) == compute_maj_at_k(votes, k)
-
-
-def test_maj_at_k_counts_many_answers_exactly():
-    """Against a resampling of the same votes, whose error is far below the tolerance."""
-    votes = Votes(12, (10, 7, 5, 3, 2, 1, 1, 1, 1, 1), 20)
-    responses = [RIGHT] * 12 + [str(i) for i, count in enumerate(votes.wrong) for _ in range(count)] + [SILENT] * 20
-    generator = random.Random(1)
-    resampled = fmean(float(judge_majority(generator.sample(responses, 16))) for _ in range(20_000))
-    assert compute_maj_at_k(votes, 16) == pytest.approx(resampled, abs=0.015)
 
 
 @pytest.mark.parametrize("num_samples", [1, 4])
@@ -170,26 +128,6 @@ def test_intervals_of_mostly_solved_or_unsolved_problems_cover_what_they_promise
     # The mean of 1 - (1 - p)^k over the Beta distribution.
     truth = 1 - prod((beta + i) / (alpha + beta + i) for i in range(k))
     assert 0.93 <= measure_coverage(tables, passed, num_samples, truth) <= 0.985
-
-
-@pytest.mark.parametrize(("alpha", "beta"), [(0.5, 0.5), (0.05, 0.95), (0.45, 0.05)])
-def test_intervals_of_maj_at_k_cover_what_they_promise(alpha, beta):
-    """30 problems, 8 responses, of which the wrong ones have two answers, one twice as frequent as the other."""
-    generator, num_samples = np.random.default_rng(1), 8
-
-    def draw_values(num_problems):
-        counts = generator.binomial(num_samples, generator.beta(alpha, beta, num_problems))
-        wrong = generator.binomial(num_samples - counts, 2 / 3)
-        return [majority[c, w] for c, w in zip(counts.tolist(), wrong.tolist(), strict=True)]
-
-    majority = {
-        (c, w): compute_maj_at_k(Votes(c, tuple(x for x in (w, num_samples - c - w) if x)), 4)
-        for c in range(num_samples + 1)
-        for w in range(num_samples - c + 1)
-    }
-    truth = fmean(draw_values(1_000_000))
-    intervals = [compute_mean(draw_values(30), num_samples, 0.95) for _ in range(1000)]
-    assert 0.93 <= fmean(each.low <= truth <= each.high for each in intervals) <= 0.985
 
 
 @pytest.mark.parametrize(

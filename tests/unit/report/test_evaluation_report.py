@@ -83,14 +83,6 @@ def test_the_json_holds_every_number_and_the_counts_of_each_problem(tmp_path):
     assert found["sets"]["s"]["problems"][0] == {"id": "p", "votes": votes}
 
 
-def test_a_response_is_one_line_of_strict_json():
-    line = format_response("s", 3, build_sample("p", "two\nlines", cut=True))
-    assert line.count("\n") == 1
-    found = json.loads(line)
-    assert (found["set"], found["problem"], found["sample"], found["expected"]) == ("s", "p", 3, "7")
-    assert (found["response"], found["finish_reason"], found["num_tokens"]) == ("two\nlines", "length", 2)
-
-
 def test_a_response_without_a_reward_counts_as_wrong_without_a_vote_and_is_shown():
     lost = replace(SAMPLES[0], score=Score(0.0, False, failure="TimeoutError: 5 s"))
     result = summarize_set("s", [lost, *SAMPLES[1:]], (2,), 0.95, reads_answers=True)

@@ -30,15 +30,6 @@ def test_score_metrics_are_means_over_the_samples_with_a_reward():
     assert compute_score_metrics([fail("lost")], with_environment=True) == {}
 
 
-def test_a_part_that_only_some_scores_have_is_a_mean_over_these():
-    samples = [build_sample(Score(1.0, True, {"a": 1.0})), build_sample(Score(0.0, True, {"b": 0.5}))]
-    assert compute_score_metrics(samples, with_environment=False) == {
-        "reward/a": 1.0,
-        "reward/b": 0.5,
-        "reward/correct": 1.0,
-    }
-
-
 def test_environment_metrics_are_sums_over_turns_and_means_over_episodes():
     calls = (Turn(0, 2, "", details={"tool_calls": 1.0}), Turn(3, 6, "", details={"tool_calls": 2.0, "errors": 1.0}))
     samples = [
