@@ -135,22 +135,13 @@ def is_complete_grid(runs: Sequence[RunRecord], parameters: Sequence[str]) -> bo
     return len(combinations) == expected
 
 
-@dataclass(frozen=True)
-class Coloring:
-    """Runs grouped by the value of one parameter, in at most NUM_COLOURS groups; the last one has all others."""
-
-    key: str
-    values: Sequence[str]
-    group_of: Mapping[str, int]
-    """Number of the colour of each run, by its name"""
-
-
-def color_runs(runs: Sequence[RunRecord], key: str) -> Coloring:
+def color_runs(runs: Sequence[RunRecord], key: str) -> tuple[list[str], dict[str, int]]:
+    """The values of a parameter (NUM_COLOURS at most, then all others) and the number of each run's, by its name."""
     values = sort_values({get_value(run, key) for run in runs})
     if len(values) > NUM_COLOURS:
         values = [*values[:NUM_COLOURS], OTHERS]
     number = {value: i for i, value in enumerate(values)}
-    return Coloring(key, values, {run.name: number.get(get_value(run, key), NUM_COLOURS) for run in runs})
+    return values, {run.name: number.get(get_value(run, key), NUM_COLOURS) for run in runs}
 
 
 def format_comparison(title: str, runs: Sequence[RunRecord]) -> str:
@@ -161,20 +152,20 @@ def format_comparison(title: str, runs: Sequence[RunRecord]) -> str:
     effects = compute_effects(runs, parameters, scores)
     order = [effect.key for effect in effects] + [key for key in parameters if key == SEED]
     columns = sorted(dict.fromkeys([*order, *parameters]), key=lambda key: key == SEED)
-    colorings = [color_runs(runs, key) for key in order or parameters[:1] or [""]]
+    key = [*order, *parameters, ""][0]
+    values, group_of = color_runs(runs, key)
     ranked = sorted(runs, key=lambda run: (run.name not in scores, -scores.get(run.name, 0.0), run.name))
     body = [
         *_format_head(title, runs, scores),
-        *_format_runs(ranked, columns, scores, colorings[0]),
-        *_format_curves(ranked, colorings, parameters),
+        *_format_runs(ranked, columns, scores, group_of),
+        *_format_curves(ranked, key, values, group_of, parameters),
         *_format_effects(effects, done, parameters),
         *_format_failures([run for run in runs if run.state != State.done.value]),
         *format_problems([problem for run in runs for problem in run.problems]),
     ]
-    groups = [coloring.group_of for coloring in colorings]
     folders = " ".join(f"<code>{escape(str(run.directory))}</code>" for run in runs[:2])
     more = f" and {len(runs) - 2} more" if len(runs) > 2 else ""
-    return wrap_page(title, "", body, f"Written by megarl report from {folders}{more}", groups, "compare.js")
+    return wrap_page(title, "", body, f"Written by megarl report from {folders}{more}", None, "compare.js")
 
 
 def _format_failures(failed: Sequence[RunRecord]) -> Iterator[str]:
@@ -204,7 +195,7 @@ def _format_head(title: str, runs: Sequence[RunRecord], scores: Mapping[str, flo
 
 
 def _format_runs(
-    runs: Sequence[RunRecord], parameters: Sequence[str], scores: Mapping[str, float], coloring: Coloring
+    runs: Sequence[RunRecord], parameters: Sequence[str], scores: Mapping[str, float], group_of: Mapping[str, int]
 ) -> Iterator[str]:
     yield "<h2>Runs</h2><p>Only what differs; the best at the end first.</p>"
     yield '<div class="scroll"><table><thead><tr><th></th>'
@@ -217,7 +208,7 @@ def _format_runs(
         last, end = run.history.last, run.history.last.get(HELDOUT)
         best = run.history.best[HELDOUT][0] if end is not None else None
         share = 100 * max(0.0, end) / top if end is not None and top else 0
-        yield f'<tr data-run="{escape(run.name)}" class="g{coloring.group_of[run.name]}">'
+        yield f'<tr data-run="{escape(run.name)}" class="g{group_of[run.name]}">'
         yield '<td><i class="swatch"></i></td>'
         yield from (f"<td>{escape(get_value(run, key))}</td>" for key in parameters)
         yield _format_state(run)
@@ -234,31 +225,22 @@ def _show(value: float | None) -> str:
 
 
 def _format_curves(
-    runs: Sequence[RunRecord], colorings: Sequence[Coloring], parameters: Sequence[str]
+    runs: Sequence[RunRecord], key: str, values: Sequence[str], group_of: Mapping[str, int], parameters: Sequence[str]
 ) -> Iterator[str]:
+    """group_of: the number of each run's colour, that of its value of the key."""
     yield "<h2>Curves</h2>"
     yield "<p>Every run, over the iterations. Point at a line or a row of the table to follow one run.</p>"
-    if len(colorings) > 1:
-        yield '<div class="legend">Colour by'
-        for number, coloring in enumerate(colorings):
-            key, pressed = escape(coloring.key), "true" if number == 0 else "false"
-            yield f'<button data-colour="{number}" aria-pressed="{pressed}"><code>{key}</code></button>'
-        yield "</div>"
-    for number, coloring in enumerate(colorings):
-        hidden = " hidden" if number else ""
-        yield f'<div class="legend" data-legend="{number}"{hidden}><code>{escape(coloring.key)}</code>'
-        for group, value in enumerate(coloring.values):
-            yield f'<span><i class="swatch g{group}"></i>{escape(value)}</span>'
-        yield "</div>"
+    swatches = (f'<span><i class="swatch g{i}"></i>{escape(value)}</span>' for i, value in enumerate(values))
+    yield f'<div class="legend"><code>{escape(key)}</code>{"".join(swatches)}</div>'
     yield '<div class="grid-of-charts">'
     for metric, title, unit in CHARTS:
         curves = []
         for run in runs:
             points = [(line["iteration"], line[metric]) for line in run.history.lines if metric in line]
             if points:
-                setting = ", ".join(f"{key}={get_value(run, key)}" for key in parameters) or run.name
+                setting = ", ".join(f"{each}={get_value(run, each)}" for each in parameters) or run.name
                 label = f"{setting}: {format_number(points[-1][1])} at iteration {points[-1][0]}"
-                curves.append(Curve(label, colorings[0].group_of[run.name], points, run=run.name))
+                curves.append(Curve(label, group_of[run.name], points, run=run.name))
         if curves:
             is_log = needs_log([value for curve in curves for _, value in curve.points])
             shown = escape(f"{unit} (log scale)".strip() if is_log else unit)

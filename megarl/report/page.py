@@ -16,7 +16,7 @@ from megarl.config.search_path import CONF_DIR, is_search_path, show_overrides
 from megarl.report import charts
 from megarl.report.charts import Chart, Curve, Picture, build_curves, draw_curves, list_data, name_metrics, pile_up
 from megarl.report.metrics import SECONDS, History
-from megarl.report.record import STARTS_NAME, UNFINISHED, RunRecord, Start
+from megarl.report.record import HELDOUT, STARTS_NAME, UNFINISHED, RunRecord, Start
 from megarl.report.signs import NUM_RULES, explain_mismatch, list_warnings
 from megarl.report.terminal import LOG_NAME
 from megarl.report.text import format_number, format_seconds, shorten
@@ -163,7 +163,7 @@ def _picture_lengths(records: Sequence[Record]) -> list[Picture]:
 def _format_head(run: RunRecord) -> Iterator[str]:
     yield f"<h1>{escape(run.name)}</h1>"
     parts = [f'<span class="{escape(run.state)}">{escape(run.state)}</span>']
-    recent, minutes = run.history.list_recent(SECONDS, 20), run.config.get("train.max_minutes")
+    recent = run.history.list_recent(SECONDS, 20)
     if run.silent_s is not None:
         parts.append(
             f"no sign of life for {format_seconds(run.silent_s)}: if its process is gone,"
@@ -171,8 +171,7 @@ def _format_head(run: RunRecord) -> Iterator[str]:
         )
     elif run.state == UNFINISHED and run.num_iterations is not None and recent:
         left = max(0, run.num_iterations - run.history.num_iterations)
-        limit = f", unless train.max_minutes={minutes:g} ends it" if isinstance(minutes, int | float) else ""
-        parts.append(f"{left} iterations left, about {format_seconds(sum(recent) / len(recent) * left)}{limit}")
+        parts.append(f"{left} iterations left, about {format_seconds(sum(recent) / len(recent) * left)}")
     if run.why:
         parts.append(escape(run.why))
     yield f"<p>{' · '.join(parts)}</p>"
@@ -195,32 +194,28 @@ def list_tiles(run: RunRecord) -> dict[str, str]:
     """The numbers at the top, by what they are."""
     history = run.history
     tiles: dict[str, str] = {}
-    if "reward/heldout" in history.last:
-        best, at = history.best["reward/heldout"]
-        tiles["held-out reward, newest"] = f"{history.last['reward/heldout']:.3f}"
+    if HELDOUT in history.last:
+        best, at = history.best[HELDOUT]
+        tiles["held-out reward, newest"] = f"{history.last[HELDOUT]:.3f}"
         tiles["held-out reward, best"] = f"{best:.3f} at {at}"
-    _add_recent(tiles, history, "training reward", "reward/mean")
-    of = "" if run.num_iterations is None else f" of {run.num_iterations}"
-    tiles["iterations"] = f"{history.num_iterations}{of}"
+    tiles["iterations"] = f"{history.num_iterations} of {run.num_iterations or 'unknown'}"
     tiles["time, all phases"] = format_seconds(history.seconds)
     if "sampling/total_samples" in history.last:
         tiles["responses sampled"] = f"{history.last['sampling/total_samples']:,.0f}"
-    if rates := history.list_recent("perf/tokens_per_second", 20):
-        tiles["generated tokens per second"] = format_number(sum(rates) / len(rates))
-    _add_recent(tiles, history, "explained variance", "critic/explained_variance")
-    _add_recent(tiles, history, "gap to the rollout engine", "mismatch/logprob_gap_mean")
+    for name, metric in (
+        ("training reward", "reward/mean"),
+        ("generated tokens per second", "perf/tokens_per_second"),
+        ("explained variance", "critic/explained_variance"),
+        ("gap to the rollout engine", "mismatch/logprob_gap_mean"),
+    ):
+        found = [(point, point.metrics[metric]) for point in history.points if metric in point.metrics]
+        # A quarter of the points, MOST_RECENT at most.
+        if recent := found[-min(MOST_RECENT, max(1, len(found) // 4)) :]:
+            mean = sum(each.total for _, each in recent) / sum(each.count for _, each in recent)
+            first, last = recent[0][0].first, recent[-1][0].last
+            shown = f"{format_number(mean)} at {first}" + (f" to {last}" if last > first else "")
+            tiles[f"{name}, mean of the last iterations"] = shown
     return tiles
-
-
-def _add_recent(tiles: dict[str, str], history: History, name: str, metric: str) -> None:
-    """`0.887 at 31 to 40`: the mean over the newest points that have it, a quarter of them, MOST_RECENT at most."""
-    found = [(point, point.metrics[metric]) for point in history.points if metric in point.metrics]
-    recent = found[-min(MOST_RECENT, max(1, len(found) // 4)) :]
-    if recent:
-        mean = sum(each.total for _, each in recent) / sum(each.count for _, each in recent)
-        first, last = recent[0][0].first, recent[-1][0].last
-        shown = f"{format_number(mean)} at {first}" + (f" to {last}" if last > first else "")
-        tiles[f"{name}, mean of the last iterations"] = shown
 
 
 def read_warnings(path: Path, most: int = 20) -> list[tuple[str, int, int | None]]:
@@ -315,24 +310,19 @@ def _format_configuration(run: RunRecord) -> Iterator[str]:
     changes, preset = find_changes(run, choices), escape(" ".join(choices) or "the defaults")
     if changes:
         yield f"<h3>What differs from <code>{preset}</code></h3>"
-        rows = [[_format_key(key), *map(_format_value, values)] for key, values in changes.items()]
+        rows = []
+        for key, values in changes.items():
+            texts = (value if isinstance(value, str) else json.dumps(value) for value in values)
+            shown = [escape(shorten(text, LONGEST_VALUE)) for text in texts]
+            # A narrow screen breaks a key after a dot or an underscore, not within a word.
+            breakable = re.sub(r"([._])", r"\1<wbr>", escape(key))
+            rows.append([f"<td><code>{each}</code></td>" for each in (breakable, *shown)])
         yield format_table(("key", "preset", "this run"), rows, ' class="keys-of-config"')
     elif changes is not None:
         yield f"<p>Every key as in <code>{preset}</code>.</p>"
     if run.starts:
         yield "<h3>Versions and hardware</h3>"
         yield format_table(("started", "machine", "versions"), [_list_cells(start) for start in run.starts])
-
-
-def _format_key(key: str) -> str:
-    # A narrow screen breaks a key after a dot or an underscore, not within a word.
-    breakable = re.sub(r"([._])", r"\1<wbr>", escape(key))
-    return f"<td><code>{breakable}</code></td>"
-
-
-def _format_value(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return f"<td><code>{escape(shorten(text, LONGEST_VALUE))}</code></td>"
 
 
 def _list_cells(start: Start) -> list[str]:
