@@ -7,8 +7,7 @@ import contextlib
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -24,19 +23,7 @@ LOG_WIDTH = 80
 """Columns of a line in a log file or pipe"""
 LOG_REMINDER_S = 60.0
 """In a log file, a long phase is mentioned after this time, and again whenever its duration has doubled."""
-BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
-NUM_REWARDS = 40
 WEEK_S = 7 * 24 * 3600.0
-
-
-def draw_sparkline(values: Sequence[float], blocks: str = BLOCKS) -> str:
-    """One character per value, the lowest and the highest block for the smallest and the largest; equal values are in
-    the middle.
-    """
-    low, high = min(values), max(values)
-    if high == low:
-        return blocks[len(blocks) // 2] * len(values)
-    return "".join(blocks[round((value - low) / (high - low) * (len(blocks) - 1))] for value in values)
 
 
 class _Display(rich.progress.Progress):
@@ -68,8 +55,7 @@ class Progress:
         self._phases: list[tuple[str, float]] = []
         self._encoding = getattr(stream, "encoding", None) or "utf-8"
         self._iteration, self._num_iterations = -1, 0
-        self._rewards: deque[float] = deque(maxlen=NUM_REWARDS)
-        self._heldout: float | None = None
+        self._rewards: dict[str, float] = {}
         self.warning = ""
         """The last one, which stays in view"""
         self.describe_processes: Callable[[], str] | None = None
@@ -102,9 +88,7 @@ class Progress:
     def show_iteration(self, iteration: int, num_iterations: int, metrics: Metrics) -> None:
         """Show that this iteration was logged, and that the next one begins."""
         self._iteration, self._num_iterations = iteration, num_iterations
-        if "reward/mean" in metrics:
-            self._rewards.append(metrics["reward/mean"])
-        self._heldout = metrics.get("reward/heldout", self._heldout)
+        self._rewards |= {name: metrics[name] for name in ("reward/mean", "reward/heldout") if name in metrics}
         if self._display is not None:
             self._display.update(
                 self._display.bar, completed=max(0, iteration), total=num_iterations, visible=iteration >= 0
@@ -112,8 +96,7 @@ class Progress:
 
     def forget_iterations(self) -> None:
         """The run resumes from a checkpoint: what was shown is of iterations that are repeated."""
-        self._rewards.clear()
-        self._iteration, self._heldout = -1, None
+        self._rewards, self._iteration = {}, -1
         if self._display is not None:
             self._display.reset(self._display.bar, visible=False)
 
@@ -147,9 +130,7 @@ class Progress:
         if phase := self.describe_phase():
             yield phase
         if self._rewards:
-            held_out = f" | held-out {format_number(self._heldout)}" if self._heldout is not None else ""
-            line = draw_sparkline(self._rewards, BLOCKS if self._encoding.lower().startswith("utf") else ASCII_BLOCKS)
-            yield f"reward {line} {format_number(self._rewards[-1])}{held_out}"
+            yield " | ".join(f"{name} {format_number(value)}" for name, value in self._rewards.items())
         if self.describe_processes is not None:
             yield self.describe_processes()
         if self.warning:

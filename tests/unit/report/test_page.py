@@ -1,6 +1,5 @@
 """The page of a run: what it reads, what it says, and that it is whole and safe."""
 
-import html
 import json
 import os
 import re
@@ -48,6 +47,9 @@ def test_the_page_is_whole_loads_nothing_and_has_every_section(run_dir):
     assert len(data["charts"]) == len(page.charts)
     assert data["domain"] == [-1, 40]
     assert "Length of right and wrong responses" in page.text
+    # A chart without values is left out.
+    assert "Entropy , which takes algo.entropy_coef above 0; KL to the reference" in page.text
+    assert list_tiles(load_run(run_dir))["training reward, mean of the last iterations"] == "0.887 at 31 to 40"
 
 
 def test_the_configuration_is_shown_as_a_difference_to_its_preset(run_dir):
@@ -55,15 +57,11 @@ def test_the_configuration_is_shown_as_a_difference_to_its_preset(run_dir):
     assert list_choices(run.overrides) == ["algo=vapo"]
     assert find_changes(run, ["algo=vapo"]) == {"algo.clip_high": (0.28, 0.4)}
     assert "algo.clip_high 0.28 0.4" in Page(format_run_page(run)).text
-
-
-def test_the_command_is_shown_as_a_person_types_it(tmp_path):
-    folder = write_page_run(tmp_path / "run", overrides=("algo=vapo", "data.instruction='{question} Reply.'"))
-    changed = [f"hydra.searchpath=['file://{tmp_path}']", *json.loads((folder / "run.json").read_text())["overrides"]]
-    (folder / "run.json").write_text(json.dumps({"overrides": changed, "config": {}}))
-    command = format_command(load_run(folder).overrides)
-    assert shlex.split(command) == ["megarl", "train", "--config-dir", str(tmp_path), *changed[1:]]
-    assert html.escape(command) in format_run_page(load_run(folder))
+    given = ["algo=vapo", "data.instruction='{question} Reply.'"]
+    assert shlex.split(format_command(["hydra.searchpath=['file:///a']", *given])) == [
+        *("megarl", "train", "--config-dir", "/a"),
+        *given,
+    ]
 
 
 def test_the_settings_in_an_experiment_of_the_users_own_are_shown_beside_the_groups_that_it_chooses(tmp_path):
@@ -78,18 +76,6 @@ def test_the_settings_in_an_experiment_of_the_users_own_are_shown_beside_the_gro
     assert changes["rollout.response_length"] == (256, 12)
     assert changes["seed"] == (1, 3)
     assert run.problems == []
-
-
-def test_recent_numbers_are_means_that_say_over_which_iterations(tmp_path):
-    name = "training reward, mean of the last iterations"
-    assert list_tiles(load_run(write_page_run(tmp_path / "long")))[name] == "0.887 at 31 to 40"
-    assert list_tiles(load_run(write_page_run(tmp_path / "short", 3)))[name] == "1 at 3"
-
-
-def test_a_chart_without_values_is_left_out_and_said_how_to_turn_on(tmp_path):
-    page = Page(format_run_page(load_run(write_page_run(tmp_path / "run"))))
-    assert "Entropy , which takes algo.entropy_coef above 0; KL to the reference" in page.text
-    assert "Length of right and wrong responses" not in page.text
 
 
 def test_a_run_in_progress_shows_what_is_there_and_one_that_is_silent_says_how_to_go_on(tmp_path):
@@ -110,24 +96,13 @@ def test_a_page_is_made_of_whatever_files_there_are(tmp_path, left):
     folder = write_page_run(tmp_path / "run", 3)
     for path in folder.iterdir():
         if path.name not in left:
-            path.write_text("{damaged")
+            path.write_text("{damaged" if path.suffix == ".json" else "[" * 100_000 + "\n")
     page = Page(format_run_page(load_run(folder)))
     assert "Files that are missing or damaged" in page.text
     for path in folder.iterdir():
         if path.is_file():
             path.unlink()
     assert "Warnings" in Page(format_run_page(load_run(folder))).text
-
-
-def test_files_nested_too_deeply_are_named_or_left_out(tmp_path):
-    run_dir = write_page_run(tmp_path / "run", 3)
-    for name in ("run.json", "starts.jsonl", "tokens.jsonl", "metrics.jsonl"):
-        with (run_dir / name).open("a") as file:
-            file.write("[" * 100_000 + "\n")
-    run = load_run(run_dir)
-    assert "Learning" in format_run_page(run)
-    for name in ("starts.jsonl", "metrics.jsonl"):
-        assert any(name in problem and "nested too deeply" in problem for problem in run.problems)
 
 
 def test_hostile_text_is_escaped(tmp_path):

@@ -17,7 +17,7 @@ from report_samples import make_sample
 from megarl.config.schema.run import LoggerConfig
 from megarl.report.metrics import MetricsWriter
 from megarl.report.report import Report, build_report
-from megarl.report.terminal import ASCII_BLOCKS, LOG_WIDTH, Progress, draw_sparkline
+from megarl.report.terminal import LOG_WIDTH, Progress
 from megarl.report.text import (
     INDENT,
     LONGEST_TEXT,
@@ -32,12 +32,6 @@ from megarl.report.text import (
 from megarl.types import FinishReason, Response, Sample, Score, Turn
 
 WORDS = st.text(st.characters(blacklist_categories=("C", "Z")), min_size=1, max_size=60)
-
-
-def test_the_sparkline_has_the_lowest_block_for_the_smallest_and_the_highest_for_the_largest() -> None:
-    assert draw_sparkline([0.0, 0.5, 1.0, 0.25]) == "▁▅█▃"
-    assert draw_sparkline([0.0, 1.0], ASCII_BLOCKS) == "_@"
-    assert draw_sparkline([3.0, 3.0]) == "▅▅"
 
 
 @given(st.lists(st.lists(WORDS, max_size=12), max_size=5), st.integers(20, 100))
@@ -107,12 +101,12 @@ def test_a_terminal_shows_progress_rewards_warnings_and_processes_until_the_disp
         "iteration 3/4  rollout ...",
         " 50% ",
         "2 servers, 7 responses under way",
-        "reward ▁█ 0.5 | held-out 0.125",
+        "reward/mean 0.5 | reward/heldout 0.125",
         r"last warning: a server\x1b[2J was lost (iteration 3)",
     ):
         assert text in plain
     # A resumed run repeats these iterations.
-    assert "reward ▁" not in again.rpartition("rollout ...")[2]
+    assert "reward/mean" not in again.rpartition("rollout ...")[2]
     assert "\x1b[?25h" in again
 
 
