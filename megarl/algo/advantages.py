@@ -15,24 +15,8 @@ if TYPE_CHECKING:
     from megarl.algo.blocks import Block
 
 
-def compute_reward_to_go(rewards_BT: Tensor, mask_BT: Tensor, gamma: float) -> Tensor:
-    """A_t = sum_{k >= t} gamma^(k - t) r_k over the generated tokens, [B, T]; 0 outside the mask.
-
-    rewards_BT: float [B, T]. mask_BT: bool [B, T]. Raises NonFiniteError for NaN or infinity inside the mask.
-    """
-    import torch
-
-    from megarl.algo.blocks import check_finite, split_blocks
-
-    check_finite("rewards", rewards_BT, mask_BT)
-    out = torch.zeros_like(rewards_BT)
-    for block in split_blocks(mask_BT):
-        block.put(sum_rewards_to_go(block.flatten(rewards_BT).double(), block.lengths, gamma), out)
-    return out
-
-
 def sum_rewards_to_go(rewards_R: Tensor, lengths_B: Tensor, gamma: float) -> Tensor:
-    """As `compute_reward_to_go`, for the generated tokens of rows end to end; float64 [R] in and out."""
+    """A_t = sum_{k >= t} gamma^(k - t) r_k for the generated tokens of rows end to end; float64 [R] in and out."""
     import torch
 
     from megarl.algo.blocks import sum_discounted
@@ -96,12 +80,7 @@ def _format_group(algo: AlgoConfig, responses_per_prompt: int) -> str:
     return text
 
 
-GROUP = AdvantageEstimator(
-    _format_group,
-    _estimate_group,
-    per_response=True,
-    compares_group=True,
-)
+GROUP = AdvantageEstimator(_format_group, _estimate_group, per_response=True, compares_group=True)
 
 
 # RLOO (2402.14740): each reward against the mean of the others of its group.
@@ -245,12 +224,7 @@ def _check_gae(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps: int
         yield f"algo.lambda_policy: {number} found; must be from 0 to 1, or {ADAPTIVE}"
 
 
-GAE = AdvantageEstimator(
-    _format_gae,
-    _estimate_gae,
-    check=_check_gae,
-    needs_critic=True,
-)
+GAE = AdvantageEstimator(_format_gae, _estimate_gae, check=_check_gae, needs_critic=True)
 
 
 # TETHER (2608.16739, section 5 and appendix C): a baseline between the mean of the group's others and the critic's
@@ -330,12 +304,7 @@ def _check_tether(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps: 
         )
 
 
-TETHER = AdvantageEstimator(
-    _format_tether,
-    _estimate_tether,
-    check=_check_tether,
-    needs_critic=True,
-)
+TETHER = AdvantageEstimator(_format_tether, _estimate_tether, check=_check_tether, needs_critic=True)
 
 ADVANTAGES = {"gae": GAE, "group": GROUP, "reinforce": REINFORCE, "rloo": RLOO, "tether": TETHER}
 """By the values of algo.advantage"""

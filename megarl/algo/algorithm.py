@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.algo.advantages import update_rho
-from megarl.algo.diagnostics import compute_engine_taper, compute_explained_variance, measure_engine_noise
+from megarl.algo.diagnostics import compute_explained_variance
 from megarl.algo.registry import load_state, read_state
 from megarl.algo.rewards import KlController, update_reward_moments
 from megarl.algo.statistics import RunningMoments
 from megarl.algo.targets import compute_targets, warn_of_returns
 from megarl.algo.value_pretraining import build_pretraining_algo, find_end
-from megarl.config.schema.algo import AlgoConfig, needs_reward_moments, uses_topr
+from megarl.config.schema.algo import AlgoConfig, needs_reward_moments
 from megarl.config.schema.root import Config
 from megarl.types import Experience, Metrics, TrainingSamples
 
@@ -23,7 +23,6 @@ class Algorithm:
         self.config = config
         self.kl, self.reward_moments = KlController.start(config.algo.kl), RunningMoments()
         self.tether_rho = config.algo.tether.initial
-        self.engine_noise: float | None = None
         self.explained: tuple[float, ...] = ()
         """Explained variance of each step of value pretraining so far"""
         load_state(config.algo)
@@ -62,11 +61,6 @@ class Algorithm:
         algo = self.config.algo
         samples, metrics = self._compute(experience, algo, has_old_logprobs)
         self.tether_rho = update_rho(self.tether_rho, metrics, algo.tether)
-        if uses_topr(algo):
-            # Iterations without a token of the present weights go by the last one that had some.
-            noise = measure_engine_noise(experience)
-            self.engine_noise = self.engine_noise if noise is None else noise
-            metrics |= compute_engine_taper(samples, experience.scored, algo.topr.ratio_level, self.engine_noise)
         return samples, metrics
 
     def end_step(self, metrics: Metrics) -> str | None:

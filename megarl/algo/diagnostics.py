@@ -4,7 +4,6 @@ Suffixes: B samples, T response positions. Everything is over the generated toke
 """
 
 import math
-import warnings
 
 import numpy as np
 import torch
@@ -14,14 +13,11 @@ from torch import Tensor
 from megarl.algo.blocks import Block, check_finite, count_generated, split_blocks
 from megarl.algo.statistics import Mean, Summary, compute_group_index, compute_moments
 from megarl.algo.tokens import compute_log_ratio, compute_outside
-from megarl.config.schema.algo import MismatchConfig, NormScope, RatioLevel
-from megarl.types import Experience, Metrics, TrainingSamples
+from megarl.config.schema.algo import MismatchConfig, NormScope
+from megarl.types import Experience, Metrics
 
 QUARTERS = ("0_25", "25_50", "50_75", "75_100")
 """Parts of a response, in percent of its generated tokens, as they stand at the end of metric names."""
-
-LOWEST_ENGINE_TAPER = 0.9
-"""Below this the rollout engine's noise has taken a notable part of TOPR's negative samples."""
 
 _ROUNDING = 1e-6
 
@@ -128,7 +124,7 @@ def compute_mismatch_metrics(experience: Experience, config: MismatchConfig) -> 
     mismatch/kl: k3 estimate of KL(rollout engine, training engine) per token, mean of r - 1 - log r.
     mismatch/logprob_gap_mean, logprob_gap_max: |log r| per token.
     mismatch/kl_at_0_25 .. kl_at_75_100, logprob_gap_at_0_25 ..: the same over the tokens in that quarter of their
-    response (`compute_quarters`); worst_quarter: 1 to 4, that of the largest mean gap.
+    response (`compute_quarters`).
     replay/ratio_mean, ratio_max, kl as above; logprob_above, logprob_below as in `_compute_older_logprobs`. What has no
     token is left out. Raises NonFiniteError.
     """
@@ -242,74 +238,7 @@ class GapSummary(RatioSummary):
         for name, (gaps, kls) in zip(QUARTERS, self._quarters, strict=True):
             if gaps.count:
                 metrics |= {f"mismatch/logprob_gap_at_{name}": gaps.value, f"mismatch/kl_at_{name}": kls.value}
-        mean_gaps = [gaps.value if gaps.count else -math.inf for gaps, _ in self._quarters]
-        metrics["mismatch/worst_quarter"] = 1.0 + mean_gaps.index(max(mean_gaps))
         return metrics
-
-
-def measure_engine_noise(experience: Experience) -> float | None:
-    """Standard deviation per token of old_logprobs - rollout_logprobs where the same weights gave both.
-
-    None where there are no two such tokens, as when all were sampled ahead.
-    """
-    gap = Summary()
-    for block in split_blocks(experience.scored):
-        fresh = block.spread(experience.ages == 0)
-        old, rollout = (block.flatten(x).double() for x in (experience.old_logprobs, experience.rollout_logprobs))
-        gap.add((old - rollout)[fresh])
-    return gap.std if gap.count > 1 else None
-
-
-def compute_engine_taper(
-    samples: TrainingSamples, scored: Tensor, level: RatioLevel, engine_noise: float | None
-) -> Metrics:
-    """What of TOPR's taper is the rollout engine's noise. Empty where no advantage is negative; warns where it is much.
-
-    topr/engine_mu_frac: share of the tokens of negative advantage whose log mu is the rollout engine's (`scored`, bool
-    [B, T], is False). topr/engine_taper: the mean taper that the engine's noise alone would leave these tokens.
-
-    With log pi - log mu normal, of variance noise^2 and mean -noise^2 / 2 per token of the engine (so that the mean of
-    pi / mu is 1), the taper of n such tokens is 2 Phi(-noise sqrt(n) / 2) for the product. engine_noise: as
-    `measure_engine_noise` gives it; with None there is no topr/engine_taper.
-    """
-    mean_engines, mean_taper = Mean(), Mean()
-    for block in split_blocks(samples.mask):
-        negative = block.flatten(samples.loss_mask) & (block.flatten(samples.advantages) < 0)
-        engines = (~block.flatten(scored)).double()
-        mean_engines.add(engines[negative])
-        if engine_noise is None:
-            continue
-        scale: Tensor = torch.ones_like(engines)
-        if level is not RatioLevel.token:
-            engines = engines.new_zeros(block.lengths.shape).index_add(0, block.token_rows, engines)[block.token_rows]
-        if level is RatioLevel.geometric:
-            scale = block.lengths[block.token_rows]
-        engines, scale = engines[negative], scale[negative]
-        mean_taper.add(_expect_taper(-(engine_noise**2) / 2 * engines / scale, engine_noise * engines.sqrt() / scale))
-    if not mean_engines.count:
-        return {}
-    metrics = {"topr/engine_mu_frac": mean_engines.value}
-    if engine_noise is None:
-        return metrics
-    metrics["topr/engine_taper"] = mean_taper.value
-    if metrics["topr/engine_taper"] < LOWEST_ENGINE_TAPER:
-        warnings.warn(
-            "TOPR: the rollout engine's noise alone leaves the negative responses a weight below"
-            f" {LOWEST_ENGINE_TAPER:g} (topr/engine_taper), since their log-probs of the weights that sampled them are"
-            f" the engine's (topr/engine_mu_frac) and algo.topr.ratio_level={level.name}: they are hardly unlearned."
-            " algo.topr.ratio_level=geometric bears the noise; with rollout.max_staleness=0 the trainer's own log-probs"
-            " are taken",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-    return metrics
-
-
-def _expect_taper(mean: Tensor, deviation: Tensor) -> Tensor:
-    """E[min(exp(x), 1)] of a normal x, float64; 1 where its deviation is 0."""
-    s = deviation.clamp(min=1e-12)
-    below = (mean + s**2 / 2).exp() * torch.special.ndtr(-(mean + s**2) / s)
-    return torch.where(deviation > 0, below + torch.special.ndtr(mean / s), 1.0)
 
 
 # How much of an advantage is about its token, and how the critic stands to the mean of the group or of the batch.
@@ -504,28 +433,6 @@ class CriticSummary:
             for quartile, (value, outcome) in compute_reliability(predicted, outcomes).items():
                 metrics |= {f"critic/value_{name}_q{quartile}": value, f"critic/outcome_{name}_q{quartile}": outcome}
         return metrics | self._signal.compute_metrics()
-
-
-def compute_critic_metrics(
-    values: Tensor,
-    returns: Tensor,
-    outcomes: Tensor,
-    mask: Tensor,
-    advantages: Tensor | None = None,
-    groups: Tensor | None = None,
-    gamma: float = 1.0,
-) -> Metrics:
-    """`CriticSummary` of a batch. values (V), returns (G), outcomes, advantages (None: returns - values): float [B, T];
-    mask: bool [B, T]; groups: int64 [B] (None: one response each). Raises NonFiniteError.
-    """
-    tensors = {"values": values, "returns": returns, "outcomes": outcomes}
-    tensors["advantages"] = returns - values if advantages is None else advantages
-    for name, tensor in tensors.items():
-        check_finite(name, tensor, mask)
-    summary = CriticSummary(count_generated(mask), torch.arange(len(mask)) if groups is None else groups, gamma)
-    for block in split_blocks(mask):
-        summary.add(block, *(block.flatten(tensor).double() for tensor in tensors.values()))
-    return summary.compute_metrics()
 
 
 def compute_calibration(predicted_N: Tensor, outcomes_N: Tensor) -> Metrics:

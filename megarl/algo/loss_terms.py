@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 _ZERO, _ONE = 0.01, 0.99
 """A taper below the first is logged as 0, one above the second as 1."""
 
-_RATIOS = {
-    RatioLevel.token: "pi/mu",
-    RatioLevel.sequence: "prod_t pi/mu",
-    RatioLevel.geometric: "(prod_t pi/mu)^(1/l)",
-}
+_RATIOS = {RatioLevel.token: "pi/mu", RatioLevel.sequence: "prod_t pi/mu", RatioLevel.geometric: "(prod_t pi/mu)^(1/l)"}
 
 
 def compute_topr(
@@ -95,12 +91,7 @@ def _check_topr(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps: in
 
 
 TOPR = LossTerm(
-    uses_topr,
-    _format_topr,
-    _compute_topr,
-    weight=lambda algo: 1.0,
-    measure=_measure_topr,
-    check=_check_topr,
+    uses_topr, _format_topr, _compute_topr, weight=lambda algo: 1.0, measure=_measure_topr, check=_check_topr
 )
 
 

@@ -22,14 +22,7 @@ from megarl.algo.tokens import (
 )
 from megarl.config.schema.algo import AlgoConfig, LossAggMode, MismatchCorrection
 
-__all__ = [
-    "LossCounts",
-    "LossOutput",
-    "TokenTargets",
-    "count_minibatch",
-    "critic_loss",
-    "policy_loss",
-]
+__all__ = ["LossCounts", "LossOutput", "TokenTargets", "count_minibatch", "critic_loss", "policy_loss"]
 
 
 def policy_loss(

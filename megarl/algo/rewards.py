@@ -213,10 +213,7 @@ def compute_normalised_rewards(
     constant = torch.zeros(out.shape, dtype=torch.bool)
     if norm.mean is not NormScope.none:
         moments = compute_moments(rewards_B, groups_B, norm.mean, running)
-        out, constant = (
-            out - moments.mean,
-            constant | (moments.constant & (norm.mean is not NormScope.running)),
-        )
+        out, constant = (out - moments.mean, constant | (moments.constant & (norm.mean is not NormScope.running)))
     if norm.std is not NormScope.none:
         moments = compute_moments(rewards_B, groups_B, norm.std, running)
         out, constant = out / (moments.std + STD_EPS), constant | moments.constant

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.algo.blocks import Block, check_finite, split_blocks
+from megarl.algo.blocks import Block, split_blocks
 from megarl.config.schema.algo import NormScope
 
 STD_EPS = 1e-6
@@ -168,16 +168,3 @@ class Whitening:
     def apply(self, values: Tensor) -> Tensor:
         """values: float64, of any shape."""
         return torch.zeros_like(values) if self.constant else (values - self.mean) / (self.std + STD_EPS)
-
-
-def compute_whitened(advantages_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """(A - mean) / (std + 1e-6) over all generated tokens, [B, T]; 0 outside the mask and where all are equal.
-
-    advantages_BT: float [B, T]. mask_BT: bool [B, T]. Raises NonFiniteError for NaN or infinity inside the mask.
-    """
-    check_finite("advantages", advantages_BT, mask_BT)
-    whitening = Whitening.measure(lambda block: block.flatten(advantages_BT).double(), mask_BT)
-    out = torch.zeros_like(advantages_BT)
-    for block in split_blocks(mask_BT):
-        block.put(whitening.apply(block.flatten(advantages_BT).double()), out)
-    return out

@@ -110,13 +110,6 @@ def _read_flag(given: Values, name: str) -> bool:
     return value
 
 
-def _read_number(given: Values, name: str, default: float) -> float:
-    value = given.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        _refuse(f"{name}: found {value}; must be a number")
-    return value
-
-
 def clip(given: Values) -> dict[str, Any]:
     """ROLL's dual clip bounds the ratio by 1 + 2 * pg_clip."""
     ranged, dual, both = _read_flag(given, "use_pg_clip_range"), _read_flag(given, "dual_clip_loss"), "pg_clip" in given
@@ -128,7 +121,9 @@ def clip(given: Values) -> dict[str, Any]:
     for side in ("low", "high") if ranged or both else ():
         found[f"algo.clip_{side}"] = given.get(f"pg_clip_{side}" if ranged else "pg_clip", PG_CLIP)
     if "dual_clip_loss" in given:
-        found["algo.dual_clip"] = round(1 + 2 * _read_number(given, "pg_clip", PG_CLIP), 9) if dual else None
+        if not isinstance(number := given.get("pg_clip", PG_CLIP), int | float):
+            _refuse(f"pg_clip: found {number}; must be a number")
+        found["algo.dual_clip"] = round(1 + 2 * number, 9) if dual else None
     return found
 
 

@@ -4,7 +4,7 @@ refusals of what is not built here.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -214,60 +214,39 @@ class ConfigJson:
     def read_rope(self) -> tuple[float, float | None]:
         """Base and Llama 3's factor.
 
-        transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling. Where both are there,
-        transformers and with it the server take rope_scaling: it must say the same as rope_parameters.
+        transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling. What is said twice must be
+        the same: transformers and servers take one of them alone.
         """
-        sections = {}
-        for key in ("rope_scaling", "rope_parameters"):
-            section = self.get(key) or {}
-            if not isinstance(section, Mapping):
-                raise ValueError(f"{self.path}: {key} is {section!r}; an object was expected")
-            if section:
-                sections[key] = self._read_rope(key, section)
-        if len(set(sections.values())) > 1:
-            raise ValueError(
-                f"{self.path}: has rope_scaling {dict(self.content['rope_scaling'])!r} and rope_parameters"
-                f" {dict(self.content['rope_parameters'])!r}, which say different things; transformers and servers take"
-                " the former alone: remove one of them"
-            )
-        return next(iter(sections.values())) if sections else (self._read_theta("", {}), None)
-
-    def _read_rope(self, name: str, section: Mapping[str, Any]) -> tuple[float, float | None]:
-        theta = self._read_theta(f"{name}.", section)
+        sections = {key: self.get(key) for key in ("rope_scaling", "rope_parameters") if self.get(key)}
+        name, section = next(iter(sections.items()), ("", {}))
+        if not isinstance(section, Mapping):
+            raise ValueError(f"{self.path}: {name} is {section!r}; an object was expected")
+        bases = {f"{key}.rope_theta": each["rope_theta"] for key, each in sections.items() if "rope_theta" in each}
+        self.get("rope_theta")
+        bases |= {"rope_theta": self.content["rope_theta"]} if "rope_theta" in self.content else {}
+        for key, value in bases.items():
+            self._check_number(key, value)
+        without = [{k: v for k, v in each.items() if k != "rope_theta"} for each in sections.values()]
+        if len(set(bases.values())) > 1 or without[1:] != without[:1] * len(without[1:]):
+            raise ValueError(f"{self.path}: {', '.join({**bases, **sections})} say different things; keep one of them")
         kinds = {section[key] for key in ("rope_type", "type") if section.get(key) is not None} or {"default"}
         fixed = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
-        allowed = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-        if kinds == {"llama3"} and all(section.get(key) == value for key, value in fixed.items()):
-            factor = self._check_number(f"{name}.factor", section.get("factor"))
-            allowed |= {*fixed, "factor"}
-        elif kinds == {"default"}:
-            factor = None
-        else:
+        is_llama3 = kinds == {"llama3"} and all(section.get(key) == value for key, value in fixed.items())
+        if not is_llama3 and kinds != {"default"}:
             raise ValueError(
                 f"{self.path}: rope scaling {dict(section)!r} is not supported; supported: default, llama3 with {fixed}"
             )
+        allowed = {
+            "rope_type",
+            "type",
+            "rope_theta",
+            "partial_rotary_factor",
+            *((*fixed, "factor") if is_llama3 else ()),
+        }
         if other := sorted(key for key, value in section.items() if key not in allowed and value is not None):
-            raise ValueError(
-                f"{self.path}: {name} has {', '.join(other)}; of rope_type {next(iter(kinds))!r} the keys"
-                f" {', '.join(sorted(allowed))} are supported"
-            )
-        return theta, factor
-
-    def _read_theta(self, where: str, section: Mapping[str, Any]) -> float:
-        """The base in the section or, where it has none, in the key beside it; as for transformers, null is a value."""
-        outside = self.content.get("rope_theta", 10000.0)
-        self.get("rope_theta")
-        inside = section.get("rope_theta", outside)
-        for key, value in {f"{where}rope_theta": inside, "rope_theta": outside}.items():
-            if value is None:
-                raise ValueError(f"{self.path}: {key} is null, which transformers and servers take as it is; remove it")
-            self._check_number(key, value)
-        if "rope_theta" in self.content and inside != outside:
-            raise ValueError(
-                f"{self.path}: rope_theta is {outside} and {where}rope_theta {inside}, which transformers and servers"
-                " take; remove one of them"
-            )
-        return float(inside)
+            raise ValueError(f"{self.path}: {name} has {', '.join(other)}; {', '.join(sorted(allowed))} are supported")
+        factor = self._check_number(f"{name}.factor", section.get("factor")) if is_llama3 else None
+        return float(next(iter(bases.values()), 10000.0)), factor
 
     def read_rotary_share(self, default: float) -> float:
         """Share of each head that positions turn; the key stands in rope_parameters or beside it."""
@@ -283,13 +262,10 @@ class ConfigJson:
         self.require("hidden_act", "silu")
         self.require("mlp_bias", False)
         self.require("use_sliding_window", False)
-        kinds = self.get("layer_types", ["full_attention"] * self.read_size("num_hidden_layers"))
-        if not isinstance(kinds, list) or set(map(str, kinds)) != {"full_attention"}:
-            raise ValueError(f"{self.path}: layer_types is {_shorten(kinds)}; only full_attention is supported")
-        if len(kinds) != self["num_hidden_layers"]:
-            raise ValueError(
-                f"{self.path}: layer_types names {len(kinds)} layers, num_hidden_layers is {self['num_hidden_layers']}"
-            )
+        kinds = ["full_attention"] * self.read_size("num_hidden_layers")
+        if (found := self.get("layer_types", kinds)) != kinds:
+            what = "of every layer, full_attention, is supported"
+            raise ValueError(f"{self.path}: layer_types is {_shorten(found)}; only one {what}")
         num_heads, hidden_size = self.read_size("num_attention_heads"), self.read_size("hidden_size")
         num_kv_heads = self.read_size("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
@@ -330,36 +306,26 @@ class ConfigJson:
 
         only: what the family adds to ONLY_VALUES and replaces of it.
         """
-        refused = [*self._find_effective({**ONLY_VALUES, **only})]
+        only, refused, unknown = {**ONLY_VALUES, **only}, [], []
+        for key, value in self.content.items():
+            if key in SECTIONS:
+                refused.append(f"{key} is there, from which a server reads the model")
+            elif value is None or key in self._read or key in WITHOUT_EFFECT:
+                continue
+            elif key in only:
+                allowed = only[key] if isinstance(only[key], tuple) else (only[key],)
+                if value not in allowed:
+                    refused.append(f"{key} is {_shorten(value)}, not {' or '.join(map(_shorten, allowed))}")
+            elif key in QUANTIZED or (EFFECTIVE.search(key.lower()) and not _is_neutral(key, value)):
+                refused.append(f"{key} is {_shorten(value)}")
+            elif value and (not EFFECTIVE.search(key.lower()) or _DROPOUT.search(key)):
+                unknown.append(f"{self.path}: {key} is not known here and taken to have no effect")
         if refused:
             raise ValueError(
                 f"{self.path}: {'; '.join(refused)}; not built here: the trainer and the servers could compute"
                 " different models. Where the weights do not need it, remove it from config.json"
             )
-        return [f"{self.path}: {what}" for what in self._find_rest()]
-
-    def _find_effective(self, only: Mapping[str, Any]) -> Iterator[str]:
-        for key, value in self.content.items():
-            if key in SECTIONS:
-                yield f"{key} is there, from which a server reads the model"
-            elif value is None or key in self._read or key in WITHOUT_EFFECT:
-                continue
-            elif key in QUANTIZED:
-                yield f"{key} is {_shorten(value)}, but a policy is trained from weights that are not quantized"
-            elif key in only:
-                allowed = only[key] if isinstance(only[key], tuple) else (only[key],)
-                if value not in allowed:
-                    yield f"{key} is {_shorten(value)}, not {' or '.join(map(_shorten, allowed))}"
-            elif EFFECTIVE.search(key.lower()) and not _is_neutral(key, value):
-                yield f"{key} is {_shorten(value)}"
-
-    def _find_rest(self) -> Iterator[str]:
-        known = self._read | WITHOUT_EFFECT | ONLY_VALUES.keys()
-        for key, value in self.content.items():
-            if value and _DROPOUT.search(key):
-                yield f"{key} is {value!r}; no dropout is applied here"
-            elif value and key not in known and not EFFECTIVE.search(key.lower()):
-                yield f"{key} is not known here and taken to have no effect"
+        return unknown
 
     def check_experts(self, experts: Experts) -> Experts:
         """The experts, where the router chooses some of them and can be trained."""

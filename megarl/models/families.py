@@ -99,9 +99,7 @@ QWEN3_MOE = Family(
 
 def read_glm4(config: ConfigJson) -> Architecture:
     return config.read_decoder(
-        qkv_bias=config.read_flag("attention_bias", True),
-        rotary_share=config.read_rotary_share(0.5),
-        output_norms=True,
+        qkv_bias=config.read_flag("attention_bias", True), rotary_share=config.read_rotary_share(0.5), output_norms=True
     )
 
 
@@ -118,17 +116,13 @@ def list_glm4_weights(arch: Architecture, layer: int) -> list[Weight]:
     ]
 
 
-def glm4_megatron_fields(_: Architecture) -> dict[str, Any]:
-    return {"rotary_interleaved": True}
-
-
 GLM4 = Family(
     "glm4",
     hf_class="Glm4",
     sglang_module="glm4",
     read=read_glm4,
     list_weights=list_glm4_weights,
-    megatron_fields=glm4_megatron_fields,
+    megatron_fields=lambda _: {"rotary_interleaved": True},
     random_fields=with_head_size,
 )
 

@@ -114,20 +114,13 @@ def mixture(hidden_size: int, experts: Experts) -> list[Weight]:
 def pre_norm_layer(arch: Architecture, layer: int) -> list[Weight]:
     """x + attention(norm(x)), then x + mlp(norm(x)), with a mixture of experts where the layer has one."""
     h = arch.hidden_size
-    weights = [
-        norm("input_layernorm", "input_layernorm", h, before="self_attention.linear_qkv"),
-        *attention(arch),
-    ]
+    weights = [norm("input_layernorm", "input_layernorm", h, before="self_attention.linear_qkv"), *attention(arch)]
     if arch.experts is not None and arch.has_experts(layer):
         # Transformer Engine fuses no norm with experts.
         norms = [norm("pre_mlp_layernorm", "post_attention_layernorm", h)]
         return [*weights, *norms, *mixture(h, arch.experts)]
     norms = [norm("pre_mlp_layernorm", "post_attention_layernorm", h, before="mlp.linear_fc1")]
     return [*weights, *norms, *gated_mlp("mlp", "mlp", h, arch.ffn_size)]
-
-
-def no_fields(_: Any) -> dict[str, Any]:
-    return {}
 
 
 def with_head_size(random: RandomModelConfig) -> dict[str, Any]:
@@ -149,9 +142,9 @@ class Family:
     """Raises ValueError, naming the key, for what is not built here"""
     list_weights: Callable[[Architecture, int], list[Weight]] = pre_norm_layer
     """The tensors of a layer, by its number from 0"""
-    megatron_fields: Callable[[Architecture], dict[str, Any]] = no_fields
+    megatron_fields: Callable[[Architecture], dict[str, Any]] = lambda _: {}
     """Fields of Megatron's TransformerConfig besides those that follow from the architecture"""
-    random_fields: Callable[[RandomModelConfig], dict[str, Any]] = no_fields
+    random_fields: Callable[[RandomModelConfig], dict[str, Any]] = lambda _: {}
     """Keys of the config.json of a random model besides those that all families have"""
     has_experts: bool = False
     only_values: Mapping[str, Any] = field(default_factory=dict)

@@ -29,7 +29,6 @@ from tool_loading import load_tool
 from megarl import evaluate
 from megarl.algo import registry
 from megarl.cli import COMMANDS
-from megarl.config.checks.config import TOYS
 from megarl.config.load import check_overrides, load_config
 from megarl.config.placement import list_contradictions
 from megarl.config.schema.run import ClusterConfig
@@ -328,47 +327,6 @@ def list_all_texts() -> list[Path]:
     return [*TEXTS, ROOT / "Makefile", *(path for path in found if path.suffix in {".md", ".yaml", ".sh", ".py"})]
 
 
-def find_toys(text: str) -> list[str]:
-    """The commands, or parts of them, that give a path to a toy's settings: words of a command around model.path."""
-    # Strings of the code that follow one another are one command, as are lines that a backslash joins.
-    joined = re.sub(r'"\s*,?\s*\n\s*f?"|\\\\?\n\s*|`|"', " ", text)
-    wrong = []
-    for match in re.finditer(r"model\.source=path|\bevaluate[^\n]*\bmodel\.path=|\btrain[^\n]*\bmodel\.path=", joined):
-        line = joined[joined.rfind("\n", 0, match.start()) + 1 : joined.find("\n", match.end())]
-        chosen = re.findall(r"\b(model|experiment)=(\S*)", line)
-        if not chosen or any(group == "model" and option in TOYS for group, option in chosen):
-            wrong.append(line.strip())
-    return wrong
-
-
-def test_no_text_gives_a_path_to_a_toys_settings() -> None:
-    """Bash blocks are composed besides, and a path with a toy's preset is refused there."""
-    # Fields and rules of the configuration name the key itself, and a bench trains a toy of its own by intention.
-    names_key = {"megarl/config/schema/roles.py", "tools/bench/experiments.py", "docs/configuration.md"}
-    wrong = {
-        str(path.relative_to(ROOT)): found
-        for path in list_all_texts()
-        if str(path.relative_to(ROOT)) not in names_key and (found := find_toys(path.read_text()))
-    }
-    assert wrong == {}
-
-
-@pytest.mark.parametrize(
-    ("text", "is_wrong"),
-    [
-        ("megarl evaluate model.source=path model.path=X data=gsm8k", True),
-        ("change the model: `model.source=path model.path=DIRECTORY`.", True),
-        ("megarl train model=tiny model.path=X", True),
-        ("megarl train \\\n  model.path=X", True),
-        ("megarl evaluate model=checkpoint model.path=X", False),
-        ("megarl evaluate experiment=own \\\n  model.source=path model.path=X", False),
-        ("Any other small model is the same job with `model.path=NAME`.", False),
-    ],
-)
-def test_a_path_without_a_preset_for_it_is_found(text: str, is_wrong: bool) -> None:
-    assert bool(find_toys(text + "\n")) == is_wrong
-
-
 PIP = re.compile(r"pip3? install[^\n;,)`]*?[\s'\"]megarl(?![\w./*-])")
 """The name alone, which on the package index is somebody else's; megarl-*.whl, ./megarl and . are files"""
 
@@ -378,10 +336,3 @@ def test_no_text_installs_a_strangers_package() -> None:
     assert wrong == []
     assert all(PIP.search(f"pip install {text}") for text in ("megarl", "'megarl[wandb]'", "-U megarl==1", '"megarl"'))
     assert not any(PIP.search(f"pip install {text}") for text in (".", "'.[wandb]'", "megarl-*.whl", "./megarl"))
-
-
-def test_output_with_dots_matches_any_text_and_a_line_of_dots_any_lines() -> None:
-    assert matches(["a ... c", "...", "z"], "a b c\nx\ny\nz\n")
-    assert matches(["...", "z"], "z\n")
-    assert not matches(["a ... c"], "a b d\n")
-    assert not matches(["a"], "a\nb\n")

@@ -36,11 +36,6 @@ def list_anchors(file: Path) -> set[str]:
     return slugs | set(re.findall(r'<a name="([^"]+)">', text))
 
 
-def test_names_of_files_are_in_kebab_case() -> None:
-    wrong = [str(path) for path in (ROOT / "docs").rglob("*.md") if not re.fullmatch(r"[a-z0-9-]+", path.stem)]
-    assert not wrong, wrong
-
-
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= LONGEST_README
 

@@ -8,7 +8,11 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from megarl.algo.advantages import sum_rewards_to_go
+from megarl.algo.blocks import count_generated, split_blocks
+from megarl.algo.diagnostics import CriticSummary
 from megarl.algo.losses import LossCounts, TokenTargets, policy_loss
+from megarl.algo.statistics import Whitening
 from megarl.algo.targets import compute_targets
 from megarl.config.checks.algo import check_algo
 from megarl.config.checks.keys import check_keys
@@ -222,3 +226,29 @@ def with_gaps(gaps, ages, lengths):
 def find_problems(algo: AlgoConfig, responses_per_prompt: int = 1, optimizer_steps: int = 1) -> list[str]:
     """What is wrong with the values of the group `algo`."""
     return [*check_keys(Config(algo=algo)), *check_algo(algo, responses_per_prompt, optimizer_steps)]
+
+
+def compute_critic_metrics(values, returns, outcomes, mask, advantages=None, groups=None, gamma=1.0):
+    """`CriticSummary` of a batch. advantages: None: returns - values; groups: None: one response each."""
+    tensors = (values, returns, outcomes, returns - values if advantages is None else advantages)
+    summary = CriticSummary(count_generated(mask), torch.arange(len(mask)) if groups is None else groups, gamma)
+    for block in split_blocks(mask):
+        summary.add(block, *(block.flatten(tensor).double() for tensor in tensors))
+    return summary.compute_metrics()
+
+
+def compute_whitened(advantages, mask):
+    """`Whitening` of the generated tokens, [B, T]; 0 outside the mask."""
+    whitening = Whitening.measure(lambda block: block.flatten(advantages).double(), mask)
+    out = torch.zeros_like(advantages)
+    for block in split_blocks(mask):
+        block.put(whitening.apply(block.flatten(advantages).double()), out)
+    return out
+
+
+def compute_reward_to_go(rewards, mask, gamma):
+    """`sum_rewards_to_go` of a batch, [B, T]; 0 outside the mask."""
+    out = torch.zeros_like(rewards)
+    for block in split_blocks(mask):
+        block.put(sum_rewards_to_go(block.flatten(rewards).double(), block.lengths, gamma), out)
+    return out

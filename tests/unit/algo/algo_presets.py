@@ -29,10 +29,6 @@ def load_preset(name: str, *overrides: str) -> tuple[AlgoConfig, TrainConfig]:
 
 def load_preset_text(text: str, *overrides: str) -> tuple[AlgoConfig, TrainConfig]:
     """As `load_preset`, of a preset that is no file of conf/."""
-    root = OmegaConf.merge(
-        OmegaConf.structured(_Root),
-        OmegaConf.create(text),
-        OmegaConf.from_dotlist(list(overrides)),
-    )
+    root = OmegaConf.merge(OmegaConf.structured(_Root), OmegaConf.create(text), OmegaConf.from_dotlist(list(overrides)))
     config = OmegaConf.to_object(root)
     return config.algo, config.train

@@ -10,11 +10,11 @@ import math
 
 import pytest
 import torch
-from algo_cases import configure, experiences, f64, make_experience, some
+from algo_cases import compute_critic_metrics, configure, experiences, f64, make_experience, some
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algo.diagnostics import QUARTERS, compute_critic_metrics, compute_reliability
+from megarl.algo.diagnostics import QUARTERS, compute_reliability
 from megarl.algo.targets import compute_targets
 from megarl.config.schema.algo import ADAPTIVE
 
@@ -91,51 +91,6 @@ def test_a_critic_that_is_one_constant_finds_no_signal():
     metrics = measure_bits(bits, group_size=4, values_BN=torch.full(bits.shape, 5.5, dtype=torch.float64))
     assert get_fractions(metrics) == [0.0] * 4
     assert get_fractions(metrics, "signal_frac_group") == [0.0] * 4
-
-
-def test_random_values_are_no_signal_though_their_td_errors_are_large():
-    bits = draw_bits(4096, 8)
-    values = 4 + torch.randn(bits.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    metrics = measure_bits(bits, values_BN=values, lambda_policy=0.0)
-    # TD errors alone are the advantages here, and their squares would be a signal of 1.
-    assert get_fractions(metrics) == pytest.approx([0.0] * 4, abs=0.1)
-
-
-def test_the_critic_against_the_mean_of_the_batch_by_hand():
-    # Outcomes 0, 2, 4: errors against the others' mean 3, 0, 3. Critic: 1 | 1, 0 | 0.
-    mask = torch.tensor([[1, 0], [1, 1], [1, 0]]).bool()
-    outcomes, values = f64([[0, 0], [2, 2], [4, 0]]), f64([[1, 0], [1, 2], [4, 0]])
-    metrics = compute_critic_metrics(values, outcomes, outcomes, mask)
-    assert metrics["critic/mse_vs_batch_first"] == pytest.approx((1 + 1 + 0) / 18)
-    assert metrics["critic/mse_vs_batch"] == pytest.approx((1 + 1 + 0 + 0) / 18)
-    # The one token with a successor: 1 - 0 of signal in an advantage of 1; the batch's advantage of it is 0.
-    assert {k: v for k, v in metrics.items() if "signal" in k} == {"advantage/signal_frac_at_0_25": 1.0}
-
-
-def test_a_response_alone_in_its_group_is_not_compared_where_others_are_not():
-    mask, groups = torch.ones(3, 1).bool(), torch.tensor([7, 7, 3])
-    outcomes, values = f64([[0], [2], [9]]), f64([[1], [2], [0]])
-    metrics = compute_critic_metrics(values, outcomes, outcomes, mask, groups=groups)
-    assert metrics["critic/mse_vs_group"] == metrics["critic/mse_vs_group_first"] == pytest.approx(1 / 8)
-    assert not any("batch" in name for name in metrics)
-
-
-def test_nothing_is_compared_with_a_single_response_or_equal_outcomes():
-    mask = torch.ones(2, 3).bool()
-    for rows in (slice(0, 1), slice(0, 2)):
-        outcomes, values = torch.ones(2, 3)[rows], f64([[0, 2, 1], [1, 1, 0]])[rows]
-        metrics = compute_critic_metrics(values, outcomes, outcomes, mask[rows])
-        assert not any("mse_vs" in name or "signal_frac_batch" in name for name in metrics)
-        assert "advantage/signal_frac_at_0_25" in metrics
-
-
-def test_advantages_that_are_rounding_have_no_signal():
-    # Nothing is ever paid, and TD errors are the last digit of a constant value.
-    values = f64([[0.1, 0.1 + 2e-9, 0.1, 0.1]])
-    zeros, ones = torch.zeros(1, 4), torch.ones(1, 4).bool()
-    advantages = f64([[2e-9, -2e-9, 0, -0.1]])
-    metrics = compute_critic_metrics(values, zeros, zeros, ones, advantages)
-    assert not any("signal_frac" in name for name in metrics)
 
 
 @some

@@ -23,13 +23,7 @@ from hypothesis import strategies as st
 
 from megarl.algo.losses import count_minibatch, critic_loss, policy_loss
 from megarl.algo.policy_losses import POLICY_LOSSES
-from megarl.config.schema.algo import (
-    KLEstimator,
-    LossAggMode,
-    MismatchCorrection,
-    PositiveLMMean,
-    RatioLevel,
-)
+from megarl.config.schema.algo import KLEstimator, LossAggMode, MismatchCorrection, PositiveLMMean, RatioLevel
 
 AGGREGATIONS = list(LossAggMode)
 
@@ -90,10 +84,7 @@ def test_the_policy_loss_and_its_gradient_equal_the_reference(e, config, seed):
     for mine, other in zip(found, theirs, strict=True):
         zero = torch.zeros_like(mine)
         torch.testing.assert_close(
-            zero if mine.grad is None else mine.grad,
-            zero if other.grad is None else other.grad,
-            rtol=1e-9,
-            atol=1e-9,
+            zero if mine.grad is None else mine.grad, zero if other.grad is None else other.grad, rtol=1e-9, atol=1e-9
         )
     assert all(torch.isfinite(x) for x in out.sums.values())
     logged = [out.sums.get(f"topr/taper_{name}") for name in ("mean", "zero_frac", "one_frac")]
@@ -127,13 +118,7 @@ def test_the_critic_loss_and_its_gradient_equal_the_reference(e, mode, clip, fil
 
 
 @few
-@given(
-    experiences(),
-    policy_configs(),
-    st.integers(0, 1000),
-    st.integers(1, 4),
-    st.randoms(use_true_random=False),
-)
+@given(experiences(), policy_configs(), st.integers(0, 1000), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_any_split_into_micro_batches_in_any_order_gives_the_same_loss_gradient_and_metrics(
     e, config, seed, pieces, random
 ):
@@ -176,8 +161,7 @@ def test_the_same_holds_for_the_critic():
     parts = [torch.tensor([2]), torch.tensor([1, 0])]
     found = sum(
         torch.autograd.grad(
-            critic_loss(at_responses(samples, p, values), build_targets(samples, p), config, counts).loss,
-            values,
+            critic_loss(at_responses(samples, p, values), build_targets(samples, p), config, counts).loss, values
         )[0]
         for p in parts
     )

@@ -9,7 +9,6 @@ from hypothesis import given
 
 from megarl.algo import blocks
 from megarl.algo.blocks import count_generated, split_blocks
-from megarl.algo.diagnostics import compute_engine_taper, measure_engine_noise
 from megarl.algo.rewards import KlController
 from megarl.algo.statistics import Summary
 from megarl.algo.targets import compute_targets
@@ -42,10 +41,8 @@ def pad(experience: Experience, num: int) -> Experience:
 def compute_all(experience: Experience, algo) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     samples, metrics = compute_targets(experience, algo, 0.1, response_length=64, reward_moments=None)
     kl = dataclasses.replace(KlController.start(algo.kl), in_reward=True, target=0.1, horizon=100.0)
-    taper = compute_engine_taper(samples, experience.scored & (experience.ages == 0)[:, None], RatioLevel.sequence, 0.1)
-    noise = measure_engine_noise(experience)
     tensors = {name: x for name in ("advantages", "returns") if (x := getattr(samples, name)) is not None}
-    return tensors, metrics | taper | {"noise": noise} | kl.update(experience)[1]
+    return tensors, metrics | kl.update(experience)[1]
 
 
 @pytest.mark.parametrize("preset", list_options("algo"))

@@ -7,20 +7,16 @@ import torch
 from algo_cases import (
     build_targets,
     configure,
-    experiences,
     make_experience,
     norm,
     response_positions,
-    some,
     with_failures,
     with_turn_rewards,
 )
 from algo_presets import NAMES, load_preset
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megarl.algo.advantages import ADVANTAGES
-from megarl.algo.diagnostics import compute_batch_metrics, compute_engine_taper, measure_engine_noise
+from megarl.algo.diagnostics import compute_batch_metrics
 from megarl.algo.losses import count_minibatch, critic_loss, policy_loss
 from megarl.algo.policy_losses import POLICY_LOSSES
 from megarl.algo.registry import needs_critic
@@ -96,9 +92,6 @@ def learn(e, algo):
     if algo.kl.in_reward:
         kl = dataclasses.replace(algo.kl, target=algo.kl.target or 0.1)
         metrics["kl/next"] = KlController.start(kl).update(e)[0].coef
-    if uses_topr(algo):
-        metrics["topr/noise"] = noise = measure_engine_noise(e) or 0.0
-        metrics |= compute_engine_taper(samples, e.scored, algo.topr.ratio_level, noise)
     for out in outputs:
         metrics |= {name: float(x) for name, x in (out.sums | out.maxima).items()}
     return samples, loss.detach(), gradients, metrics
@@ -177,30 +170,3 @@ def test_environment_tokens_change_nothing_under_any_single_choice(choice):
     lengths, rewards = [3, 5, 12, 1, 25, 7], [1.0, 0.0, 0.3, 1.0, -1.0, 0.0]
     e = make_experience([0] * 3 + [1] * 3, lengths, rewards, [False, True] * 3, 9)
     check(e if uses_topr(algo) else with_turn_rewards(e, 5), algo, draw_places(e, 4), POISON[0])
-
-
-@some
-@given(
-    experiences(min_group=2),
-    st.sampled_from(NAMES),
-    st.sampled_from(list(LossAggMode)),
-    st.booleans(),
-    st.sampled_from(POISON),
-    st.integers(0, 1000),
-)
-def test_environment_tokens_change_nothing_under_any_aggregation_either(e, name, mode, everything, poison, seed):
-    algo, _ = load_preset(name)
-    algo.loss_agg_mode = mode
-    if everything:
-        algo.entropy_coef, algo.positive_lm_coef = 0.1, 0.1
-        algo.kl.in_loss, algo.kl.loss_estimator = True, KLEstimator.full
-        algo.overlong.filter = True
-    check(e, algo, draw_places(e, seed), poison)
-
-
-def test_the_length_adaptive_lambda_counts_generated_tokens():
-    e = make_experience([0], [60], [1.0], [False], 0, holes=False)
-    algo, _ = load_preset("vapo")
-    longer, _ = insert(e, torch.ones(1, 61, dtype=torch.int64), 0.0)
-    _, metrics = compute_targets(longer, algo, 0.0)
-    assert metrics["advantage/lambda_mean"] == pytest.approx(1 - 1 / (0.05 * 60))

@@ -153,12 +153,6 @@ def test_an_estimator_that_gives_another_shape_than_it_declares_is_an_error(fold
         compute_rewards_relative(configure(advantage="my_estimators:MEDIAN"))
 
 
-def test_every_choice_is_found_by_its_name_and_has_a_formula():
-    algo = AlgoConfig()
-    assert all(find_advantage(name).formula(algo, 2) for name in ADVANTAGES)
-    assert all(find_policy_loss(name).formula(algo) for name in POLICY_LOSSES)
-
-
 @pytest.mark.parametrize(
     ("module", "kind", "listed"),
     [
@@ -196,25 +190,3 @@ assert "torch" not in sys.modules
 """
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-
-
-@pytest.mark.parametrize(
-    ("values", "policy", "advantage"),
-    [
-        ({"advantage": "gae"}, "-min(w A, clip(w, 0.8, 1.2) A)", "GAE(gamma = 1, lambda = 0.95)"),
-        ({"advantage": "rloo", "surrogate": "logprob"},
-         "-A log pi", "R - mean R of the other 3 responses to the prompt"),
-        ({"advantage": "reinforce", "gamma": 0.9, "dual_clip": 3.0},
-         "min(-min(w A, clip(w, 0.8, 1.2) A), 3 |A| where A < 0)", "sum_k>=t 0.9^(k-t) reward_k"),
-        ({"advantage": "group", "rl_loss_coef": 0.0, "topr__positive_loss_coef": 1.0, "topr__negative_loss_coef": 2.0},
-         "1 * [A >= 0] * -A log pi + 2 * [A < 0] * -clip(prod_t pi/mu, 0, 1) A log pi",
-         "R - mean R of the prompt's 4 responses"),
-        ({"advantage": "group", "kl__in_loss": True, "entropy_coef": 0.1},
-         "-min(w A, clip(w, 0.8, 1.2) A) + 0.001 * (exp(-d) + d - 1) with d = log pi - log pi_ref - 0.1 * H",
-         "R - mean R of the prompt's 4 responses"),
-    ],
-)  # fmt: skip
-def test_the_printed_formulas_by_hand(values, policy, advantage):
-    lines = format_objective(configure(**values), 4).splitlines()
-    assert lines[1] == f"policy loss = 1/N_tok sum_i sum_t[ {policy} ]"
-    assert lines[2] == f"advantage   = {advantage}; 4 responses per prompt"

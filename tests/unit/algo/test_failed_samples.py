@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algo.advantages import ADVANTAGES
-from megarl.algo.diagnostics import compute_batch_metrics, measure_engine_noise
+from megarl.algo.diagnostics import compute_batch_metrics
 from megarl.algo.losses import count_minibatch, critic_loss, policy_loss
 from megarl.algo.registry import needs_critic
 from megarl.algo.rewards import KlController, update_reward_moments
@@ -32,7 +32,7 @@ def learn(e, algo):
     controller, kl_metrics = KlController.start(kl).update(e)
     batch = compute_batch_metrics(e)
     batch.pop("reward/failed_frac", None)
-    noise = {"noise": measure_engine_noise(e) or 0.0, "coef": controller.coef}
+    noise = {"coef": controller.coef}
     return samples, moments, metrics | kl_metrics | batch | noise
 
 
@@ -58,45 +58,10 @@ def test_targets_and_metrics_are_those_of_the_others_under_any_preset(e, name, d
     assert samples.sequences is lost.sequences
 
 
-def group_of_three(failed, rewards=(1.0, 0.0, 0.5)):
-    e = make_experience([0] * 3, [2] * 3, list(rewards), [False] * 3, 0, holes=False)
-    return with_failures(e, failed)
-
-
 def advantages(e, **values):
     samples, _ = compute_targets(e, configure(**values), 0.0)
     assert torch.equal(samples.advantages[:, 0], samples.advantages[:, 1])
     return samples.advantages[:, 0].tolist()
-
-
-def test_a_group_is_compared_with_those_that_have_a_reward_by_hand():
-    e = group_of_three([False, False, True])
-    assert advantages(e, advantage="rloo") == [1.0, -1.0, 0.0]
-    assert advantages(e, advantage="group") == [0.5, -0.5, 0.0]
-
-
-def test_a_group_with_one_reward_left_or_none_teaches_nothing():
-    for failed in ([False, True, True], [True] * 3):
-        for name in ("rloo", "group"):
-            assert advantages(group_of_three(failed), advantage=name) == [0.0] * 3
-    e = group_of_three([False, True, True])
-    assert advantages(e, advantage="reinforce", reward_norm=norm("group", "group")) == [0.0] * 3
-    # Nothing is compared here: the reward itself.
-    assert advantages(e, advantage="reinforce") == [1.0, 0.0, 0.0]
-
-
-def test_batch_metrics_count_failures_and_leave_them_out_of_the_rest():
-    e = make_experience([0, 0, 1, 1], [2, 4, 3, 9], [1.0, 0.0, 1.0, 5.0], [False, True, False, True], 0, holes=False)
-    metrics = compute_batch_metrics(with_failures(e, [False, False, False, True]))
-    assert metrics["reward/failed_frac"] == 0.25
-    assert (metrics["reward/mean"], metrics["reward/max"]) == (pytest.approx(2 / 3), 1.0)
-    # The group of one has no other reward to differ from.
-    assert metrics["reward/equal_groups_frac"] == 0.5
-    assert (metrics["length/mean"], metrics["length/max"]) == (3.0, 4.0)
-    assert metrics["length/truncated_frac"] == pytest.approx(1 / 3)
-    assert compute_batch_metrics(with_failures(e, [True] * 4)) == {"reward/failed_frac": 1.0}
-    replayed = dataclasses.replace(with_failures(e, [False, False, False, True]), ages=torch.tensor([0, 0, 0, 2]))
-    assert compute_batch_metrics(replayed)["reward/failed_frac"] == 0.0
 
 
 @pytest.mark.parametrize("name", NAMES)

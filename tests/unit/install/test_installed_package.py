@@ -8,17 +8,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-MODEL = """# @package _global_
-defaults: [tiny]
-model: {name: mine, random: {num_layers: 1}}
-"""
-ALGO = """# @package _global_
-algo: {name: my_algo, advantage: group, clip_high: 0.3}
-train: {responses_per_prompt: 4}
-"""
-DATA = """defaults: [jsonl_schema, _self_]
-path: problems.jsonl
-"""
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +21,6 @@ def site(tmp_path_factory):
     subprocess.run(["cp", "-a", *(str(ROOT / name) for name in names), str(source)], check=True)
     subprocess.run([*command, "--target", str(folder), str(source)], check=True, cwd=source, capture_output=True)
     return folder
-
-
-@pytest.fixture
-def mine(tmp_path):
-    """A user's own directory of configuration files."""
-    for group, name, text in (("model", "mine", MODEL), ("algo", "my_algo", ALGO), ("data", "my_problems", DATA)):
-        (tmp_path / "my conf" / group).mkdir(parents=True)
-        (tmp_path / "my conf" / group / f"{name}.yaml").write_text(text)
-    return tmp_path / "my conf"
 
 
 def run(site, folder, *arguments, code=0):
@@ -96,22 +76,3 @@ def test_the_console_script_of_an_installed_megarl_makes_a_task(site, tmp_path):
     run(site, tmp_path, str(script), "new", "mine")
     assert (tmp_path / "mine/prompts.jsonl").read_bytes() == (ROOT / "examples/own_task/prompts.jsonl").read_bytes()
     assert "RUN_DIR" in run(site, tmp_path, str(script), "report", "--help")
-
-
-def test_a_job_script_of_an_installed_megarl_runs_the_package_that_it_lies_in(site, tmp_path):
-    script = str(site / "megarl/slurm/train.sh")
-    done = subprocess.run(
-        ["bash", script, "--local", "--nodes=1", "--gpus-per-node=8", "model=qwen3_8b", "cluster=slurm"],
-        cwd=tmp_path, env={**os.environ, "MEGARL_PYTHON": sys.executable}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert f"PYTHONPATH={site}" in done.stdout, done.stdout + done.stderr
-
-
-def test_a_users_directory_adds_an_algorithm_a_model_and_data(site, tmp_path, mine):
-    chosen = ("algo=my_algo", "model=mine", "data=my_problems", "reward=exact")
-    for option in (("--config-dir", str(mine)), (f"--config-dir={mine}",), ("-cd", "my conf")):
-        text = run(site, tmp_path, "-m", "megarl.train", *option, *chosen, "--cfg", "job")
-        assert "name: my_algo" in text
-        assert "path: problems.jsonl" in text
-    message = run(site, tmp_path, "-m", "megarl.train", "--config-dir", str(mine), "model=their", code=2)
-    assert "model: found 'their'; the choices are checkpoint, llama3_8b, mine" in message

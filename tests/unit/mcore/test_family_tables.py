@@ -92,12 +92,12 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN}, "rope scaling .*yarn.* is not supported"),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN}, ".*say different things"),
         ({"rope_parameters": YARN}, "rope scaling .*yarn.* is not supported"),
-        ({"rope_parameters": {"rope_theta": None}, "rope_theta": 5e5}, "rope_parameters.rope_theta is null"),
-        ({"rope_theta": None}, "rope_theta is null"),
+        ({"rope_parameters": {"rope_theta": None}, "rope_theta": 5e5}, "rope_parameters.rope_theta is None"),
+        ({"rope_theta": None}, "rope_theta is None"),
         ({"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "default"}}, ".*say different things"),
-        ({"rope_parameters": {"rope_theta": 1e4}, "rope_theta": 5e5}, "rope_theta is 500000.0 and rope_parameters"),
+        ({"rope_parameters": {"rope_theta": 1e4}, "rope_theta": 5e5}, ".*rope_theta, .*say different things"),
         ({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1]}}, "rope_parameters has mrope_section"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters has full_attention"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; an object was expected"),
@@ -211,5 +211,5 @@ def test_every_row_of_a_table_is_found_by_its_name_and_names_no_tensor_twice(fam
 
 
 def test_experts_of_a_random_model_without_any_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model.random.num_experts: found 8, .* it counts with glm4_moe, qwen3_moe"):
+    with pytest.raises(ConfigError, match=r"model.random.num_experts: found 8.*family=llama has no experts"):
         build_random_checkpoint(RandomModelConfig(family="llama", num_experts=8), tmp_path)

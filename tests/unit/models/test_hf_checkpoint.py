@@ -37,11 +37,6 @@ def test_a_random_checkpoint_loads_with_transformers(family, tmp_path):
     assert generation["eos_token_id"] == load_tokenizer(directory).eos_token_id == model.config.eos_token_id == 2
 
 
-def test_the_initial_weights_have_the_configured_spread(tmp_path):
-    weights = load_file(resolve_random(replace(SMALL, init_std=0.1), tmp_path) / "model.safetensors")
-    assert weights["model.layers.0.mlp.up_proj.weight"].std() == pytest.approx(0.1, rel=0.1)
-
-
 @pytest.mark.parametrize("tie_embeddings", [False, True])
 def test_no_token_that_a_policy_can_sample_has_a_gradient_of_another_magnitude(tmp_path, tie_embeddings):
     """Also not <pad>, whose row transformers makes zero, where RMSNorm's gradient is 1 / sqrt(eps) times as large."""
@@ -69,14 +64,6 @@ def test_the_same_numbers_give_the_same_weights_and_another_seed_gives_others(tm
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
 
-def test_building_does_not_move_the_callers_random_numbers(tmp_path):
-    torch.manual_seed(7)
-    expected = torch.rand(3)
-    torch.manual_seed(7)
-    resolve_random(SMALL, tmp_path)
-    assert torch.equal(torch.rand(3), expected)
-
-
 def test_a_checkpoint_is_reused_for_the_same_numbers(tmp_path):
     directory = resolve_random(SMALL, tmp_path)
     written = (directory / "model.safetensors").stat().st_mtime_ns
@@ -93,12 +80,6 @@ def test_the_character_tokenizer_gives_one_token_per_character_and_back(tmp_path
     assert tokenizer.decode(ids) == text
     assert tokenizer.decode([3, tokenizer.eos_token_id], skip_special_tokens=True) == "a"
     assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
-
-
-def test_a_character_outside_the_alphabet_is_an_error_and_no_silent_token(tmp_path):
-    tokenizer = load_tokenizer(resolve_random(SMALL, tmp_path))
-    with pytest.raises(Exception, match="UNK"):
-        tokenizer("z")
 
 
 @pytest.mark.parametrize(
@@ -160,18 +141,9 @@ def resolve_path(path, cache_dir):
     return resolve_checkpoint(ModelConfig(name="t", source=ModelSource.path, path=path), cache_dir)
 
 
-def test_a_directory_is_taken_as_it_is(tmp_path):
-    directory = resolve_random(SMALL, tmp_path)
-    assert resolve_path(str(directory), tmp_path) == directory.resolve()
-
-
 @pytest.mark.parametrize(
     ("removed", "missing"),
-    [
-        ("config.json", "config.json"),
-        ("model.safetensors", "safetensors"),
-        ("tokenizer.json", "tokenizer.json"),
-    ],
+    [("config.json", "config.json"), ("model.safetensors", "safetensors"), ("tokenizer.json", "tokenizer.json")],
 )
 def test_a_directory_that_lacks_a_file_is_named_with_it(tmp_path, removed, missing):
     directory = tmp_path / "copy"
@@ -205,11 +177,6 @@ def test_a_name_in_the_local_hub_cache_is_found(tmp_path, monkeypatch):
     assert resolve_path("org/tiny", tmp_path) == snapshot.resolve()
 
 
-def test_a_directory_without_a_tokenizer_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=str(tmp_path)):
-        load_tokenizer(tmp_path)
-
-
 def change_json(file, **changes):
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
@@ -232,12 +199,6 @@ def test_files_of_a_tokenizer_that_cannot_be_read_are_named_in_one_line(tmp_path
     with pytest.raises(ConfigError, match=f"{directory}.*{message}") as caught:
         load_tokenizer(directory)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("path", ["~no-such-user-here/model", "/" + "x" * 300])
-def test_a_path_that_the_system_refuses_is_named(path, tmp_path):
-    with pytest.raises(ConfigError, match=r"model\.path: .* found, which cannot be read: "):
-        resolve_path(path, tmp_path)
 
 
 def test_a_missing_smollm2_package_is_named_with_the_command_that_installs_it(monkeypatch, tmp_path):
@@ -265,8 +226,3 @@ def test_smollm2_becomes_a_bfloat16_checkpoint_with_its_chat_template(tmp_path):
     with torch.no_grad():
         output = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :]
     assert "Paris" in tokenizer.decode(output)
-
-
-def test_a_random_model_that_no_memory_holds_is_refused_before_it_is_made(tmp_path):
-    with pytest.raises(ConfigError, match=r"model\.random: found numbers that make \d{14} parameters"):
-        resolve_random(replace(SMALL, num_layers=1000, hidden_size=65536, ffn_size=262144), tmp_path)

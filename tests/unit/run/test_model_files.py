@@ -169,11 +169,10 @@ def test_a_key_that_is_missing_and_stands_for_something_else_in_transformers_is_
 
 def test_a_key_of_no_known_effect_is_said(model: Path, capsys: pytest.CaptureFixture[str]):
     content = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**content, "author": "me", "attention_dropout": 0.1}))
+    (model / "config.json").write_text(json.dumps({**content, "author": "me"}))
     load(model)
     printed = capsys.readouterr().out
     assert "author is not known here and taken to have no effect" in printed
-    assert "attention_dropout is 0.1; no dropout is applied here" in printed
     (model / "config.json").write_text(json.dumps(content))
     load(model)
     assert not capsys.readouterr().out

@@ -57,27 +57,6 @@ def test_the_tokenizer_comes_along_and_info_says_what_is_there(checkpoint: Path,
     assert int(found["parameters"].replace(",", "")) * 4 == pytest.approx(num_bytes, rel=0.01)
 
 
-def test_info_lists_the_roles_of_an_iteration(checkpoint: Path, tmp_path: Path, run: Run) -> None:
-    for role in ("policy", "critic"):
-        code, _, error = run("hf-to-megatron", checkpoint, tmp_path / "iteration" / role, "--role", role)
-        assert (code, "one of zeros" in error) == (0, role == "critic")
-    code, out, _ = run("info", tmp_path / "iteration")
-    assert code == 0
-    assert [line.split()[1] for line in out.splitlines() if line.startswith("role")] == ["policy", "critic"]
-    code, _, error = run("megatron-to-hf", tmp_path / "iteration", tmp_path / "back")
-    assert (code, "give one of them" in error) == (2, True)
-    code, _, error = run("verify", tmp_path / "iteration" / "policy", tmp_path / "iteration" / "critic")
-    assert (code, "is a policy" in error, "a critic" in error) == (2, True, True)
-
-
-def test_verify_says_which_tensors_differ_and_fails(checkpoint: Path, tmp_path: Path, run: Run) -> None:
-    for dtype in ("float32", "bfloat16"):
-        assert run("hf-to-megatron", checkpoint, tmp_path / dtype, "--dtype", dtype)[0] == 0
-    code, out, _ = run("verify", tmp_path / "float32", tmp_path / "bfloat16")
-    assert (code, out.splitlines()[-1]) == (1, "DIFFERENT")
-    assert "float32 against bfloat16" in out
-
-
 def test_what_is_no_checkpoint_is_refused_with_its_path(checkpoint: Path, tmp_path: Path, run: Run) -> None:
     code, _, error = run("info", tmp_path / "absent")
     assert (code, error.startswith(f"error: {tmp_path / 'absent'}: ")) == (2, True)
