@@ -121,17 +121,11 @@ WITHOUT_EFFECT = frozenset(
 ONLY_VALUES: dict[str, Any] = {
     "is_causal": True,
     "is_decoder": (True, False),
-    "qkv_bias": False,
-    "bias": False,
     "rope_is_neox_style": True,
-    "rope_interleaved": False,
-    "use_mrope": False,
-    "use_qk_norm": False,
-    "shared_expert_intermediate_size": 0,
-    "n_shared_experts": 0,
     "moe_layer_freq": 1,
 }
-"""Keys that one of the engines would honour at another value than this one or these"""
+"""Keys that one of the engines would honour at another value than this one or these; of others nothing, zero and off
+are taken"""
 
 QUANTIZED = ("quantization_config", "compression_config", "quantization")
 """How the weights are quantized; null where they are not"""

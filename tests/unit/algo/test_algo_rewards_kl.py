@@ -14,7 +14,6 @@ from megarl.algo.rewards import (
     KlController,
     compute_adapted_coef,
     compute_kl,
-    compute_mean_kl,
     compute_normalised_rewards,
     compute_shaped_rewards,
     compute_token_kl,
@@ -77,23 +76,6 @@ def test_a_horizon_that_could_make_the_coefficient_negative_is_refused_before_an
     load_config(["algo.kl.in_reward=true", "train.prompts_per_iteration=6400"])
     with pytest.raises(ValueError, match=r"algo\.kl\.horizon: found 10 with 50 samples; it must be above 10"):
         compute_adapted_coef(0.1, 0.0, 0.1, 10.0, 50)
-
-
-def test_the_kl_of_a_batch_by_hand_under_each_aggregation():
-    # Rows of 1, 3 (with a tool token between) and 0 generated tokens.
-    kl = torch.tensor([[0.8, 9, 9, 9], [0.1, 9, 0.2, 0.3], [9, 9, 9, 9]], dtype=torch.float64)
-    mask = kl < 5
-    means = {
-        mode.value: compute_mean_kl(lambda block: block.flatten(kl), mask, mode)
-        for mode in LossAggMode
-        if "norm" not in mode.value
-    }
-    assert means == {
-        "token-mean": pytest.approx(1.4 / 4),
-        "seq-mean-token-mean": pytest.approx((0.8 + 0.2) / 2),
-        "seq-mean-token-sum": pytest.approx((0.8 + 0.6) / 2),
-    }
-    assert compute_mean_kl(lambda block: block.flatten(kl), mask & False, LossAggMode["token-mean"]) == 0
 
 
 @pytest.mark.parametrize("mode", [mode for mode in LossAggMode if "norm" not in mode.value])

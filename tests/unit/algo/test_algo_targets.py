@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import warnings
 
 import pytest
 import reference
@@ -104,14 +103,6 @@ def test_short_responses_get_lambda_min_and_more_than_half_of_them_a_warning(len
     assert metrics["advantage/lambda_at_min_frac"] == pytest.approx(2 / 3)
     # 0.5, 0.5 and 1 - 1/(0.05 * 200) = 0.9
     assert metrics["advantage/lambda_mean"] == pytest.approx((0.5 + 0.5 + 0.9) / 3)
-
-
-def test_half_of_the_responses_at_lambda_min_gives_no_warning():
-    e = make_experience([0, 0], [5, 200], [1.0, 0.0], [False] * 2, 1, holes=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _, metrics = compute_targets(e, configure(lambda_policy="adaptive"), 0.0)
-    assert metrics["advantage/lambda_at_min_frac"] == 0.5
 
 
 def test_positive_is_decided_by_the_raw_reward():

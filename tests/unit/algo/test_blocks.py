@@ -4,11 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from algo_cases import configure, experiences, few, make_experience
-from hypothesis import given
+from algo_cases import configure, make_experience
 
 from megarl.algo import blocks
-from megarl.algo.blocks import count_generated, split_blocks
 from megarl.algo.rewards import KlController
 from megarl.algo.statistics import Summary
 from megarl.algo.targets import compute_targets
@@ -68,28 +66,6 @@ def test_more_padding_changes_no_bit(preset):
     for name, tensor in tensors.items():
         assert torch.equal(found[name][:, :40], tensor)
         assert not found[name][:, 40:].any()
-
-
-@few
-@given(experiences())
-def test_what_is_put_is_what_was_flattened(e):
-    out = torch.full_like(e.values, 7.0)
-    lengths, rows = [], []
-    for block in split_blocks(e.mask):
-        block.put(block.flatten(e.values), out)
-        assert torch.equal(block.flatten(e.values), e.values[block.rows][e.mask[block.rows]])
-        assert torch.equal(block.sum_rows(torch.ones(block.num_tokens)), block.lengths.float())
-        lengths.append(block.lengths)
-        rows += range(*block.rows.indices(len(e.mask)))
-    assert rows == list(range(len(e.mask)))
-    assert torch.equal(torch.cat(lengths), e.mask.sum(1))
-    assert torch.equal(torch.cat(lengths), count_generated(e.mask))
-    assert torch.equal(out, torch.where(e.mask, e.values, 7.0))
-
-
-def test_a_batch_of_no_rows_is_one_empty_block():
-    (block,) = split_blocks(torch.zeros(0, 3, dtype=torch.bool))
-    assert block.num_tokens == 0
 
 
 def test_numbers_in_pieces_have_the_mean_variance_and_limits_of_all(monkeypatch):
