@@ -46,9 +46,9 @@ def is_equal(gold: Answer, answer: Answer) -> bool:
 
 
 def _is_equal(gold: Answer, answer: Answer) -> bool:
-    names = _find_names(gold)
-    if len(set(names)) > 1:
-        return _equals_named(names, gold, answer)
+    solutions = _read_solutions(gold)
+    if solutions is not None:
+        return _equals_named(solutions, gold, answer)
     if isinstance(answer, Equation):
         return _equals_equation(gold, answer)
     if isinstance(gold, Equation):
@@ -173,57 +173,47 @@ def _equals_function(gold: Equation, answer: Equation) -> bool:
     return _equals_expression(gold.value, replace(answer.value, tree=renamed))
 
 
-def _find_names(answer: Answer) -> list[str]:
-    """The names of a list that says of which quantity each item is the value; empty for anything else."""
+def _read_solutions(answer: Any) -> list[dict[str, Answer]] | None:
+    """The values by name: one dict for x = 1, y = 2 and for (x, y) = (1, 2), two for p=5, q=2; p=7, q=2.
+
+    None for what has no two names; empty where not every name has equally many values.
+    """
+    names: list[str] = []
+    values: Any = ()
     if isinstance(answer, Equation) and isinstance(answer.value, Items) and answer.value.brackets == "()":
         found = re.fullmatch(r"\(([^()]*)\)", answer.sides[0])
-        names = re.split(r"\s*,\s*", found[1].strip()) if found else []
-        return names if len(names) == len(answer.value.items) else []
-    if not isinstance(answer, Items) or not all(isinstance(item, Equation) for item in answer.items):
-        return []
-    names = [re.sub(r"\s|\\text|[{}]", "", item.sides[0]) for item in answer.items]  # type: ignore[union-attr]
-    return names if all(_is_name(name, operators=False) for name in names) else []
-
-
-def _to_solutions(names: list[str], answer: Any) -> list[dict[str, Answer]]:
-    """The values by name: one dict for x = 1, y = 2 and for (x, y) = (1, 2), two for p=5, q=2; p=7, q=2."""
-    if isinstance(answer, Equation):
-        items: Any = answer.value
-        return [dict(zip(names, items.items, strict=True))]
-    values = [item.value for item in answer.items]
+        names, values = re.split(r"\s*,\s*", found[1].strip()) if found else [], answer.value.items
+    elif isinstance(answer, Items) and all(isinstance(item, Equation) for item in answer.items):
+        names = [re.sub(r"\s|\\text|[{}]", "", item.sides[0]) for item in answer.items]  # type: ignore[union-attr]
+        values = [item.value for item in answer.items]  # type: ignore[union-attr]
     size = len(set(names))
-    blocks = range(0, len(names), size)
-    if any(set(names[start : start + size]) != set(names) for start in blocks):
-        return []
-    return [dict(zip(names[i : i + size], values[i : i + size], strict=True)) for i in blocks]
+    if size < 2 or len(names) != len(values) or not all(_is_name(name, operators=False) for name in names):
+        return None
+    blocks = [dict(zip(names[i : i + size], values[i : i + size], strict=True)) for i in range(0, len(names), size)]
+    return blocks if all(len(block) == size for block in blocks) else []
 
 
-def _equals_named(names: list[str], gold: Any, answer: Any) -> bool:
+def _equals_named(solutions: list[dict[str, Answer]], gold: Any, answer: Any) -> bool:
     """Values with names: with the same names in any order, without names in the order of the gold."""
-    solutions = _to_solutions(names, gold)
-    others = _find_names(answer)
-    if len(set(others)) > 1:
-        answers = _to_solutions(others, answer)
-        if not solutions or not answers:
-            return isinstance(gold, Items) and isinstance(answer, Items) and _equals_items(gold, answer)
-    elif len(solutions) > 1 and isinstance(answer, Items) and answer.brackets in ("", "{}"):
-        tuples = [item.items for item in answer.items if isinstance(item, Items) and item.brackets == "()"]
-        if len(tuples) < len(answer.items) or any(len(each) != len(solutions[0]) for each in tuples):
+    answers = _read_solutions(answer)
+    if answers is None:
+        brackets, items = (answer.brackets, answer.items) if isinstance(answer, Items) else (None, ())
+        if len(solutions) > 1 and brackets in ("", "{}"):
+            rows = [each.items if isinstance(each, Items) and each.brackets == "()" else () for each in items]
+        elif len(solutions) == 1 and brackets in ("()", getattr(gold, "brackets", "()")):
+            rows = [() if any(isinstance(each, Equation) for each in items) else items]
+        else:
             return False
-        answers = [dict(zip(solutions[0], each, strict=True)) for each in tuples]
-    elif (
-        len(solutions) == 1 and isinstance(answer, Items) and answer.brackets in ("()", getattr(gold, "brackets", "()"))
-    ):
-        if len(answer.items) != len(names) or any(isinstance(item, Equation) for item in answer.items):
+        if any(len(row) != len(solutions[0]) for row in rows):
             return False
-        answers = [dict(zip(names, answer.items, strict=True))]
-    else:
-        return False
-    return _match(
-        solutions,
-        answers,
-        lambda one, other: one.keys() == other.keys() and all(map(is_equal, one.values(), map(other.get, one))),
-    )
+        answers = [dict(zip(solutions[0], row, strict=True)) for row in rows]
+    elif not solutions or not answers:
+        return isinstance(gold, Items) and isinstance(answer, Items) and _equals_items(gold, answer)
+    return _match(solutions, answers, _equals_solution)
+
+
+def _equals_solution(gold: dict[str, Answer], answer: dict[str, Answer]) -> bool:
+    return gold.keys() == answer.keys() and all(is_equal(value, answer[name]) for name, value in gold.items())
 
 
 def _match(golds: Any, answers: Any, equals: Callable[[Any, Any], bool]) -> bool:
