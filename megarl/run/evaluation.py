@@ -219,7 +219,7 @@ def _load_set(name: str, config: Config, tokenizer: "PreTrainedTokenizerBase", v
     with contextlib.closing(build_scorer(config.reward)) as scorer:
         path = evaluate.paths.get(name)
         data = name_data(config.data) if path is None else f"evaluate.paths.{name}={path}"
-        notes += scorer.check(prompts[:1], chosen=f"{name_reward(config.reward)} with {data}")
+        scorer.check(prompts[:1], chosen=f"{name_reward(config.reward)} with {data}")
     conversation = build_conversation(config, tokenizer, vocab_size)
     notes += check_conversation(conversation, prompts[:1])
     return EvaluationSet(

@@ -119,10 +119,10 @@ def load_inputs(config: Config) -> Inputs:
     sets = build_eval_sets(config, tokenizer, tools, vocab_size)
     with contextlib.closing(build_scorer(config.reward)) as scorer:
         chosen = f"{name_reward(config.reward)} with {name_data(config.data)}"
-        unused = scorer.check((data.train[0], data.heldout[0]), config.reward.wrong, chosen)
+        scorer.check((data.train[0], data.heldout[0]), config.reward.wrong, chosen)
     conversation = build_conversation(config, tokenizer, vocab_size)
     turns = check_conversation(conversation, (data.train[0], data.heldout[0]))
-    data = replace(data, notes=(*data.notes, ends, *unused, *turns))
+    data = replace(data, notes=(*data.notes, ends, *turns))
     length = min(PROBE_LENGTH, architecture.max_length)
     probe = build_probe_tokens(data.heldout, architecture.vocab_size, length)
     critic_prompt = build_critic_prompt(config, models, tokenizer)

@@ -51,8 +51,7 @@ def serve_function(path: str, state: Any = None) -> Callable[..., dict[str, Any]
             return {"state": check_state(f"reward.path={path}", target.state_dict())} if keeps else {}
         prompt, response = decode_question(question)
         try:
-            score, left_out = function(prompt, response)
-            return encode_score(score) | {"left_out": left_out}
+            return encode_score(function(prompt, response))
         except MemoryError:
             raise
         except Exception as error:
@@ -88,8 +87,6 @@ class FunctionReward(ProcessReward):
         self._names_lock = threading.Lock()
         self._names: frozenset[str] | None = None
         """The names in `details` of the first Score"""
-        self._left_out: set[str] = set()
-        """Entries of the function's dicts that are texts"""
 
     def _start(self) -> int:
         """Also finds out whether the function keeps a state."""
@@ -133,16 +130,11 @@ class FunctionReward(ProcessReward):
                 raise AnswerFailedError(f"{error}, with the response {prompt.answer[:60]!r}") from error
         return score
 
-    def list_notes(self) -> list[str]:
-        left_out = ", ".join(sorted(self._left_out))
-        return [f"of what {self._options['path']} returns, texts are not logged: {left_out}"] if left_out else []
-
     def ask(self, prompt: Prompt, response: Response) -> dict[str, Any]:
         return {"question": encode_question(prompt, response)}
 
     def read(self, answer: Any, prompt: Prompt) -> Score:
         """Raises ValueError for other names in `details`."""
-        self._left_out |= set(answer.pop("left_out", ()))
         score = Score(**answer)
         if score.failure is not None:
             return score
@@ -173,9 +165,8 @@ TRL_ONLY = {"prompts", "completions", "completion_ids"}
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
-def adapt(path: str, function: Callable[..., Any]) -> Callable[[Prompt, Response], tuple[Score, list[str]]]:
-    """The function as one from (prompt, response) to a Score and the names of the entries that are not in it; what it
-    returns may be awaited.
+def adapt(path: str, function: Callable[..., Any]) -> Callable[[Prompt, Response], Score]:
+    """The function as one from (prompt, response) to a Score; what it returns may be awaited.
 
     Raises ValueError for parameters of another sort, naming those found and what is accepted, and the function that
     comes out TypeError for another result.
@@ -198,7 +189,7 @@ def adapt(path: str, function: Callable[..., Any]) -> Callable[[Prompt, Response
         found = ", ".join(map(str, parameters.values()))
         raise ValueError(f"{path} takes ({found}), {error}; accepted are {ACCEPTED}") from error
 
-    def score(prompt: Prompt, response: Response) -> tuple[Score, list[str]]:
+    def score(prompt: Prompt, response: Response) -> Score:
         if not is_trl and not is_verl:
             return read_result(path, call(function, prompt, response))
         given = _build_trl(prompt, response) if is_trl else _build_verl(prompt, response)
@@ -246,14 +237,14 @@ def list_columns(prompt: Prompt) -> dict[str, Any]:
     return dict(prompt.columns or prompt.metadata)
 
 
-def read_result(path: str, result: Any) -> tuple[Score, list[str]]:
-    """The Score that a function's result means, and the names of a dict's texts, which are not in it.
+def read_result(path: str, result: Any) -> Score:
+    """The Score that a function's result means.
 
     Of a dict: "score" or "reward", "correct" or verl's "acc", and every other number as a detail; texts and None are
     left out. Raises TypeError for what is no result.
     """
     if isinstance(result, Score):
-        return result, []
+        return result
     entries = dict(result) if isinstance(result, Mapping) else {"score": result}
     numbers = {str(key): _read_number(value) for key, value in entries.items()}
     name = "reward" if "reward" in entries and "score" not in entries else "score"
@@ -262,15 +253,14 @@ def read_result(path: str, result: Any) -> tuple[Score, list[str]]:
         raise TypeError(f"reward.path={path} returned {_show(result)}; it must return {RESULTS}")
     if entries.get("correct") is not None and numbers["correct"] not in (0.0, 1.0):
         raise TypeError(f"reward.path={path} returned 'correct': {_show(entries['correct'])}; it must be True or False")
-    others = {key: value for key, value in entries.items() if numbers[str(key)] is None and value is not None}
-    for key, value in others.items():
-        if not isinstance(value, str) or key == "acc":
+    for key, value in entries.items():
+        if numbers[str(key)] is None and value is not None and (not isinstance(value, str) or key == "acc"):
             logged = f"beside {name!r} there may be numbers, which are logged as means, and texts, which are not"
             raise TypeError(f"reward.path={path} returned {key!r}: {_show(value)}; {logged}")
     stated = next((numbers[key] for key in ("correct", "acc") if numbers.get(key) is not None), None)
     given = entries[name] if isinstance(entries[name], bool) else reward >= CORRECT_AT
     details = {key: value for key, value in numbers.items() if value is not None and key not in (name, "correct")}
-    return Score(reward, given if stated is None else stated >= CORRECT_AT, details), [str(key) for key in others]
+    return Score(reward, given if stated is None else stated >= CORRECT_AT, details)
 
 
 def _read_number(value: Any) -> float | None:

@@ -62,15 +62,24 @@ Located = tuple[str, Mapping[str, Any]]
 """Where a record was found ("train.jsonl:17"), and the record."""
 
 
-def read_problems(records: Iterable[Located], config: FileDataConfig) -> tuple[list[Problem], str]:
+def read_problems(
+    records: Iterable[Located], config: FileDataConfig, if_none: str = "data: there are no problems"
+) -> tuple[list[Problem], str]:
     """One problem per record, and a sentence on which fields they are from. Fields that the configuration does not name
     are the first of the usual names that any record has a value for.
 
-    Raises ConfigError that says where, what was found and what would be right.
+    Raises ConfigError that says where, what was found and what would be right; `if_none` where there are no records.
     """
-    located = list(_refuse_media(records))
+    located = []
+    for where, record in records:
+        for name, value in record.items():
+            if MEDIA.fullmatch(str(name)) and value:
+                found = f"found {_shorten(value)}; the model reads text alone and would not see it"
+                hint = "Take the column out of the data where the questions can be answered without it"
+                raise ConfigError([f"{where}: {name}: {found}. {hint}"])
+        located.append((where, record))
     if not located:
-        return [], ""
+        raise ConfigError([if_none])
     prompt_field, answer_field, others = find_fields(located, config)
     chats = [_read_chat(where, record, prompt_field, answer_field) for where, record in located]
     values = [
@@ -122,17 +131,6 @@ def find_fields(records: Sequence[Located], config: FileDataConfig) -> tuple[str
 
 def _list_present(records: Sequence[Located], names: Iterable[str]) -> Iterator[str]:
     return (name for name in names if any(get_field(record, name) is not None for _, record in records))
-
-
-def _refuse_media(records: Iterable[Located]) -> Iterator[Located]:
-    """The records. Raises ConfigError for pictures and sounds, of which the model would read nothing."""
-    for where, record in records:
-        for name, value in record.items():
-            if MEDIA.fullmatch(str(name)) and value:
-                found = f"found {_shorten(value)}; the model reads text alone and would not see it"
-                hint = "Take the column out of the data where the questions can be answered without it"
-                raise ConfigError([f"{where}: {name}: {found}. {hint}"])
-        yield where, record
 
 
 def _read_chat(

@@ -58,10 +58,6 @@ class AsyncReward:
     def load_state(self, state: Any) -> None:
         """Go on from what `state` gave. Called before the first response is scored."""
 
-    def list_notes(self) -> list[str]:
-        """What of the scores so far was not used, for the reader of a log."""
-        return []
-
     def close(self) -> None:
         """End what the reward has started. Called once; it may be called from any thread."""
 

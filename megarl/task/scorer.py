@@ -86,9 +86,6 @@ class WeightedReward(AsyncReward):
             if state.get(name) is not None:
                 part.reward.load_state(state[name])
 
-    def list_notes(self) -> list[str]:
-        return [f"{name}: {note}" for name, part in self._parts.items() for note in part.reward.list_notes()]
-
     def close(self) -> None:
         for part in self._parts.values():
             part.reward.close()
@@ -198,13 +195,13 @@ class Scorer:
 
     def check(
         self, prompts: Iterable[Prompt], wrong: float = 0.0, chosen: str = "reward=... with data=..."
-    ) -> list[str]:
+    ) -> None:
         """Score an empty response to each prompt, which shows whether the reward can read the data's answers; where the
         user's own function scores, also the answer.
 
         Meant for the first prompt of each split, before anything is started; not from a coroutine. wrong: reward.wrong,
-        with which the scores must be in [0, 1]. chosen: the reward and the data, for the message. Returns
-        what the reward says and is not used, in sentences. Raises ConfigError.
+        with which the scores must be in [0, 1]. chosen: the reward and the data, for the message. Raises
+        ConfigError.
         """
 
         async def check_all() -> None:
@@ -227,7 +224,6 @@ class Scorer:
         # A thread of its own: the caller's may have an event loop that runs, as in a notebook.
         with ThreadPoolExecutor(1) as thread:
             thread.submit(asyncio.run, check_all()).result()
-        return self._reward.list_notes()
 
     def state(self) -> Any:
         """As `AsyncReward.state`."""

@@ -82,12 +82,9 @@ def _load_file(config: FileDataConfig, key: str, name: str | None, read: Reader)
         what = "is a directory" if path.is_dir() else f"does not exist (from {Path.cwd()})"
         raise ConfigError([f"{key}: {name} {what}; it must be a file"])
     try:
-        problems, note = read_problems(read(path), config)
+        return read_problems(read(path), config, f"{key}: {name} holds no problems; expected one or more records")
     except OSError as error:
         raise ConfigError([f"{key}: {name} cannot be read: {error}"]) from error
-    if not problems:
-        raise ConfigError([f"{key}: {name} holds no problems; expected one or more records"])
-    return problems, note
 
 
 def load_dataset(config: HuggingFaceDataConfig, seed: int) -> ProblemSplits:
@@ -101,10 +98,7 @@ def _load_split(config: HuggingFaceDataConfig, key: str, split: str) -> tuple[li
         raise ConfigError(["data.path: found nothing; it must be a dataset's name or directory"])
     records = enumerate(open_dataset(config.path, config.subset, split, key))
     located = ((f"{config.path}[{split}]: row {number}", record) for number, record in records)
-    problems, note = read_problems(located, config)
-    if not problems:
-        raise ConfigError([f"{key}: {split!r} of {config.path} holds no problems"])
-    return problems, note
+    return read_problems(located, config, f"{key}: {split!r} of {config.path} holds no problems")
 
 
 def open_dataset(path: str, subset: str | None, split: str, key: str) -> Any:
@@ -173,10 +167,7 @@ def _read_made(path: str, records: Any, side: str) -> tuple[list[Problem], str]:
     for where, record in located:
         if not isinstance(record, Mapping):
             raise ConfigError([f"{where}: found {record!r}; expected a dict with question and answer"])
-    problems, note = read_problems(located, FileDataConfig())
-    if not problems:
-        raise ConfigError([f"data.path: {path} made no {side} problems"])
-    return problems, note
+    return read_problems(located, FileDataConfig(), f"data.path: {path} made no {side} problems")
 
 
 TRIES_PER_PROBLEM = 10

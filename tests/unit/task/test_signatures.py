@@ -29,7 +29,7 @@ def build_response(text):
 
 
 def score(function, text="42", prompt=None):
-    return adapt("mine.py:score", function)(prompt or build_prompt(), build_response(text))[0]
+    return adapt("mine.py:score", function)(prompt or build_prompt(), build_response(text))
 
 
 def test_trl_gets_lists_of_one_and_the_columns_as_the_data_have_them():
@@ -84,7 +84,7 @@ def test_verl_gets_its_four_arguments_from_its_own_columns():
     ],
 )
 def test_a_number_a_truth_value_a_dict_or_a_score_is_a_score(result, expected):
-    assert read_result("mine.py:score", result)[0] == expected
+    assert read_result("mine.py:score", result) == expected
     assert score(lambda prompt, response: result) == expected
 
 
@@ -99,9 +99,7 @@ def test_a_number_a_truth_value_a_dict_or_a_score_is_a_score(result, expected):
     ],
 )
 def test_every_number_of_a_dict_is_a_detail_whatever_its_type(entries, details):
-    found, left_out = read_result("mine.py:score", {"score": 1.0, **entries})
-    assert found == Score(1.0, True, details)
-    assert left_out == [name for name in entries if name == "pred"]
+    assert read_result("mine.py:score", {"score": 1.0, **entries}) == Score(1.0, True, details)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +122,7 @@ def test_correct_is_a_truth_value_and_nothing_that_is_one_to_python(value):
     ("acc", "correct"), [(0.5, False), (1.0, True), (np.True_, True), (None, True), (False, False)]
 )
 def test_verls_acc_says_correct_from_one_on(acc, correct):
-    assert read_result("mine.py:score", {"score": 1.0, "acc": acc})[0].correct is correct
+    assert read_result("mine.py:score", {"score": 1.0, "acc": acc}).correct is correct
 
 
 @pytest.mark.parametrize("result", ["1.0", None, [1.0], {"value": 1.0}, {"score": "good"}])
