@@ -193,9 +193,7 @@ class Scorer:
         bad = find_not_finite(score)
         return score if bad is None else fail(bad)
 
-    def check(
-        self, prompts: Iterable[Prompt], wrong: float = 0.0, chosen: str = "reward=... with data=..."
-    ) -> None:
+    def check(self, prompts: Iterable[Prompt], wrong: float = 0.0, chosen: str = "reward=... with data=...") -> None:
         """Score an empty response to each prompt, which shows whether the reward can read the data's answers; where the
         user's own function scores, also the answer.
 

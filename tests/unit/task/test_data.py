@@ -11,12 +11,7 @@ from pyarrow import parquet
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.schema.task import (
-    SCHEMAS,
-    HuggingFaceDataConfig,
-    JsonlDataConfig,
-    ParquetDataConfig,
-)
+from megarl.config.schema.task import SCHEMAS, HuggingFaceDataConfig, JsonlDataConfig, ParquetDataConfig
 from megarl.task import data as evaluation_set
 from megarl.task.data import SOURCES, PromptSampler, build_data
 from megarl.types import Prompt
@@ -87,18 +82,12 @@ def test_prompts_over_the_length_are_dropped_and_counted(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (
-            b'{"question": "Q", "answer": "A"}\n\n{"question": \n',
-            r"a\.jsonl:3: found .*one JSON object a line",
-        ),
+        (b'{"question": "Q", "answer": "A"}\n\n{"question": \n', r"a\.jsonl:3: found .*one JSON object a line"),
         (b'{"question": "Q", "answer": "A"}\n[1]\n', r"a\.jsonl:2: found a JSON list"),
         (b'{"question": "Q", "answer": "\xff"}\n', r"a\.jsonl:1: found bytes that are not UTF-8"),
         (b"PAR1\x00\x01", r"a\.jsonl:1: found 'PAR1"),
         (b"", "holds no problems"),
-        (
-            b'\xef\xbb\xbf{"question": "Q", "answer": "A"}\n',
-            "data: all problems ask the same question",
-        ),
+        (b'\xef\xbb\xbf{"question": "Q", "answer": "A"}\n', "data: all problems ask the same question"),
     ],
 )
 def test_a_bad_line_is_located(tmp_path: Path, content: bytes, expected: str) -> None:

@@ -11,14 +11,7 @@ import psutil
 import pytest
 from reward_cases import wait_until_gone
 
-from megarl.task.sandbox import (
-    PROTECTIONS,
-    Limits,
-    SandboxError,
-    find_protections,
-    list_gaps,
-    run_python,
-)
+from megarl.task.sandbox import PROTECTIONS, Limits, SandboxError, find_protections, list_gaps, run_python
 
 LIMITS = Limits(wall_s=20.0, memory_mb=256, files_mb=8, output_kb=64)
 QUICK = Limits(wall_s=1.0, memory_mb=256, files_mb=8)

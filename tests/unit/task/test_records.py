@@ -27,10 +27,7 @@ def read_all(*records: dict[str, Any], **keys: Any) -> list[tuple[str, str]]:
         {"query": "Q", "response": "A"},
         {"question": "Q", "problem": "P", "expected_answer": "A"},
         {"question": None, "problem": "Q", "ground_truth": ["A"]},
-        {
-            "prompt": [{"role": "user", "content": "Q"}],
-            "reward_model": {"ground_truth": "A", "style": "rule"},
-        },
+        {"prompt": [{"role": "user", "content": "Q"}], "reward_model": {"ground_truth": "A", "style": "rule"}},
         {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]},
         {"messages": [{"role": "user", "content": "Q"}], "answer": "A"},
         {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "it is A"}], "answer": "A"},
@@ -135,14 +132,7 @@ def test_verls_column_of_the_truth_goes_before_every_other(other: str) -> None:
     assert read_all({"prompt": "Q", other: "easy", "reward_model": {"ground_truth": "A"}}) == [("Q", "A")]
 
 
-@pytest.mark.parametrize(
-    "column",
-    [
-        {"images": ["a.png"]},
-        {"image_1": "a.png"},
-        {"video": {"path": "a.mp4"}},
-    ],
-)
+@pytest.mark.parametrize("column", [{"images": ["a.png"]}, {"image_1": "a.png"}, {"video": {"path": "a.mp4"}}])
 def test_a_column_of_pictures_or_sounds_is_refused_by_its_name(column: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"^f:1: {next(iter(column))}: found .* reads text alone"):
         read_all({"question": "Q", "answer": "A", **column})
@@ -161,10 +151,7 @@ def test_a_column_of_pictures_or_sounds_is_refused_by_its_name(column: dict[str,
         ({"question": [], "answer": "A"}, "f:2: question: found no messages"),
         ({"question": [{"role": "judge", "content": "x"}], "answer": "A"}, "f:2: question[0]: found {'role'"),
         ({"question": ["x"], "answer": "A"}, "f:2: question[0]: found 'x'"),
-        (
-            {"question": [{"role": "assistant", "content": "x"}], "answer": "A"},
-            "f:2: question: found no user",
-        ),
+        ({"question": [{"role": "assistant", "content": "x"}], "answer": "A"}, "f:2: question: found no user"),
     ],
 )
 def test_a_bad_record_is_located_with_what_was_found_and_expected(record: dict[str, Any], expected: str) -> None:
@@ -174,11 +161,7 @@ def test_a_bad_record_is_located_with_what_was_found_and_expected(record: dict[s
 
 @pytest.mark.parametrize(
     ("record", "key"),
-    [
-        ({"text": "x"}, "data.prompt_field"),
-        ({"question": "x"}, "data.answer_field"),
-        ({}, "data.prompt_field"),
-    ],
+    [({"text": "x"}, "data.prompt_field"), ({"question": "x"}, "data.answer_field"), ({}, "data.prompt_field")],
 )
 def test_unknown_field_names_end_with_the_key_that_names_them(record: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=f"^f:1: .* or set {key}$"):

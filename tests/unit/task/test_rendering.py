@@ -13,13 +13,7 @@ from megarl.task.render import CriticPrompt, Renderer, use_chat_template
 from megarl.types import Message, Prompt
 
 CHAT = Problem(
-    (
-        Message("system", "Be brief."),
-        Message("user", "One?"),
-        Message("assistant", "1"),
-        Message("user", "Two?"),
-    ),
-    "2",
+    (Message("system", "Be brief."), Message("user", "One?"), Message("assistant", "1"), Message("user", "Two?")), "2"
 )
 
 

@@ -62,14 +62,7 @@ def test_reasoning_gyms_own_answers_are_correct_and_others_are_not(gym_reward, t
     assert right.details.keys() == wrong.details.keys()
 
 
-EVALUATED = [
-    "countdown",
-    "puzzle24",
-    "simple_integration",
-    "polynomial_multiplication",
-    "spiral_matrix",
-    "n_queens",
-]
+EVALUATED = ["countdown", "puzzle24", "simple_integration", "polynomial_multiplication", "spiral_matrix", "n_queens"]
 EVALUATED += ["intermediate_integration", "binary_matrix", "string_insertion"]
 
 

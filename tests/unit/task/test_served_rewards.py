@@ -242,8 +242,7 @@ def test_names_in_a_response_are_not_replaced():
 
 
 @pytest.mark.parametrize(
-    ("text", "score"),
-    [("\\boxed{7}", 0.7), ("it says \\boxed{10}, so\n\\boxed{ 2.5 }.", 0.25), ("\\boxed{0}", 0.0)],
+    ("text", "score"), [("\\boxed{7}", 0.7), ("it says \\boxed{10}, so\n\\boxed{ 2.5 }.", 0.25), ("\\boxed{0}", 0.0)]
 )
 def test_the_last_box_is_the_verdict(text, score):
     assert read_score(text, 10) == pytest.approx(score)

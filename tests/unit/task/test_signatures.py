@@ -138,12 +138,7 @@ def test_a_trl_function_that_returns_a_number_is_told_to_return_a_list():
 
 @pytest.mark.parametrize(
     "function",
-    [
-        lambda response: 1.0,
-        lambda prompt, response, truth: 1.0,
-        lambda solution_str, truth: 1.0,
-        lambda: 1.0,
-    ],
+    [lambda response: 1.0, lambda prompt, response, truth: 1.0, lambda solution_str, truth: 1.0, lambda: 1.0],
 )
 def test_other_parameters_are_refused_with_those_found_and_the_three_signatures(function):
     with pytest.raises(ValueError, match=r"mine\.py:score takes \(.*accepted are \(prompt, response\), TRL's .*verl's"):

@@ -1,6 +1,5 @@
 import json
 import re
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,11 +7,7 @@ import pytest
 from data_cases import build_byte_tokenizer, build_char_tokenizer, load_toy
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.task import (
-    DataConfig,
-    FunctionDataConfig,
-    ReasoningGymDataConfig,
-)
+from megarl.config.schema.task import DataConfig, FunctionDataConfig, ReasoningGymDataConfig
 from megarl.task.data import DataSplits, build_data
 from megarl.task.sources import load_made
 
@@ -29,8 +24,6 @@ def test_letter_count_holds_every_pair_of_letter_and_number_of_dots_once() -> No
     for prompt in (*data.train, *data.heldout):
         assert prompt.text == f"{prompt.answer[0]}{'.' * (int(prompt.answer[1:]) // 4)}="
     assert all(len(prompt.token_ids) == len(prompt.text) for prompt in data.train)
-
-
 
 
 @pytest.mark.parametrize(
@@ -81,11 +74,7 @@ def test_a_heldout_sum_is_not_in_training_even_with_its_numbers_swapped() -> Non
 
 @pytest.mark.parametrize(
     "config",
-    [
-        load_toy("letter_count"),
-        load_toy("addition", num_train=50),
-        ReasoningGymDataConfig(size=20, num_heldout=10),
-    ],
+    [load_toy("letter_count"), load_toy("addition", num_train=50), ReasoningGymDataConfig(size=20, num_heldout=10)],
 )
 def test_the_same_seed_gives_the_same_data_and_another_seed_another_split(config: DataConfig) -> None:
     first, again, other = build_small(config), build_small(config), build_small(config, seed=2)
