@@ -14,7 +14,7 @@ from megarl.algo.value_pretraining import build_pretraining_algo
 from megarl.config.schema.algo import KLEstimator, needs_reference
 from megarl.config.schema.root import Config
 from megarl.interfaces import Pending, TrainBackend, wait_all
-from megarl.rollout.tensors import build_tensors, find_too_stale
+from megarl.rollout.tensors import build_tensors
 from megarl.task.render import CriticPrompt
 from megarl.types import Experience, Metrics, Rollout, TrainingSamples
 
@@ -40,7 +40,7 @@ class Roles:
         algo = self.config.algo if iteration > 0 else build_pretraining_algo(self.config.algo)
         reads_policy = reads_old_logprobs(algo) and not reuses_logprobs if iteration > 0 else algo.kl.in_reward
         policy, critic, reference = self.policy, self.critic, self.reference
-        tensors = build_tensors(rollout, self.critic_prompt)
+        tensors = build_tensors(rollout, self.critic_prompt, self.config.rollout.max_staleness)
         sequences, temperature = tensors.sequences, self.config.rollout.temperature
         full_kl = algo.kl.in_reward and algo.kl.reward_estimator is KLEstimator.full
         old = policy.logprobs(sequences, temperature) if policy and reads_policy else None
@@ -54,7 +54,6 @@ class Roles:
             ref_kl=_take(ref_kl),
             values=_take(values),
         )
-        experience = replace(experience, too_stale=find_too_stale(rollout, self.config.rollout.max_staleness))
         return experience, compute_batch_metrics(experience) if iteration > 0 else {}
 
     def update(self, samples: TrainingSamples, iteration: int) -> Metrics:

@@ -1,12 +1,11 @@
 """From prompts to scored responses: episodes and rewards, as one Rollout."""
 
 import asyncio
-import contextlib
 import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -190,17 +189,27 @@ class Collector:
         """As `AsyncReward.load_state`."""
         self._scorer.load_state(state)
 
-    def sample(self, prompts: Sequence[Prompt], num_responses: int, *, key: str | None = None) -> tuple[Sample, ...]:
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        num_responses: int,
+        *,
+        key: str | None = None,
+        weight_version: int | None = None,
+    ) -> tuple[Sample, ...]:
         """One group of `num_responses` samples per prompt, groups numbered from 0 in the order of `prompts`.
 
         key: names the call; its random numbers follow from the run's seed and this name, so that it is reproducible.
-        None: they are fresh. The weight versions are not checked.
+        None: they are fresh. weight_version: the trainer's current one; raises RuntimeError where a server generated a
+        token with other weights. None: the versions are not checked.
         """
         journal = self.journal
         found = journal.load(key, prompts, num_responses) if journal and key else None
         if found is not None:
             return found
         samples = self._collect(prompts, num_responses, key, self._sampling)
+        if weight_version is not None:
+            check_versions(samples, weight_version)
         if journal and key:
             journal.save(key, samples)
         return samples
@@ -212,31 +221,8 @@ class Collector:
         """
         return self._engine.start(self._run_independent([prompt], num_responses, key, self._sampling))
 
-    def collect(
-        self, prompts: Sequence[Prompt], num_responses: int, *, weight_version: int, key: str | None = None
-    ) -> Rollout:
-        """As `sample`, from the current weights alone.
-
-        weight_version: the trainer's current one. Raises RuntimeError where a server generated a token with other
-        weights.
-        """
-        samples = self.sample(prompts, num_responses, key=key)
-        with self.forgetting_failures(key):
-            check_versions(samples, weight_version)
-        return Rollout(samples, weight_version)
-
-    @contextlib.contextmanager
-    def forgetting_failures(self, key: str | None) -> Iterator[None]:
-        """Where the block fails, removes what the journal has under keys that begin with `key`: it would fail again."""
-        try:
-            yield
-        except Exception:
-            if self.journal and key:
-                self.journal.drop(key)
-            raise
-
     def collect_greedy(self, prompts: Sequence[Prompt], *, weight_version: int, key: str | None = None) -> Rollout:
-        """The greedy response to each prompt, for evaluation, ahead of other requests; otherwise as `collect`."""
+        """The greedy response to each prompt, of the weights of `weight_version` alone, ahead of other requests."""
         samples = self._collect(prompts, 1, key, Sampling(0.0, urgent=True))
         check_versions(samples, weight_version)
         return Rollout(samples, weight_version)

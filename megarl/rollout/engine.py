@@ -121,28 +121,19 @@ async def call_in_thread(call: Callable[[], T]) -> T:
 
     The threads of asyncio.to_thread are few and keep the process from ending.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def set_result(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
+    future: Future[T] = Future()
+    # It is running: a wait that is cancelled leaves it as it is.
+    future.set_running_or_notify_cancel()
 
     def work() -> None:
         try:
-            found, error = call(), None
-        except BaseException as raised:
+            future.set_result(call())
+        except BaseException as error:
             # A future does not take a StopIteration.
-            found, error = None, RuntimeError(repr(raised)) if isinstance(raised, StopIteration) else raised
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(set_result, found, error)
+            future.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
 
     threading.Thread(target=work, name="megarl-call", daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(future)
 
 
 MAX_ATTEMPTS = 3

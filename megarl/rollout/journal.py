@@ -140,10 +140,8 @@ class Journal:
         save_samples(self._find(key), [[samples]])
 
     def drop(self, key: str) -> None:
-        """Remove what was saved under `key` and under keys that begin with `key`/."""
-        name = key.replace("/", "-")
-        for path in [self._find(key), *self._directory.glob(f"{name}-*.samples")]:
-            path.unlink(missing_ok=True)
+        """Remove what was saved under `key`."""
+        self._find(key).unlink(missing_ok=True)
 
     def drop_failed(self) -> None:
         """Remove the files that have a sample without a reward: whoever resumes samples and scores them again."""

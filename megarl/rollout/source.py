@@ -604,8 +604,8 @@ class GroupSource:
         prompts, num_responses = self._sampler.next_batch(self._train.num_prompts), self._train.responses_per_prompt
         key = name_pretraining(self._pretraining.count_step(iteration))
         samples = self._guard(
-            lambda: self._collector.collect(prompts, num_responses, weight_version=weight_version, key=key)
-        ).samples
+            lambda: self._collector.sample(prompts, num_responses, key=key, weight_version=weight_version)
+        )
         return IterationBatch(self._find_state(), split_groups(samples), sampled=(samples,))
 
     def _sample(self, iteration: int, weight_version: int) -> IterationBatch:
@@ -619,7 +619,11 @@ class GroupSource:
         def sample(prompts: Sequence[Prompt]) -> Sequence[Sample]:
             num_responses = self._train.responses_per_prompt
             key = f"iteration-{iteration}/round-{len(sampled) + 1}"
-            sampled.append(self._guard(lambda: self._collector.sample(prompts, num_responses, key=key)))
+            sampled.append(
+                self._guard(
+                    lambda: self._collector.sample(prompts, num_responses, key=key, weight_version=weight_version)
+                )
+            )
             return sampled[-1]
 
         if self._sampling.enabled:
@@ -629,8 +633,6 @@ class GroupSource:
         else:
             fresh = split_groups(sample(self._sampler.next_batch(num_groups)))
         self._replay.add(fresh)
-        with self._collector.forgetting_failures(f"iteration-{iteration}"):
-            check_versions([sample for samples in sampled for sample in samples], weight_version)
         return IterationBatch(self._find_state(), fresh, replayed, tuple(sampled), metrics)
 
     def _take_complete(self, iteration: int, weight_version: int) -> IterationBatch:

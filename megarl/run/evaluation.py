@@ -316,7 +316,7 @@ def _collect(
     collector: Collector, prompts: Sequence[Prompt], num_samples: int, weight_version: int, key: str
 ) -> tuple[Sample, ...]:
     try:
-        return collector.collect(prompts, num_samples, weight_version=weight_version, key=key).samples
+        return collector.sample(prompts, num_samples, weight_version=weight_version, key=key)
     except DeadlineError as error:
         raise DeadlineError(
             f"{error}; rollout.request_deadline_s is for {len(prompts) * num_samples} responses here: raise it, or"

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -12,6 +11,7 @@ from megarl.config.load import load_config
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import Dtype, ParallelConfig
 from megarl.config.schema.run import ClusterConfig
+from megarl.interfaces import Done
 from megarl.mcore.spec import Role, WorkerSpec
 from megarl.report.report import build_report
 from megarl.rollout.server import SGLangServer
@@ -31,24 +31,11 @@ SIZES = (
 """What the session's server was started with; the sizes of model=tiny otherwise. `model.path` is still to be given."""
 
 
-@dataclass(frozen=True)
-class Known:
-    """A `Pending` whose result is there."""
-
-    value: list[str]
-
-    def wait(self, timeout_s: float) -> bool:
-        return True
-
-    def result(self) -> list[str]:
-        return self.value
-
-
 @contextlib.contextmanager
 def hosts_of(server: SGLangServer, num_workers: int) -> Iterator[RunResources]:
     """The running server, and a Ray cluster for the workers."""
     with open_ray(ClusterConfig(), num_workers) as cluster:
-        yield RunResources(lambda: Known([server.url]), server.check_alive, cluster, server.api_key)
+        yield RunResources(lambda: Done([server.url]), server.check_alive, cluster, server.api_key)
 
 
 @contextlib.contextmanager

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loop_parts import SIZES, Known, open_trainer
+from loop_parts import SIZES, open_trainer
 
+from megarl.interfaces import Done
 from megarl.cluster.opened import open_ray
 from megarl.config.load import load_config
 from megarl.report.metrics import load_metrics
@@ -45,7 +46,7 @@ def test_memory_given_back_and_taken_again_changes_no_number_of_a_run(server, ti
     overrides = [*SHARED, f"model.path={tiny_checkpoint}"]
     cluster_config = load_config([*SIZES, *overrides]).cluster
     with open_ray(cluster_config, 2) as cluster:
-        resources = RunResources(lambda: Known([server.url]), server.check_alive, cluster, server.api_key)
+        resources = RunResources(lambda: Done([server.url]), server.check_alive, cluster, server.api_key)
         expected = train(resources, tmp_path / "kept", overrides)
         start = len(server.log_file.read_text())
         assert train(resources, tmp_path / "offloaded", [*overrides, *TURNS]) == expected

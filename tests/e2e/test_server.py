@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.run import RolloutConfig
 from megarl.guard import find_shared_memory
-from megarl.interfaces import UNPUBLISHED, DeadlineError, SyncError
+from megarl.interfaces import UNPUBLISHED, DeadlineError, Done, SyncError
 from megarl.ports import pick_free_port
 from megarl.rollout.client import RequestError, SGLangClient
 from megarl.rollout.engine import SGLangEngine
@@ -32,14 +32,6 @@ from megarl.types import FinishReason, Prompt, Sequences, WeightVersions
 
 EOS = 2
 pytestmark = [pytest.mark.server, pytest.mark.slow]
-
-
-class Done:
-    def __init__(self, value=None):
-        self.value = value
-
-    def result(self):
-        return self.value
 
 
 class TransformersPolicy:
@@ -73,7 +65,7 @@ class TransformersPolicy:
     def export_weights(self, directory: Path) -> Done:
         shutil.copytree(self.checkpoint, directory)
         self.model.save_pretrained(directory)
-        return Done()
+        return Done(None)
 
 
 class CorruptingPolicy(TransformersPolicy):
@@ -84,7 +76,7 @@ class CorruptingPolicy(TransformersPolicy):
         weights = load_file(directory / "model.safetensors")
         weights["model.layers.1.mlp.down_proj.weight"] += 0.05
         save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-        return Done()
+        return Done(None)
 
 
 def build_prompts(num: int = 12) -> list[Prompt]:
@@ -293,7 +285,7 @@ def test_a_directory_without_weights_is_a_sync_error(
     class Empty(TransformersPolicy):
         def export_weights(self, directory):
             directory.mkdir()
-            return Done()
+            return Done(None)
 
     client = engine.clients[0]
     version = client.load_weight_version()

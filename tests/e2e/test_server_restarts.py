@@ -24,6 +24,7 @@ from megarl.run.inputs import load_inputs
 from megarl.run.job import open_resources
 from megarl.task.scorer import build_scorer
 from megarl.trainer import Trainer
+from megarl.types import Rollout
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 KILL_AFTER_S = 2.0
@@ -89,10 +90,10 @@ def split_starts(log: Path) -> list[str]:
 
 def compute_logprob_gap(trainer) -> float:
     """Largest |rollout_logprobs - old_logprobs| over fresh responses of all servers."""
-    prompts, collect = trainer.components.sampler.next_batch(8), trainer.components.collector.collect
-    number = trainer.config.train.responses_per_prompt
-    rollout = trainer.fleet.ask(lambda: collect(prompts, number, weight_version=trainer.version, key="gap"))
-    tensors = build_tensors(rollout)
+    prompts, sample = trainer.components.sampler.next_batch(8), trainer.components.collector.sample
+    number, version = trainer.config.train.responses_per_prompt, trainer.version
+    samples = trainer.fleet.ask(lambda: sample(prompts, number, weight_version=version, key="gap"))
+    tensors = build_tensors(Rollout(samples, version))
     old = trainer.components.policy.logprobs(tensors.sequences, 1.0).result()
     return float((old - tensors.rollout_logprobs)[tensors.mask].abs().max())
 

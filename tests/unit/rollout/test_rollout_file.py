@@ -270,8 +270,8 @@ def test_files_that_cannot_be_read_and_samples_of_other_prompts_are_not_used_and
         ),
         (
             ("iteration-1/round-1", "iteration-1/round-2", "iteration-12/round-1"),
-            lambda journal: journal.drop("iteration-1"),
-            {"iteration-12-round-1"},
+            lambda journal: journal.drop("iteration-1/round-1"),
+            {"iteration-1-round-2", "iteration-12-round-1"},
         ),
     ],
 )
@@ -314,5 +314,5 @@ def test_a_collector_does_not_sample_or_score_again_what_the_journal_holds(tmp_p
 def test_samples_of_other_weights_than_the_trainers_do_not_stay_in_the_journal(tmp_path):
     collector = build_collector(CountingEngine(), journal=Journal(tmp_path))
     with pytest.raises(RuntimeError, match="weight version 0; the trainer's is 3"):
-        collector.collect(PROMPTS, 2, weight_version=3, key="pretraining-1")
+        collector.sample(PROMPTS, 2, weight_version=3, key="pretraining-1")
     assert list(tmp_path.iterdir()) == []

@@ -264,7 +264,7 @@ class FakeCollector:
     def num_asked(self) -> int:
         return len(self.asked)
 
-    def sample(self, prompts, num_responses, *, key):
+    def sample(self, prompts, num_responses, *, key, weight_version):
         self.asked.append((key, [prompt.id for prompt in prompts]))
         version = self.maker.version
         rewards = [self.maker.rewards(int(prompt.id)) for prompt in prompts]
@@ -278,10 +278,6 @@ class FakeCollector:
         if self.completes:
             self.maker.complete(int(key.removeprefix("group-")))
         return future
-
-    @contextlib.contextmanager
-    def forgetting_failures(self, key):
-        yield
 
 
 class Engine:

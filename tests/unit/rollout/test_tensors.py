@@ -9,7 +9,7 @@ import torch
 
 from megarl.interfaces import UNPUBLISHED
 from megarl.rollout.collector import check_versions, compute_staleness
-from megarl.rollout.tensors import build_sequences, build_tensors, find_too_stale
+from megarl.rollout.tensors import build_sequences, build_tensors
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score, Turn
 
 
@@ -72,12 +72,17 @@ def test_staleness_counts_versions_behind_over_the_generated_tokens():
 def test_tokens_are_too_stale_by_the_iteration_that_first_learned_from_them():
     first, second = GROUPS[1]
     samples = score([[replace(first, weight_versions=(4,)), replace(second, weight_versions=(1, 0, 3))]])
-    assert find_too_stale(Rollout(samples, 4), 2).tolist() == [[False] * 3, [True, False, False]]
-    assert find_too_stale(Rollout(samples, 5), 1).tolist() == [[False] * 3, [True, False, True]]
-    assert find_too_stale(Rollout(samples, 4), 3) is None
+
+    def find_too_stale(samples, version: int, max_staleness: int):
+        found = build_tensors(Rollout(samples, version), None, max_staleness).too_stale
+        return None if found is None else found.tolist()
+
+    assert find_too_stale(samples, 4, 2) == [[False] * 3, [True, False, False]]
+    assert find_too_stale(samples, 5, 1) == [[False] * 3, [True, False, True]]
+    assert find_too_stale(samples, 4, 3) is None
     replayed = tuple(replace(sample, age=2) for sample in samples)
-    assert find_too_stale(Rollout(replayed, 6), 2).tolist() == [[False] * 3, [True, False, False]]
-    assert find_too_stale(Rollout((), 6), 2) is None
+    assert find_too_stale(replayed, 6, 2) == [[False] * 3, [True, False, False]]
+    assert find_too_stale((), 6, 2) is None
 
 
 def test_sequences_concatenate_prompt_and_response():
