@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from loop_parts import SIZES, open_trainer
 
-from megarl.interfaces import Done
 from megarl.cluster.opened import open_ray
 from megarl.config.load import load_config
+from megarl.interfaces import Done
 from megarl.report.metrics import load_metrics
 from megarl.run.job import RunResources
 
