@@ -89,8 +89,8 @@ def _format_advantage(algo: AlgoConfig, responses_per_prompt: int) -> str:
 def _format_reward(algo: AlgoConfig, wrong: float, has_turns: bool) -> str:
     text, norm = "R", algo.reward_norm
     if algo.overlong.penalty:
-        buffer, share = algo.overlong.buffer, f"{algo.overlong.buffer_frac:g} of the length limit"
-        text += f" - {algo.overlong.penalty:g} * ramp over the last {share if buffer is None else f'{buffer} tokens'}"
+        share = f"{algo.overlong.buffer_frac:g} of the length limit"
+        text += f" - {algo.overlong.penalty:g} * ramp over the last {share}"
     if norm.mean is not NormScope.none:
         text = f"({text} - {norm.mean.name} mean)"
     if norm.std is not NormScope.none:

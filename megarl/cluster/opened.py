@@ -104,13 +104,13 @@ def open_ray(config: ClusterConfig, num_actors: int) -> Iterator[Cluster]:
     """
     opened = local_ray(config, num_actors) if config.ray_address is None else _joined_ray(config)
     with opened as scratch:
-        nodes = wait_for_nodes(config.num_nodes, config.nodes_deadline_s)
+        nodes = wait_for_nodes(config.num_nodes, config.worker_start_deadline_s)
         if config.gpus_per_node > 0:
             nodes, what = nodes[: config.num_nodes], "the GPUs of the nodes"
             # A process of Ray on each node says which GPUs the job has there.
             task = ray.remote(num_cpus=0, max_retries=0)(find_gpus)
             refs = ask(what, lambda: [task.options(scheduling_strategy=node.place).remote() for node in nodes])
-            found = wait_for(refs, [node.name for node in nodes], what, config.nodes_deadline_s)
+            found = wait_for(refs, [node.name for node in nodes], what, config.worker_start_deadline_s)
             nodes = tuple(
                 replace(node, gpus=choose_gpus(node.name, each, config.gpus_per_node))
                 for node, each in zip(nodes, found, strict=True)
@@ -134,7 +134,7 @@ def wait_for_nodes(number: int, deadline_s: float) -> tuple[Node, ...]:
     if not _poll(are_there, deadline_s):
         raise DeadlineError(
             f"{len(alive)} of {number} nodes (cluster.num_nodes) have joined Ray within {deadline_s:g} s"
-            f" (cluster.nodes_deadline_s): {', '.join(sorted(alive.values())) or 'none'}"
+            f" (cluster.worker_start_deadline_s): {', '.join(sorted(alive.values())) or 'none'}"
         )
     order = os.environ.get(ORDER_VARIABLE, "").split(",")
     own = ask("this node", lambda: ray.get_runtime_context().get_node_id())
@@ -153,7 +153,7 @@ def local_ray(config: ClusterConfig, num_actors: int) -> Iterator[Path]:
     It listens on 127.0.0.1 and answers only who has its key. On leaving, for whatever reason, every process of it is
     ended within `cluster.shutdown_deadline_s`, and its files and shared memory are removed.
 
-    Raises RayLostError where Ray does not start within `cluster.nodes_deadline_s` or answer within
+    Raises RayLostError where Ray does not start within `cluster.worker_start_deadline_s` or answer within
     `cluster.ray_deadline_s`.
     """
     remove_left_over()
@@ -164,7 +164,7 @@ def local_ray(config: ClusterConfig, num_actors: int) -> Iterator[Path]:
     try:
         with _using_key(scratch / TOKEN):
             head = _start_head(scratch, num_actors, config.object_store_mb * 2**20)
-            address = _wait_for_address(scratch, head, config.nodes_deadline_s)
+            address = _wait_for_address(scratch, head, config.worker_start_deadline_s)
             with joined_ray(address, config.shutdown_deadline_s / 3):
                 yield scratch
     finally:
@@ -250,7 +250,9 @@ def _wait_for_address(scratch: Path, head: subprocess.Popen[bytes], deadline_s: 
 
     in_time = _poll(has_ended, deadline_s)
     if not path.exists():
-        what = f"(exit status {head.poll()})" if in_time else f"within {deadline_s:g} s (cluster.nodes_deadline_s)"
+        what = (
+            f"(exit status {head.poll()})" if in_time else f"within {deadline_s:g} s (cluster.worker_start_deadline_s)"
+        )
         tail = read_tail(scratch / LOG, LOG_TAIL_LINES)
         calls.lose(f"Ray did not start {what}" + (f":\n{tail}" if tail else ""))
     return path.read_text()
@@ -296,10 +298,10 @@ def _joined_ray(config: ClusterConfig) -> Iterator[Path]:
         return True
 
     # Ray itself would try for minutes without a message.
-    if not _poll(listens, config.nodes_deadline_s):
+    if not _poll(listens, config.worker_start_deadline_s):
         raise DeadlineError(
-            f"nothing listens at {address} (cluster.ray_address) within {config.nodes_deadline_s:g} s"
-            f" (cluster.nodes_deadline_s): {refused}"
+            f"nothing listens at {address} (cluster.ray_address) within {config.worker_start_deadline_s:g} s"
+            f" (cluster.worker_start_deadline_s): {refused}"
         ) from refused
     remove_left_over()
     calls.begin(config.ray_deadline_s)

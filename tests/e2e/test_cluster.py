@@ -184,6 +184,6 @@ def test_nodes_that_do_not_join_are_counted_and_those_that_did_are_named(workers
 
 def test_a_ray_that_does_not_answer_is_named() -> None:
     address = f"127.0.0.1:{pick_free_port('127.0.0.1')}"
-    config = ClusterConfig(ray_address=address, nodes_deadline_s=0.1)
+    config = ClusterConfig(ray_address=address, worker_start_deadline_s=0.1)
     with pytest.raises(DeadlineError, match=f"nothing listens at {address}"), open_ray(config, num_actors=1):
         pass

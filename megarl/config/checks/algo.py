@@ -67,8 +67,6 @@ def _check_groups(algo: AlgoConfig, responses_per_prompt: int) -> Iterator[str]:
 
 
 def _check_reward(algo: AlgoConfig) -> Iterator[str]:
-    if algo.overlong.penalty > 0 and algo.overlong.buffer == 0:
-        yield "algo.overlong.buffer: 0 found with algo.overlong.penalty > 0; must be at least 1 token, or null"
     if algo.value_pretrain.rollouts is not None and algo.kl.in_reward:
         yield (
             f"algo.value_pretrain.rollouts: {algo.value_pretrain.rollouts} found with algo.kl.in_reward=true; the saved"

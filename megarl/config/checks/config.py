@@ -312,11 +312,6 @@ def _show(*numbers: float) -> str:
 def _check_rollout(config: Config) -> Iterator[str]:
     rollout, overlong, kl = config.rollout, config.algo.overlong, config.algo.kl
     longest = config.data.prompt_length + rollout.response_length
-    if overlong.buffer is not None and overlong.buffer > rollout.response_length:
-        yield (
-            f"algo.overlong.buffer: found {overlong.buffer}; it is a part of rollout.response_length"
-            f" ({rollout.response_length}) and must not be longer"
-        )
     if overlong.penalty > 0 and overlong.count_buffer(rollout.response_length) < 1:
         yield (
             f"algo.overlong.buffer_frac: found {overlong.buffer_frac:g}, which is less than one token of"

@@ -10,7 +10,7 @@ from megarl.algo import registry
 from megarl.algo.declarations import AdvantageEstimator
 from megarl.config.placement import find_server_offload
 from megarl.config.schema.algo import needs_reference
-from megarl.config.schema.key import Effect, Key, get_key
+from megarl.config.schema.key import Effect, Key, get_key, show
 from megarl.config.schema.root import Config
 
 
@@ -68,7 +68,9 @@ def check_node(config: Config, node: object, path: str) -> Iterator[str]:
 def _check_node(place: Place, above: Effects) -> Iterator[str]:
     for each in fields(place.node):
         stated, value = get_key(each), getattr(place.node, each.name)
-        name, effects = f"{place.path}.{each.name}".lstrip("."), _add_effects(above, stated, place)
+        name = f"{place.path}.{each.name}".lstrip(".")
+        kept = [(effect, declared) for effect, declared in above if effect not in stated.despite]
+        effects = [*kept, *((effect, place) for effect in stated.effects)]
         # A set of train.eval_sets has keys of its own, by its name.
         parts = {name: value} if not isinstance(value, Mapping) else {f"{name}.{it}": value[it] for it in value}
         groups = {path: node for path, node in parts.items() if is_dataclass(node)}
@@ -79,19 +81,15 @@ def _check_node(place: Place, above: Effects) -> Iterator[str]:
         if (reason := _find_reason(effects)) is None:
             yield from _check_value(name, value, stated)
         elif stated.strict and value != each.default:
-            yield f"{name}: {_show(value)} found; it has no effect {reason}, else it must be {_show(each.default)}"
-
-
-def _add_effects(above: Effects, stated: Key, place: Place) -> Effects:
-    kept = [(effect, declared) for effect, declared in above if effect not in stated.despite]
-    return [*kept, *((effect, place) for effect in stated.effects)]
+            yield f"{name}: {show(value)} found; it has no effect {reason}, else it must be {show(each.default)}"
 
 
 def _find_reason(effects: Effects) -> str | None:
     """Why a key with these has no effect; None where it has."""
     for effect, place in effects:
         if not effect.counts(place):
-            return effect.reason.format(config=place.config, node=place.node, path=place.path)
+            found = show(getattr(place.node, effect.sibling, None))
+            return effect.reason.format(config=place.config, node=place.node, path=place.path, found=found)
     return None
 
 
@@ -114,16 +112,18 @@ def find_unused(config: Config, keys: Iterable[str], command: str | None = "trai
     switches off what is off anyway is allowed. command: None leaves out what only one of the commands has no use for.
     """
     for key in dict.fromkeys(keys):
-        effects, node, path, stated = list[tuple[Effect, Place]](), config, "", Key()
-        default: object = None
+        node, path, above, own = config, "", list[tuple[Effect, Place]](), list[tuple[Effect, Place]]()
+        stated, default = Key(), None
         for name in key.split("."):
             each = next((it for it in fields(node) if it.name == name), None) if is_dataclass(node) else None
             if each is None:
                 break
             stated, default = get_key(each), each.default
-            effects = list(_add_effects(effects, stated, Place(config, node, path, command)))
+            above = [(effect, place) for effect, place in (*above, *own) if effect not in stated.despite]
+            own = [(effect, Place(config, node, path, command)) for effect in stated.effects]
             node, path = getattr(node, name), f"{path}.{name}".lstrip(".")
-        if not _is_off(node, default, stated) and (reason := _find_reason(effects)) is not None:
+        # A group without effect has nothing that could be switched off.
+        if (reason := _find_reason(above if _is_off(node, default, stated) else (*above, *own))) is not None:
             yield key, f"has no effect {reason}"
 
 
@@ -134,9 +134,3 @@ def _is_off(value: object, default: object, stated: Key) -> bool:
     if value is None or (value == 0 and default in (0, None)):
         return True
     return stated.off is not None and value == stated.off
-
-
-def _show(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(getattr(value, "name", value))

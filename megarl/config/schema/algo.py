@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from megarl.config.schema.key import WITH_CRITIC, Effect, key, with_choice
+from megarl.config.schema.key import WITH_CRITIC, Effect, key, needs, with_choice
 
 
 class AdvantageStd(Enum):
@@ -112,38 +112,23 @@ LARGEST_KL_ERROR = 0.2
 HAS_SURROGATE = Effect(
     lambda it: it.config.algo.rl_loss_coef != 0, "with algo.rl_loss_coef=0; it counts with a weight above 0"
 )
-IS_ADAPTIVE = (
-    with_choice("advantage", "gae"),
-    Effect(
-        lambda it: it.node.lambda_policy == ADAPTIVE, f"without algo.lambda_policy={ADAPTIVE}, with which it counts"
-    ),
-)
+CLIPS = with_choice("surrogate", "clip", "gspo", "cispo", "dis", "dppo")
+OF_GROUP = with_choice("advantage", "group")
+IS_ADAPTIVE = (with_choice("advantage", "gae"), needs("lambda_policy", ADAPTIVE))
 MEAN_STAYS = Effect(
-    lambda it: (
-        not it.advantage.compares_group or it.config.algo.reward_clip is not None or it.node.mean is NormScope.group
-    ),
+    lambda it: not it.advantage.compares_group or it.config.algo.reward_clip or it.node.mean is NormScope.group,
     "under algo.advantage={config.algo.advantage}, whose comparison within the group cancels it; it counts with gae,"
     " reinforce or tether, or before an algo.reward_clip",
 )
-HAS_PENALTY = Effect(lambda it: it.node.penalty > 0, "with algo.overlong.penalty=0; it counts with a penalty above 0")
-KL_IN_REWARD = Effect(lambda it: it.node.in_reward, "without a KL in the reward; it counts with algo.kl.in_reward=true")
-HAS_TARGET = Effect(
-    lambda it: it.node.target is not None,
-    "without an adaptive weight of the KL in the reward; it counts with an algo.kl.target",
-)
-KL_IN_LOSS = Effect(lambda it: it.node.in_loss, "without a KL in the loss; it counts with algo.kl.in_loss=true")
+HAS_PENALTY = needs("penalty")
+KL_IN_REWARD, HAS_TARGET, KL_IN_LOSS = needs("in_reward", "true"), needs("target"), needs("in_loss", "true")
 MISMATCH_KNOWN = Effect(
     lambda it: it.reads_old_logprobs,
     "under algo.surrogate={config.algo.surrogate}, where the policy does not score the responses before its update, so"
     " that the mismatch with the rollout engine is not known; it counts with another than dis and dppo",
 )
-DYNAMIC = Effect(
-    lambda it: it.node.enabled, "without dynamic sampling; it counts with algo.dynamic_sampling.enabled=true"
-)
-PRETRAINS = Effect(
-    lambda it: it.node.num_steps > 0,
-    "without value pretraining; it counts with algo.value_pretrain.enabled=true and steps above 0",
-)
+DYNAMIC = needs("enabled", "true")
+PRETRAINS = (WITH_CRITIC, needs("enabled", "true"), needs("steps"))
 
 
 @dataclass
@@ -160,37 +145,17 @@ class RewardNormConfig:
 class OverlongConfig:
     penalty: float = key(0.0, low=0)
     """Reward subtracted at the length limit; it grows linearly over the last tokens before it (DAPO: 1)."""
-    buffer: int | None = key(None, low=0, when=HAS_PENALTY, strict=True)
-    """Tokens before the limit over which the penalty grows; it overrides buffer_frac. null: buffer_frac decides."""
-    buffer_frac: float = key(
-        0.2,
-        low=0,
-        high=1,
-        when=(
-            HAS_PENALTY,
-            Effect(
-                lambda it: it.node.buffer is None,
-                "with algo.overlong.buffer={node.buffer}; it counts with algo.overlong.buffer=null",
-            ),
-        ),
-    )
+    buffer_frac: float = key(0.2, low=0, high=1, when=HAS_PENALTY)
     """Share of rollout.response_length before the limit over which the penalty grows, rounded to whole tokens (DAPO: a
-    fifth). Only where `buffer` is null."""
+    fifth)."""
     filter: bool = False
     """Responses cut at the length limit get no policy loss; their reward stays in the statistics."""
-    filter_critic: bool = key(
-        False,
-        when=(
-            WITH_CRITIC,
-            Effect(lambda it: it.node.filter, "without algo.overlong.filter=true, with which it counts"),
-        ),
-        strict=True,
-    )
+    filter_critic: bool = key(False, when=(WITH_CRITIC, needs("filter", "true")), strict=True)
     """With `filter`, responses cut at the length limit get no critic loss either."""
 
     def count_buffer(self, response_length: int) -> int:
         """Tokens before the limit over which the penalty grows."""
-        return round(self.buffer_frac * response_length) if self.buffer is None else self.buffer
+        return round(self.buffer_frac * response_length)
 
 
 @dataclass
@@ -239,13 +204,7 @@ class ToprConfig:
     """Weight of -A * log-prob where A >= 0."""
     negative_loss_coef: float = key(0.0, low=0)
     """Weight of -clip(ratio to the sampling policy, 0, 1) * A * log-prob where A < 0."""
-    ratio_level: RatioLevel = key(
-        RatioLevel.sequence,
-        when=Effect(
-            lambda it: it.node.negative_loss_coef != 0,
-            "without algo.topr.negative_loss_coef above 0, with which it counts",
-        ),
-    )
+    ratio_level: RatioLevel = key(RatioLevel.sequence, when=needs("negative_loss_coef"))
     """What the ratio is of: each token, or the response (the product over its tokens, or their geometric mean)."""
 
 
@@ -281,14 +240,7 @@ class ReplayConfig:
 
     num_iterations: int = key(0, low=0)
     """How many past iterations are kept; 0: off."""
-    frac: float = key(
-        0.5,
-        above=0,
-        below=1,
-        when=Effect(
-            lambda it: it.node.num_iterations > 0, "without replay; it counts with algo.replay.num_iterations above 0"
-        ),
-    )
+    frac: float = key(0.5, above=0, below=1, when=needs("num_iterations"))
     """Share of an iteration's groups that is taken from past iterations."""
 
 
@@ -298,38 +250,16 @@ class ValuePretrainConfig:
 
     enabled: bool = key(False, when=WITH_CRITIC, strict=True)
     """Whether the critic is pretrained. Presets of algorithms set this; presets of models set `steps`."""
-    steps: int = key(
-        50,
-        low=0,
-        when=(
-            WITH_CRITIC,
-            Effect(
-                lambda it: it.node.enabled, "without value pretraining; it counts with algo.value_pretrain.enabled=true"
-            ),
-        ),
-        off=0,
-    )
+    steps: int = key(50, low=0, off=0, when=(WITH_CRITIC, needs("enabled", "true")))
     """Maximum number of iterations of value pretraining, each a rollout and the critic's minibatches; 0: off."""
-    rollouts: str | None = key(None, when=(WITH_CRITIC, PRETRAINS))
+    rollouts: str | None = key(None, when=PRETRAINS)
     """A rollouts.jsonl of an earlier run (logger.save_rollouts) to learn from, instead of fresh responses."""
-    patience: int | None = key(20, low=3, when=(WITH_CRITIC, PRETRAINS))
+    patience: int | None = key(20, low=3, when=PRETRAINS)
     """End once a line fitted to the explained variance of this many iterations rises by less than `min_improvement`,
     with 1.5 standard errors to spare; at least 3; null: never early."""
-    min_improvement: float = key(
-        0.02,
-        low=0,
-        high=1,
-        when=(
-            WITH_CRITIC,
-            PRETRAINS,
-            Effect(
-                lambda it: it.node.patience is not None,
-                "with algo.value_pretrain.patience=null; it counts with a patience",
-            ),
-        ),
-    )
+    min_improvement: float = key(0.02, low=0, high=1, when=(*PRETRAINS, needs("patience")))
     """Rise of the explained variance over `patience` iterations that is worth going on."""
-    stop_at_explained_variance: float | None = key(None, high=1, when=(WITH_CRITIC, PRETRAINS))
+    stop_at_explained_variance: float | None = key(None, high=1, when=PRETRAINS)
     """End once the explained variance of a rollout not yet trained on reaches this; null: no such threshold."""
 
     @property
@@ -359,18 +289,8 @@ class AlgoConfig:
     lambda_min: float = key(0.5, low=0, high=1, when=IS_ADAPTIVE)
     """Lower bound of the adaptive lambda."""
     tether: TetherConfig = key(factory=TetherConfig, when=with_choice("advantage", "tether"))
-    advantage_std: AdvantageStd = key(AdvantageStd.none, when=with_choice("advantage", "group"), strict=True)
-    std_of: StdOf = key(
-        StdOf.raw,
-        when=(
-            with_choice("advantage", "group"),
-            Effect(
-                lambda it: it.node.advantage_std is AdvantageStd.batch,
-                "without algo.advantage_std=batch, with which it counts",
-            ),
-        ),
-        strict=True,
-    )
+    advantage_std: AdvantageStd = key(AdvantageStd.none, when=OF_GROUP, strict=True)
+    std_of: StdOf = key(StdOf.raw, when=(OF_GROUP, needs("advantage_std", "batch")), strict=True)
     whiten_advantages: bool = False
     """Scale the advantages of all generated tokens of the batch to mean 0 and standard deviation 1."""
     advantage_clip: float | None = key(None, above=0)
@@ -387,14 +307,10 @@ class AlgoConfig:
     """The policy loss: one of megarl/algo/policy_losses.py, or FILE.py:NAME of your own."""
     rl_loss_coef: float = key(1.0, low=0)
     """Weight of the surrogate."""
-    clip_low: float = key(
-        0.2, low=0, high=1, when=(HAS_SURROGATE, with_choice("surrogate", "clip", "gspo", "cispo", "dis", "dppo"))
-    )
+    clip_low: float = key(0.2, low=0, high=1, when=(HAS_SURROGATE, CLIPS))
     """PPO's lower clip: the importance ratio is clipped at 1 - clip_low. dis: a token with a ratio at or below that is
     masked. dppo: by how much a token's probability may fall. cispo: 1 is no lower bound."""
-    clip_high: float = key(
-        0.2, low=0, when=(HAS_SURROGATE, with_choice("surrogate", "clip", "gspo", "cispo", "dis", "dppo"))
-    )
+    clip_high: float = key(0.2, low=0, when=(HAS_SURROGATE, CLIPS))
     """PPO's upper clip: the importance ratio is clipped at 1 + clip_high (DAPO and VAPO: 0.28). dis: a token with a
     ratio at or above that is masked. dppo: by how much a token's probability may rise."""
     dual_clip: float | None = key(
@@ -404,13 +320,7 @@ class AlgoConfig:
     positive_lm_coef: float = key(0.0, low=0)
     """Weight of the positive-example LM loss, the mean negative log-likelihood of the tokens of correct responses
     (VAPO: 0.1)."""
-    positive_lm_mean_over: PositiveLMMean = key(
-        PositiveLMMean.positive_tokens,
-        when=Effect(
-            lambda it: it.node.positive_lm_coef != 0,
-            "without the positive-example LM loss; it counts with algo.positive_lm_coef above 0",
-        ),
-    )
+    positive_lm_mean_over: PositiveLMMean = key(PositiveLMMean.positive_tokens, when=needs("positive_lm_coef"))
     """Which tokens that mean is over: those of correct responses, as in VAPO, so that the fewer they are the more each
     weighs; or all, so that each of them weighs positive_lm_coef beside an advantage."""
     entropy_coef: float = 0.0

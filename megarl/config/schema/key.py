@@ -16,6 +16,8 @@ class Effect:
     """of a `megarl.config.checks.keys.Place`: the node of the key and the whole configuration"""
     reason: str
     """why the key has none, and what would make it count; {config}, {node} and {path} are those of the place"""
+    sibling: str = ""
+    """the name of another key of the node, whose value is {found} in `reason`"""
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,13 @@ class Key:
         return isfinite(number) and low and (number < self.high if self.is_below else number <= self.high)
 
     def describe_range(self) -> str:
-        bounds = []
+        text = "a finite number"
         if isfinite(self.low):
-            bounds.append(f"above {self.low:g}" if self.is_above else f"{self.low:g} or more")
+            text = f"above {self.low:g}" if self.is_above else f"{self.low:g} or more"
         if isfinite(self.high):
             high = str(int(self.high)) if self.high == int(self.high) else f"{self.high:g}"
-            bounds.append(f"below {high}" if self.is_below else f"at most {high}")
-        return (" and ".join(bounds) or "a finite number") + (f" ({self.why})" if self.why else "")
+            text += (" and " if isfinite(self.low) else " ") + (f"below {high}" if self.is_below else f"at most {high}")
+        return text + (f" ({self.why})" if self.why else "")
 
 
 def key(
@@ -97,6 +99,26 @@ def with_choice(name: str, *choices: str) -> Effect:
 
     right = " or ".join(choices)
     return Effect(counts, f"under algo.{name}={{config.algo.{name}}}; it counts with algo.{name}={right}")
+
+
+def needs(sibling: str, *values: str) -> Effect:
+    """Of a key that counts where another one of its group has one of these values as they are typed; none: is on."""
+    key, right = f"{{path}}.{sibling}", " or ".join(values) or "another value"
+    text = f"with {key}={{found}}; it counts with " + (f"{key}={right}" if values else right)
+    off = ("null", "false", "none", "0", "0.0")
+
+    def counts(place: Any) -> bool:
+        found = show(getattr(place.node, sibling))
+        return found in values if values else found not in off
+
+    return Effect(counts, text, sibling)
+
+
+def show(value: Any) -> str:
+    """A value as it is typed."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(getattr(value, "name", value))
 
 
 YEAR_S = 31_536_000

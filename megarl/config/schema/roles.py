@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from megarl.config.schema.key import TRAINED, WITH_CRITIC, Effect, key
+from megarl.config.schema.key import TRAINED, WITH_CRITIC, key, needs
 
 
 class Dtype(Enum):
@@ -98,14 +98,7 @@ class LrDecay(Enum):
     """Along half a period of a cosine"""
 
 
-DECAYS = Effect(
-    lambda it: it.node.decay is not LrDecay.constant, "under {path}.decay=constant; it counts with linear or cosine"
-)
-RECOMPUTES = Effect(
-    lambda it: it.node.recompute is Recompute.full,
-    "under {path}.recompute={node.recompute.name}; it counts with full",
-)
-HAS_ADAPTERS = Effect(lambda it: it.node.rank > 0, "with policy.lora.rank=0; it counts with 1 or more")
+DECAYS, RECOMPUTES = needs("decay", "linear", "cosine"), needs("recompute", "full")
 
 
 @dataclass
@@ -147,30 +140,14 @@ class OptimizerConfig:
     """Learning rate after the warm-up."""
     min_lr: float = key(0.0, low=0, when=DECAYS)
     """Learning rate at the end of the decay, and after it."""
-    warmup_steps: int = key(
-        0,
-        low=0,
-        when=Effect(
-            lambda it: it.node.warmup_ratio is None,
-            "with {path}.warmup_ratio={node.warmup_ratio}; it counts with warmup_ratio=null",
-        ),
-    )
+    warmup_steps: int = key(0, low=0, when=needs("warmup_ratio", "null"))
     """Optimizer steps over which the rate rises linearly from 0 to lr."""
     warmup_ratio: float | None = key(None, low=0, high=1)
     """The same as a share of all optimizer steps of the run, which follow from train.num_iterations, also where a
     resumed run changes it; overrides warmup_steps. null: warmup_steps decides."""
     decay: LrDecay = LrDecay.constant
     """How the rate falls from lr to min_lr."""
-    decay_iterations: int | None = key(
-        None,
-        when=(
-            DECAYS,
-            Effect(
-                lambda it: it.node.decay_steps is None,
-                "with {path}.decay_steps={node.decay_steps}; it counts with decay_steps=null",
-            ),
-        ),
-    )
+    decay_iterations: int | None = key(None, when=(DECAYS, needs("decay_steps", "null")))
     """Iterations after which the rate is min_lr, the warm-up included, with as many optimizer steps in each as training
     has (of a critic, its steps of value pretraining count too). Only where decay_steps is null. null in
     both: all iterations of the run."""
@@ -236,10 +213,7 @@ class TrainedRoleConfig:
     GPUs with others."""
     fp8: Fp8 | None = None
     """Format of FP8 matrix products by Transformer Engine; null: no FP8."""
-    fp8_recipe: Fp8Recipe = key(
-        Fp8Recipe.blockwise,
-        when=Effect(lambda it: it.node.fp8 is not None, "with {path}.fp8=null; it counts with hybrid or e4m3"),
-    )
+    fp8_recipe: Fp8Recipe = key(Fp8Recipe.blockwise, when=needs("fp8"))
     """How FP8 numbers are scaled; only where fp8 is set."""
 
 
@@ -250,9 +224,9 @@ class LoraConfig:
     rank: int = key(0, low=0, high=4096)
     """Rank r of each adapter: W + alpha / r * B A stands for a weight W, and A and B alone are trained. 0: there are no
     adapters, and all weights are trained."""
-    alpha: float = key(32.0, above=0, when=HAS_ADAPTERS)
+    alpha: float = key(32.0, above=0, when=needs("rank"))
     """The adapters' products are multiplied by alpha / rank."""
-    layers: list[LoraLayers] = key(factory=lambda: [LoraLayers.attention, LoraLayers.mlp], when=HAS_ADAPTERS)
+    layers: list[LoraLayers] = key(factory=lambda: [LoraLayers.attention, LoraLayers.mlp], when=needs("rank"))
     """Which layers have adapters: attention, mlp or both."""
 
 
@@ -359,13 +333,7 @@ class ModelConfig:
     path: str | None = key(None, is_prose=True)
     """Checkpoint directory, or a name on the Hugging Face hub, OWNER/NAME, which is downloaded where it is not in the
     cache; only with source=path."""
-    random: RandomModelConfig = key(
-        factory=RandomModelConfig,
-        when=Effect(
-            lambda it: it.node.source is ModelSource.random,
-            "under model.source={node.source.name}; set model.source=random, or leave it out",
-        ),
-    )
+    random: RandomModelConfig = key(factory=RandomModelConfig, when=needs("source", "random"))
     """The random model; only with source=random."""
     megatron: dict[str, Any] = key(factory=dict, when=TRAINED)
     """Passed through to Megatron's TransformerConfig; each key is checked against its real fields."""

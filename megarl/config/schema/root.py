@@ -22,6 +22,12 @@ from megarl.config.schema.run import (
 from megarl.config.schema.task import DataConfig, EnvironmentConfig, RewardConfig
 from megarl.cpu import dtype as cpu_dtype
 
+WITH_REFERENCE = Effect(
+    lambda it: it.has_reference,
+    "without a reference model of its own; it counts with algo.kl.in_reward=true or algo.kl.in_loss=true and an"
+    " estimator other than full, for which the policy's processes hold the reference",
+)
+
 
 @dataclass
 class Config:
@@ -37,18 +43,7 @@ class Config:
     """The model that is trained to answer."""
     critic: CriticConfig = key(factory=CriticConfig, when=(TRAINED, WITH_CRITIC))
     """The model that estimates values; only with algo.advantage=gae."""
-    reference: ReferenceConfig = key(
-        factory=ReferenceConfig,
-        when=(
-            TRAINED,
-            NOT_ALONE,
-            Effect(
-                lambda it: it.has_reference,
-                "without a reference model of its own; it counts with algo.kl.in_reward=true or algo.kl.in_loss=true"
-                " and an estimator other than full, for which the policy's processes hold the reference",
-            ),
-        ),
-    )
+    reference: ReferenceConfig = key(factory=ReferenceConfig, when=(TRAINED, NOT_ALONE, WITH_REFERENCE))
     """The frozen model that KL terms compare with; only where there is one."""
     data: DataConfig = key(MISSING, when=GENERATED)
     """Where the prompts come from; its keys are those of the chosen source."""

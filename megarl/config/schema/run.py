@@ -7,16 +7,37 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from megarl.config.schema.key import DEADLINE, GENERATED, NOT_ALONE, START, TRAINED, Effect, key
+from megarl.config.schema.key import DEADLINE, GENERATED, NOT_ALONE, START, TRAINED, Effect, key, needs
 from megarl.config.schema.roles import Dtype
 
 MAX_SAMPLES = 2**20
 """Responses that are held at a time, a hundred times those of the largest published runs (8192 an iteration)"""
 THREADS: dict[str, Any] = {"low": 1, "high": 1024, "why": "more than any node has cores"}
-SAVES = Effect(
-    lambda it: it.node.save_every is not None, "with checkpoint.save_every=null; it counts with a number of iterations"
+KNOWN: dict[str, Any] = {"above": 0, "when": needs("gpu")}
+SAVES, RECORDS = needs("save_every"), needs("num_token_records")
+NOT_OF_EVALUATION = Effect(
+    lambda it: it.command != "evaluate", "in an evaluation, which has a key of its own: evaluate.temperature"
 )
-RECORDS = Effect(lambda it: it.node.num_token_records > 0, "with logger.num_token_records=0; it counts with 1 or more")
+OF_HELDOUT = Effect(
+    lambda it: it.command != "evaluate" or it.config.evaluate.heldout,
+    "in an evaluation of whole sets, of which evaluate.num_problems=N takes a part; it counts with"
+    " evaluate.heldout=true",
+)
+SHARES_GPUS = Effect(
+    lambda it: it.offloads_servers,
+    "where servers share no GPU with a role; it counts with cluster.placement=colocated",
+)
+WITHOUT_PASS = Effect(
+    lambda it: it.can_reuse_logprobs,
+    "where the policy scores the responses before its update (several optimizer steps in an iteration,"
+    " algo.kl.in_reward, topr, rollout.router_replay, FP8), or nothing reads old_logprobs; it counts with one"
+    " optimizer step and none of these",
+)
+IS_MEASURED = Effect(
+    lambda it: GENERATED.counts(it) or not it.node.best_metric.startswith(("reward/", "heldout/")),
+    "with rollout.file and checkpoint.best_metric={node.best_metric}, which only generated responses have; it counts"
+    " with another metric of metrics.jsonl",
+)
 
 LEAST_OF_KIND = 0.95
 """Least share of memory_gib that a GPU of the kind has: it differs a little, by driver and ECC."""
@@ -28,23 +49,23 @@ class HardwareConfig:
 
     gpu: str | None = None
     """Name of the GPU; null: the hardware is not known, and nothing is planned."""
-    memory_gib: float = key(0.0, above=0)
+    memory_gib: float = key(0.0, **KNOWN)
     """Memory of a GPU in GiB, as torch.cuda.get_device_properties tells it."""
-    bf16_tflops: float = key(0.0, above=0)
+    bf16_tflops: float = key(0.0, **KNOWN)
     """Peak of a GPU's matrix products in bfloat16, in 1e12 operations a second."""
-    fp8_tflops: float = key(0.0, above=0)
+    fp8_tflops: float = key(0.0, **KNOWN)
     """Peak of a GPU's matrix products in FP8, in 1e12 operations a second."""
-    hbm_gb_s: float = key(0.0, above=0)
+    hbm_gb_s: float = key(0.0, **KNOWN)
     """Bandwidth between a GPU and its memory, in 1e9 bytes a second."""
-    nvlink_gb_s: float = key(0.0, above=0)
+    nvlink_gb_s: float = key(0.0, **KNOWN)
     """Bandwidth out of a GPU to others of its node, in one direction, in 1e9 bytes a second."""
-    network_gb_s: float = key(0.0, above=0)
+    network_gb_s: float = key(0.0, **KNOWN)
     """Bandwidth out of a GPU to other nodes, in one direction, in 1e9 bytes a second."""
-    pcie_gb_s: float = key(64.0, above=0)
+    pcie_gb_s: float = key(64.0, **KNOWN)
     """Bandwidth between a GPU and its host, in one direction, in 1e9 bytes a second; of PCIe 5.0 with 16 lanes."""
-    disk_gb_s: float = key(5.0, above=0)
+    disk_gb_s: float = key(5.0, **KNOWN)
     """What a node reads from or writes to the shared file system, in 1e9 bytes a second; as measured, not a peak."""
-    host_memory_gib: float = key(0.0, above=0)
+    host_memory_gib: float = key(0.0, **KNOWN)
     """Memory of a node in GiB."""
 
 
@@ -74,7 +95,8 @@ class ClusterConfig:
     object_store_mb: int = key(256, low=75, high=2**24, why="MiB; Ray takes no less, and no node has as much memory")
     """Shared memory of Ray's object store on each node, in MiB; the samples of an iteration pass through it."""
     worker_start_deadline_s: float = key(300.0, when=TRAINED, **START)
-    """Deadline in seconds for the training processes to start and load the model."""
+    """Deadline in seconds for the training processes to start and load the model, and before them for Ray to start on
+    this machine, or for the nodes of ray_address to join."""
     call_deadline_s: float = key(1800.0, when=TRAINED, **DEADLINE)
     """Deadline in seconds of one call to a training process (log-probs, values, an update, an export)."""
     shutdown_deadline_s: float = key(15.0, **DEADLINE)
@@ -88,29 +110,12 @@ class ClusterConfig:
     """Number of nodes."""
     gpus_per_node: int = key(0, low=0, high=1024)
     """GPUs of each node; 0: GPUs are not counted, and every process sees all of them."""
-    placement: Placement = key(
-        Placement.apart,
-        when=Effect(
-            lambda it: it.node.gpus_per_node > 0,
-            "with cluster.gpus_per_node=0, where GPUs are not counted; it counts with their number",
-        ),
-    )
+    placement: Placement = key(Placement.apart, when=needs("gpus_per_node"))
     """Which of policy, critic, reference and servers share GPUs; only where gpus_per_node is above 0."""
     ray_address: str | None = None
     """HOST:PORT of a running Ray cluster of num_nodes nodes; auto: that of the environment variable RAY_ADDRESS, as a
     job of `ray job submit` has it; null: the run starts Ray on this machine."""
-    nodes_deadline_s: float = key(300.0, **DEADLINE)
-    """Deadline in seconds for Ray to start on this machine, or for the nodes of ray_address to join."""
-    hardware: HardwareConfig = key(
-        factory=HardwareConfig,
-        when=(
-            TRAINED,
-            Effect(
-                lambda it: it.node.hardware.gpu is not None,
-                "with cluster.hardware.gpu=null; it counts with a cluster whose GPU is known, such as cluster=h100x8",
-            ),
-        ),
-    )
+    hardware: HardwareConfig = key(factory=HardwareConfig, when=TRAINED)
     """The hardware that the planner computes a job's memory and time from before its processes start."""
 
 
@@ -147,16 +152,7 @@ class ServerOffload(Enum):
 class RolloutConfig:
     response_length: int = key(1024, low=1, despite=GENERATED)
     """Maximum length of a response in tokens."""
-    temperature: float = key(
-        1.0,
-        low=0.01,
-        high=100,
-        why="training needs a sampled distribution; the evaluations of a training are greedy anyway",
-        despite=GENERATED,
-        when=Effect(
-            lambda it: it.command != "evaluate", "in an evaluation, which has a key of its own: evaluate.temperature"
-        ),
-    )
+    temperature: float = key(1.0, low=0.01, high=100, despite=GENERATED, when=NOT_OF_EVALUATION)
     """Sampling temperature: logits are divided by it, in sampling and in every log-prob of training. The evaluations
     during training are greedy."""
     stop: list[str] = field(default_factory=list)
@@ -174,16 +170,7 @@ class RolloutConfig:
     """Maximum number of requests that a server processes at the same time."""
     kv_cache_tokens: int | None = key(None, low=1, high=2**31 - 1, why="SGLang counts them in 32 bits")
     """Tokens of KV cache per server; null lets SGLang decide (on a CPU it must be a number)."""
-    offload: ServerOffload | None = key(
-        None,
-        when=(
-            TRAINED,
-            Effect(
-                lambda it: it.offloads_servers,
-                "where servers share no GPU with a role; it counts with cluster.placement=colocated",
-            ),
-        ),
-    )
+    offload: ServerOffload | None = key(None, when=(TRAINED, SHARES_GPUS))
     """What the servers give back of their GPUs' memory while roles that share these GPUs compute, and take again before
     they generate; null: nothing. Needs max_staleness=0."""
     num_threads: int | None = key(None, **THREADS)
@@ -198,27 +185,13 @@ class RolloutConfig:
     """Deadline in seconds of one weight sync, verification included. Presets of large models set a longer one."""
     transport: Transport = key(Transport.colocated, when=TRAINED)
     """How weights travel from the policy to the servers."""
-    sync_bucket_mb: int = key(
-        64,
-        low=1,
-        high=16384,
-        why="MiB, of which each process holds two",
-        when=(
-            TRAINED,
-            Effect(
-                lambda it: it.node.transport is not Transport.disk,
-                "with rollout.transport=disk; it counts with colocated or split",
-            ),
-        ),
-    )
+    sync_bucket_mb: int = key(64, low=1, high=16384, when=(TRAINED, needs("transport", "colocated", "split")))
     """Maximum size of one message of weights, in MiB. Each rank holds two; with transport=colocated a training rank
     holds two, on its GPU from the first sync on or in shared memory, and a server rank one during the sync."""
     max_server_restarts: int = key(3, low=0)
     """How many times servers that are lost in the same rollout or sync are restarted with the current weights, before
     the run ends with the error. 0: no restart. With max_staleness > 0 all responses under way are begun again."""
-    max_staleness: int = key(
-        0, low=0, high=100, why="so many iterations of responses wait in memory", despite=GENERATED, when=TRAINED
-    )
+    max_staleness: int = key(0, low=0, high=100, despite=GENERATED, when=TRAINED)
     """Maximum staleness of a token: by how many policy updates the weights that sampled it may be older than those that
     train on it. 0: on-policy, the servers wait for each update. n: the groups of up to n further iterations are
     generated while the trainer works, and continue with the new weights after each update; an iteration learns from
@@ -271,30 +244,14 @@ class TrainConfig:
     num_iterations: int = key(100, low=0)
     """Iterations of the whole training; each is a rollout and the update on its responses. 0: value pretraining alone,
     whose iterations come before them (algo.value_pretrain)."""
-    samples_per_iteration: int | None = key(
-        None,
-        low=1,
-        when=Effect(
-            lambda it: it.node.prompts_per_iteration is None,
-            "with train.prompts_per_iteration={node.prompts_per_iteration}, which makes {node.num_samples} samples of"
-            " {node.responses_per_prompt} responses to each prompt; it counts with train.prompts_per_iteration=null",
-        ),
-    )
+    samples_per_iteration: int | None = key(None, low=1, when=needs("prompts_per_iteration", "null"))
     """Responses of one iteration; the number of prompts follows: samples_per_iteration / responses_per_prompt. Only
     where prompts_per_iteration is null; null in both is 512 prompts."""
     prompts_per_iteration: int | None = key(None, low=1)
     """Prompts of one iteration; overrides samples_per_iteration. null: samples_per_iteration decides."""
     responses_per_prompt: int = key(1, low=1, high=MAX_SAMPLES)
     """K, the responses sampled for each prompt: the group size."""
-    samples_per_minibatch: int = key(
-        512,
-        low=1,
-        when=Effect(
-            lambda it: it.node.num_minibatches is None,
-            "with train.num_minibatches={node.num_minibatches}, which makes minibatches of {node.minibatch_size}"
-            " samples; it counts with train.num_minibatches=null",
-        ),
-    )
+    samples_per_minibatch: int = key(512, low=1, when=needs("num_minibatches", "null"))
     """Samples of one optimizer step, over all data-parallel ranks. Only where num_minibatches is null."""
     num_minibatches: int | None = key(None, low=1)
     """Minibatches that the samples of an iteration are split into; overrides samples_per_minibatch. null:
@@ -303,34 +260,13 @@ class TrainConfig:
     """Maximum number of tokens of one forward pass, prompts included; a longer sequence is a micro-batch alone."""
     epochs_per_iteration: int = key(1, low=1, high=1000, why="an iteration ends after them only")
     """Passes of the update over the samples of an iteration."""
-    reuse_logprobs: bool = key(
-        True,
-        off=False,
-        when=Effect(
-            lambda it: it.can_reuse_logprobs,
-            "where the policy scores the responses before its update (several optimizer steps in an iteration,"
-            " algo.kl.in_reward, topr, rollout.router_replay, FP8), or nothing reads old_logprobs; it counts with one"
-            " optimizer step and none of these",
-        ),
-    )
+    reuse_logprobs: bool = key(True, off=False, when=WITHOUT_PASS)
     """Take the update's own log-probs, detached, as old_logprobs, where each iteration is one optimizer step and
     nothing reads them before it: the gradient is the same, and a forward pass over all responses is saved. false: the
     policy always scores the responses first."""
     eval_every: int = key(10, low=1, when=GENERATED)
     """Iterations between evaluations on held-out prompts; they also run before the first and after the last."""
-    num_eval_prompts: int = key(
-        256,
-        low=1,
-        despite=TRAINED,
-        when=(
-            GENERATED,
-            Effect(
-                lambda it: it.command != "evaluate" or it.config.evaluate.heldout,
-                "in an evaluation of whole sets, of which evaluate.num_problems=N takes a part; it counts with"
-                " evaluate.heldout=true",
-            ),
-        ),
-    )
+    num_eval_prompts: int = key(256, low=1, despite=TRAINED, when=(GENERATED, OF_HELDOUT))
     """Maximum number of held-out prompts of an evaluation."""
     eval_sets: dict[str, EvalSetConfig] = field(default_factory=dict)
     """Further sets to evaluate on, by name, each with `path`, `num_prompts` (null: all), `num_samples` (1),
@@ -402,8 +338,6 @@ class EvaluateConfig:
     train.num_eval_prompts of them. false: every problem of the set. A model that a run wrote brings true where the data
     are that run's.
     """
-    confidence: float = key(0.95, above=0, below=1)
-    """Coverage of the confidence intervals, between 0 and 1."""
     paths: dict[str, str] = field(default_factory=dict)
     """Local files (.jsonl, .parquet) or dataset directories that replace sets of the hub, by the name of the set:
     evaluate.paths.gsm8k=test.jsonl.
@@ -458,23 +392,9 @@ class CheckpointConfig:
     so that the run cannot be resumed."""
     keep_last: int = key(2, low=1, when=SAVES)
     """Number of newest checkpoints to keep; older ones are removed once a newer one is complete."""
-    keep_best: int = key(
-        0,
-        low=0,
-        when=(
-            SAVES,
-            Effect(
-                lambda it: GENERATED.counts(it) or not it.node.best_metric.startswith(("reward/", "heldout/")),
-                "with rollout.file and checkpoint.best_metric={node.best_metric}, which only generated responses have;"
-                " it counts with another metric of metrics.jsonl",
-            ),
-        ),
-    )
+    keep_best: int = key(0, low=0, when=(SAVES, IS_MEASURED))
     """Number of further checkpoints to keep: the evaluated ones with the highest `best_metric`."""
-    best_metric: str = key(
-        "reward/heldout",
-        when=(SAVES, Effect(lambda it: it.node.keep_best > 0, "with checkpoint.keep_best=0; it counts with 1 or more")),
-    )
+    best_metric: str = key("reward/heldout", when=(SAVES, needs("keep_best")))
     """The metric of metrics.jsonl that keep_best ranks by; higher is better."""
     stop_deadline_s: float = key(120.0, when=SAVES, **DEADLINE)
     """Deadline in seconds of the checkpoint that is written after an error and after SIGTERM, SIGHUP, SIGUSR1 or
@@ -505,18 +425,12 @@ class LoggerConfig:
     `make install` includes)."""
     wandb: WandbMode | None = None
     """Write the metrics to Weights & Biases, too; null: no. Needs the extra `wandb`."""
-    wandb_project: str = key(
-        "megarl",
-        when=Effect(lambda it: it.node.wandb is not None, "with logger.wandb=null; it counts with offline or online"),
-    )
+    wandb_project: str = key("megarl", when=needs("wandb"))
     """The project there. WANDB_ENTITY names the team, if it is not your own."""
     mlflow: str | None = None
     """Write the metrics to MLflow, too: the tracking URI, `http://HOST:5000` of a server or `sqlite:///mlflow.db` of a
     file without one; null: no. Needs the extra `mlflow`."""
-    mlflow_experiment: str = key(
-        "megarl",
-        when=Effect(lambda it: it.node.mlflow is not None, "with logger.mlflow=null; it counts with a tracking URI"),
-    )
+    mlflow_experiment: str = key("megarl", when=needs("mlflow"))
     """The experiment there; it is made where there is none."""
     terminal: bool = True
     """Show the run on the terminal: live where it is one, as lines of at most 80 columns in a file or pipe.

@@ -7,8 +7,17 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from megarl.config.schema.key import GENERATED, NOT_ALONE, TRAINED, WITH_CRITIC, Effect, key
+from megarl.config.schema.key import GENERATED, NOT_ALONE, TRAINED, WITH_CRITIC, Effect, key, needs
 
+OF_HELDOUT = Effect(
+    lambda it: it.command != "evaluate" or it.config.evaluate.heldout or not hasattr(it.node, "prompt_field"),
+    "in an evaluation on a set from files, which takes all of it; evaluate.num_problems=N takes a part, and"
+    " evaluate.heldout=true the part that training holds out",
+)
+RENDERS = Effect(
+    lambda it: GENERATED.counts(it) or it.node.critic_prompt is not None,
+    "with rollout.file, which has the prompts' tokens; it counts with data.critic_prompt or with rollout.file=null",
+)
 SCORING: dict[str, Any] = {
     "low": 0.01,
     "high": 3600,
@@ -22,26 +31,10 @@ class DataConfig:
 
     prompt_length: int = key(512, low=1, despite=GENERATED)
     """Maximum length of a prompt in tokens; longer prompts are dropped and counted."""
-    num_heldout: int | None = key(
-        None,
-        when=Effect(
-            lambda it: it.command != "evaluate" or it.config.evaluate.heldout or not hasattr(it.node, "prompt_field"),
-            "in an evaluation on a set from files, which takes all of it; evaluate.num_problems=N takes a part, and"
-            " evaluate.heldout=true the part that training holds out",
-        ),
-    )
+    num_heldout: int | None = key(None, when=OF_HELDOUT)
     """Number of held-out prompts; null: a tenth of the different questions, 256 at most, or all of data.heldout_path
     or data.heldout_split where one is given."""
-    chat_template: bool = key(
-        True,
-        off=False,
-        despite=GENERATED,
-        when=Effect(
-            lambda it: GENERATED.counts(it) or it.node.critic_prompt is not None,
-            "with rollout.file, which has the prompts' tokens; it counts with data.critic_prompt or with"
-            " rollout.file=null",
-        ),
-    )
+    chat_template: bool = key(True, off=False, despite=GENERATED, when=RENDERS)
     """Use the tokenizer's chat template, where it has one."""
     chat_template_path: str | None = None
     """File with a chat template (Jinja) in place of the tokenizer's own. null: the tokenizer's."""
@@ -57,21 +50,7 @@ class DataConfig:
     critic_prompt: str | None = key(None, is_prose=True, despite=GENERATED, when=(TRAINED, WITH_CRITIC))
     """Text that the critic alone reads before the prompt, for example "Reference answer: {answer}"; fields are answer
     and the prompt's metadata (the other columns of a file). null: the critic reads what the policy reads."""
-    critic_prompt_length: int = key(
-        64,
-        low=1,
-        high=2**24,
-        why="tokens",
-        despite=GENERATED,
-        when=(
-            TRAINED,
-            WITH_CRITIC,
-            Effect(
-                lambda it: it.node.critic_prompt is not None,
-                "without a text that the critic alone reads; it counts with data.critic_prompt",
-            ),
-        ),
-    )
+    critic_prompt_length: int = key(64, low=1, despite=GENERATED, when=(TRAINED, WITH_CRITIC, needs("critic_prompt")))
     """With critic_prompt: maximum length of that text in tokens; a longer one is an error."""
 
     @property
@@ -263,9 +242,7 @@ class ToolsEnvironmentConfig(MultiTurnEnvironmentConfig):
 class RewardConfig:
     """How responses are scored. Each kind of reward has different keys."""
 
-    wrong: float = key(
-        0.0, kw_only=True, below=1, why="a right answer's reward", despite=(GENERATED, NOT_ALONE), when=TRAINED
-    )
+    wrong: float = key(0.0, kw_only=True, below=1, despite=(GENERATED, NOT_ALONE), when=TRAINED)
     """Reward of a wrong answer; a right one has 1, and a score s between them wrong + (1 - wrong) s. What is learned
     from has this scale; metrics, thresholds, evaluation and saved rollouts have the score. Below 1; -1 in DAPO."""
     max_failed_frac: float = key(0.1, kw_only=True, low=0, high=1)

@@ -112,7 +112,7 @@ def penalise(batch, algo, response_length, wrong):
     rewards = [wrong + (1 - wrong) * r for r in batch.rewards]
     if algo.overlong.penalty:
         overlong = algo.overlong
-        buffer = round(overlong.buffer_frac * response_length) if overlong.buffer is None else overlong.buffer
+        buffer = round(overlong.buffer_frac * response_length)
         for i, length in enumerate(batch.lengths):
             over = length - (response_length - buffer)
             rewards[i] -= algo.overlong.penalty * min(max(over / buffer, 0.0), 1.0)

@@ -151,8 +151,6 @@ CONTRADICTIONS = [
     ({"kl__in_loss": True, "kl__loss_coef": 0.0}, 1, 1, "algo.kl.loss_coef: found 0.0"),
     ({"kl__in_reward": True, "kl__coef": 0.0}, 1, 1, "algo.kl.coef: found 0.0"),
     ({"kl__target": 0.1}, 1, 1, "algo.kl.target: 0.1 found"),
-    ({"overlong__penalty": 1.0, "overlong__buffer": 0}, 1, 1, "algo.overlong.buffer: 0 found"),
-    ({"overlong__buffer": 4}, 1, 1, "algo.overlong.buffer: 4 found"),
     ({"overlong__filter_critic": True}, 1, 1, "algo.overlong.filter_critic: true found"),
     ({"rl_loss_coef": 0.0}, 1, 1, "algo.rl_loss_coef: 0 found"),
     ({"topr__positive_loss_coef": 1.0}, 1, 1, "algo.advantage: gae found; the topr terms"),
@@ -203,7 +201,6 @@ def test_every_number_shows_in_the_printed_objective():
     """A changed number changes the text, so that the print can be trusted to tell two runs apart."""
     on = {
         "overlong__penalty": 1.0,
-        "overlong__buffer": 4,
         "kl__in_reward": True,
         "kl__in_loss": True,
         "dual_clip": 3.0,

@@ -121,7 +121,7 @@ def test_the_controller_moves_with_the_batch_and_a_fixed_one_stays():
 
 def test_the_overlong_penalty_is_in_the_groups_statistics_and_needs_the_limit():
     e = make_experience([0, 0], [2, 10], [1.0, 1.0], [False, True], 0)
-    algo = configure(overlong__penalty=1.0, overlong__buffer=4, reward_norm=norm("group", "none"))
+    algo = configure(overlong__penalty=1.0, overlong__buffer_frac=0.4, reward_norm=norm("group", "none"))
     close(compute_shaped_rewards(e, algo, 10), [0.5, -0.5])  # 1 and 0, mean 0.5
     with pytest.raises(ValueError, match=r"response_length: none found.*overlong"):
         compute_shaped_rewards(e, algo)
@@ -130,7 +130,7 @@ def test_the_overlong_penalty_is_in_the_groups_statistics_and_needs_the_limit():
 def test_the_scale_comes_before_the_overlong_penalty_and_the_running_moments():
     # A wrong short answer, a right one at the limit, both: -1, 1 - 1, -1 - 1.
     e = make_experience([0, 0, 0], [2, 10, 10], [0.0, 1.0, 0.0], [False, True, True], 0)
-    algo = configure(overlong__penalty=1.0, overlong__buffer=4)
+    algo = configure(overlong__penalty=1.0, overlong__buffer_frac=0.4)
     close(compute_shaped_rewards(e, algo, 10, wrong=-1.0), [-1.0, 0.0, -2.0])
     moments = update_reward_moments(RunningMoments(), e, algo, 10, -1.0)
     assert (moments.count, moments.mean) == (3, -1.0)

@@ -53,7 +53,7 @@ def check(e, algo, tol=1e-8):
 def test_gae_targets_equal_the_reference(e, lam, gamma, whiten, kl, overlong):
     algo = configure(lambda_policy=lam, gamma=gamma, whiten_advantages=whiten, kl__in_reward=kl)
     if overlong:
-        algo.overlong.penalty, algo.overlong.buffer, algo.overlong.filter = 1.0, 15, True
+        algo.overlong.penalty, algo.overlong.buffer_frac, algo.overlong.filter = 1.0, 0.3, True
     check(e, algo)
 
 

@@ -145,8 +145,6 @@ def test_the_nearest_divisor_is_suggested():
 def test_dapos_penalty_grows_over_a_share_of_the_length_limit(model, tokens):
     config = load_config(["algo=dapo", f"model={model}"])
     assert config.algo.overlong.count_buffer(config.rollout.response_length) == tokens
-    given = load_config(["algo=dapo", f"model={model}", "algo.overlong.buffer=3"])
-    assert given.algo.overlong.count_buffer(given.rollout.response_length) == 3
 
 
 def test_a_constant_rate_needs_nothing_undone_of_the_models_decay():

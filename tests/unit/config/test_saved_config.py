@@ -83,16 +83,7 @@ def test_all_devices_are_the_roles():
     config = load_config([*TOPR, "rollout.file=r.jsonl"])
     assert [(group.name, group.num_processes) for group in list_groups(config)] == [("policy", 1), ("servers", 0)]
     assert [group.num_processes for group in list_groups(config, "evaluate")] == [config.rollout.num_servers]
-    big = load_config(
-        [
-            "algo=topr",
-            "model=qwen3_0_6b",
-            "cluster=h100x8",
-            "policy.parallel.num_processes=8",
-            FILE,
-            "rollout.offload=null",
-        ]
-    )
+    big = load_config(["algo=topr", "model=qwen3_0_6b", "cluster=h100x8", "policy.parallel.num_processes=8", FILE])
     assert list(check_cluster(big)) == []
     assert find_server_offload(big) is None
 

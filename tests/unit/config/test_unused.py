@@ -42,7 +42,6 @@ LIVE = {
     "reward_norm.mean": CRITIC | {"reinforce_pp"},
     "advantage_std": GROUPED - {"rloo"},
     "std_of": {"lite_ppo"},
-    "overlong.buffer": FILTERED,
     "overlong.buffer_frac": FILTERED,
     "overlong.filter_critic": set(),
     **dict.fromkeys(("kl.reward_estimator", "kl.coef", "kl.target"), KL_IN_REWARD),
@@ -79,7 +78,7 @@ VALUES = {
     **{"dynamic_sampling.enabled": "true", "replay.num_iterations": "2", "value_loss_agg_mode": "token-mean"},
     **{"value_pretrain.rollouts": "x.jsonl", "value_pretrain.patience": "3", "value_pretrain.steps": "3"},
     "value_pretrain.enabled": "true",
-    **{"advantage_std": "batch", "std_of": "centered", "overlong.buffer": "8", "overlong.filter_critic": "true"},
+    **{"advantage_std": "batch", "std_of": "centered", "overlong.filter_critic": "true"},
     **{"kl.reward_estimator": "k1", "kl.target": "0.1", "kl.horizon": "1000", "kl.loss_estimator": "k2"},
     "kl.target_agg_mode": "token-mean",
     **{"surrogate": "clip", "mismatch.correction": "tis", "dual_clip": "3", "topr.ratio_level": "token"},
@@ -141,7 +140,7 @@ def test_a_key_set_to_the_value_that_it_has_already_counts_as_set():
         *("algo.value_pretrain.steps=0", "algo.value_clip=null", "algo.kl.in_loss=false", "algo.kl.target=null"),
         *("algo.advantage_std=none", "algo.overlong.filter_critic=false", "algo.dual_clip=null", "algo.std_of=raw"),
         *("algo.reward_norm.mean=none", "algo.value_pretrain.patience=null", "algo.mismatch.correction=none"),
-        *("critic.init=null", "algo.value_pretrain.rollouts=null"),
+        "algo.value_pretrain.rollouts=null",
     ],
 )
 def test_switching_a_feature_off_that_is_off_anyway_is_allowed(override):

@@ -37,13 +37,12 @@ NUMBERS = [
     ),
     ("rollout.max_staleness=1000000", "rollout.max_staleness: found 1000000; it must be 0 or more and at most 100"),
     ("rollout.response_length=1000000000", "train.samples_per_iteration: found 256, which makes up to 256"),
-    ("cluster.nodes_deadline_s=nan", "cluster.nodes_deadline_s: found nan; it must be 1 or more"),
     ("rollout.sync_deadline_s=1e18", "rollout.sync_deadline_s: found 1e+18; it must be 1 or more and at most 31536000"),
 ]
 TEXTS = [
     ("algo.name=''", "algo.name: found ''; it must not be empty"),
     ("model.name=a/b", "model.name: found 'a/b'; it is a part of the run's folder"),
-    ("checkpoint.best_metric=' '", "checkpoint.best_metric: found ' '; it must not be empty"),
+    ("rollout.file=' '", "rollout.file: found ' '; it must not be empty"),
     ("cluster.listen_host='a\nb'", "cluster.listen_host: found 'a\\nb'; it must be one line of text"),
 ]
 

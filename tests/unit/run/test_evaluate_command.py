@@ -72,7 +72,6 @@ def test_a_bad_command_line_names_the_key(overrides, message):
         (EvaluateConfig(top_p=0.9), "evaluate.top_p: has no effect on greedy responses"),
         (EvaluateConfig(num_samples=2, top_p=0.0), "evaluate.top_p: found 0.0"),
         (EvaluateConfig(num_samples=2, top_k=0), "evaluate.top_k: found 0"),
-        (EvaluateConfig(confidence=1.0), "evaluate.confidence: found 1.0"),
         (EvaluateConfig(num_samples=4, k=[2, 8]), "evaluate.k: found 8; each must be between 1 and"),
     ],
 )
