@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from megarl.config.checks.config import check_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import load, load_config
+from megarl.config.overrides import write_search_path
 from megarl.config.schema.root import Config
-from megarl.config.search_path import write_search_path
 from megarl.run.command import check_start
 
 if TYPE_CHECKING:

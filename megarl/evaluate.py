@@ -11,9 +11,9 @@ from megarl.config.errors import ConfigError
 from megarl.config.evaluation_sets import expand_sets, load_configs
 from megarl.config.load import complete_overrides
 from megarl.config.names import rewrite_overrides
+from megarl.config.overrides import CONF_DIR
 from megarl.config.schema.roles import ModelSource
 from megarl.config.schema.root import Config, register
-from megarl.config.search_path import CONF_DIR
 from megarl.run.command import Results, check_command_line, check_start, is_printing, is_sweep, run_composed
 
 

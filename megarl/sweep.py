@@ -23,8 +23,8 @@ from omegaconf import OmegaConf
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
+from megarl.config.overrides import CONF_DIR
 from megarl.config.schema.root import Config, register
-from megarl.config.search_path import CONF_DIR
 from megarl.files import RUN_FILE
 from megarl.report.record import Outcome, State, format_outcomes, load_outcome, load_sweep
 from megarl.run.command import Results, end_with_config_error, format_results, list_overrides

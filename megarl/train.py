@@ -17,8 +17,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from megarl.config.errors import ConfigError
+from megarl.config.overrides import CONF_DIR, take_config_dirs
 from megarl.config.schema.root import Config, register
-from megarl.config.search_path import CONF_DIR, take_config_dirs
 from megarl.files import CheckpointError
 from megarl.run.command import (
     Results,

@@ -24,7 +24,7 @@ from megarl.config.checks.keys import find_unused
 from megarl.config.errors import ConfigError
 from megarl.config.load import compose_config, load_config
 from megarl.config.names import Outcome, import_roll, read_roll_file
-from megarl.config.search_path import CONF_DIR
+from megarl.config.overrides import CONF_DIR
 from megarl.config.values import write_value
 
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from megarl.config.brought import OF_ONE_SET
 from megarl.config.errors import ConfigError
 from megarl.config.load import complete_overrides, find_choices, load_config
+from megarl.config.overrides import list_options
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import check_evaluate
-from megarl.config.search_path import list_options
 
 DEFAULT_REWARD = "math"
 """The verifier of a set without one of its own name"""

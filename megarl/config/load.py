@@ -22,11 +22,20 @@ from megarl.config.checks.config import check_config
 from megarl.config.checks.keys import find_unused
 from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.names import Rewritten, find_old_name, find_peer_name, rewrite_overrides
-from megarl.config.overrides import check_words, find_choices_with, list_set_keys, open_overrides
+from megarl.config.overrides import (
+    CONF_DIR,
+    check_words,
+    find_choices_with,
+    find_hidden_files,
+    is_search_path,
+    list_config_dirs,
+    list_options,
+    list_set_keys,
+    open_overrides,
+)
 from megarl.config.schema.root import Config, register
 from megarl.config.schema.run import NO_QUANTIZED_WEIGHTS
 from megarl.config.schema.task import SCHEMAS
-from megarl.config.search_path import CONF_DIR, find_hidden_files, is_search_path, list_config_dirs, list_options
 from megarl.config.values import list_values
 
 MAX_CHECKED_SWEEP_RUNS = 256
@@ -352,10 +361,9 @@ def _find_unknown_keys(node: Any, prefix: str = "") -> Iterator[str]:
 
 def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
     """The overrides of each run, as `check_overrides` takes them; of Hydra's own only hydra.searchpath is kept."""
-    given = [*overrides, *_list_sweeper_params(overrides)]
     searches = any(text.lstrip("+").startswith("hydra/sweeper=") for text in overrides)
     choices: list[list[str]] = []
-    for text, override in zip(given, _parse(given), strict=True):
+    for text, override in zip(overrides, _parse(overrides), strict=True):
         if text.lstrip("+~").startswith("hydra") and not is_search_path(text):
             continue
         key = text.split("=", 1)[0]
@@ -382,15 +390,3 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
         return OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
         raise ConfigError([_describe_syntax(error)]) from error
-
-
-def _list_sweeper_params(overrides: Sequence[str]) -> list[str]:
-    """What `hydra.sweeper.params={key: "sweep"}` sweeps, as overrides."""
-    found: list[str] = []
-    for text in overrides:
-        key, _, value = text.lstrip("+").partition("=")
-        if key == "hydra.sweeper.params" and value.lstrip().startswith("{"):
-            params = _parse([text])[0].value()
-            assert isinstance(params, dict)
-            found += [f"{name}={getattr(sweep, 'text', sweep)}" for name, sweep in params.items()]
-    return found

@@ -150,15 +150,12 @@ def count_nodes(slots: Mapping[str, Sequence[DeviceSlot]]) -> int:
 def check_cluster(config: Config, command: str = "train") -> Iterator[str]:
     """Why the job cannot run on the cluster of its configuration, one message each."""
     cluster, groups = config.cluster, list_groups(config, command)
-    # On several nodes processes are placed by counting: GPUs, or how many each node without GPUs may have.
-    least_gpus = int(cluster.num_nodes > 1)
-    counts = (("num_nodes", cluster.num_nodes, 1), ("gpus_per_node", cluster.gpus_per_node, least_gpus))
-    bad = [f"cluster.{key}: found {found}; it must be {least} or more" for key, found, least in counts if found < least]
     if cluster.num_nodes > 1:
         yield from _check_several_nodes(config)
-    yield from bad
-    if bad:
-        return
+        if cluster.gpus_per_node < 1:
+            # Processes are placed by counting: GPUs, or how many each node without GPUs may have.
+            yield f"cluster.gpus_per_node: found {cluster.gpus_per_node}; it must be 1 or more"
+            return
     if cluster.ray_address is not None and not re.fullmatch(rf"{AUTO}|{HOST_AND_PORT}", cluster.ray_address):
         yield (
             f"cluster.ray_address: found {cluster.ray_address!r}; it must be HOST:PORT, {AUTO} for the environment's"

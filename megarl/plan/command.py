@@ -18,11 +18,10 @@ from collections.abc import Sequence
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load
-from megarl.config.overrides import check_words
+from megarl.config.overrides import check_words, take_config_dirs
 from megarl.config.placement import list_contradictions
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import Placement
-from megarl.config.search_path import take_config_dirs
 from megarl.plan.assumptions import LONGEST_SIGNAL_S
 from megarl.run.command import EXIT_BAD_CONFIG, end_with_closed_pipe
 

@@ -38,11 +38,11 @@ from megarl.config.errors import ConfigError
 from megarl.config.evaluation_sets import expand_sets, load_configs
 from megarl.config.load import load, load_config
 from megarl.config.names import rewrite_overrides
+from megarl.config.overrides import take_config_dirs
 from megarl.config.placement import check_allocation, check_cluster, count_nodes, list_groups, place, read_allocation
 from megarl.config.schema.roles import ModelSource
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import LEAST_OF_KIND, ClusterConfig
-from megarl.config.search_path import take_config_dirs
 from megarl.run.command import end_with_closed_pipe, end_with_config_error
 from megarl.run.machine import check_machine, check_object_store
 from megarl.run.resume import take_resume

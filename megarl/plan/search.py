@@ -15,8 +15,7 @@ from functools import reduce
 from math import ceil
 from typing import Any
 
-from megarl.config.checks.algo import check_older_samples
-from megarl.config.checks.config import check_config, find_nearest_divisor
+from megarl.config.checks.config import check_config, check_older_samples, find_nearest_divisor
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.placement import SERVERS, count_nodes, list_contradictions, list_groups, place

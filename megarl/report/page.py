@@ -12,7 +12,7 @@ from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import find_choices, list_preset_values
-from megarl.config.search_path import CONF_DIR, is_search_path, show_overrides
+from megarl.config.overrides import CONF_DIR, is_search_path, show_overrides
 from megarl.report import charts
 from megarl.report.charts import Chart, Curve, Picture, build_curves, draw_curves, list_data, name_metrics, pile_up
 from megarl.report.metrics import SECONDS, History

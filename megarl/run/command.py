@@ -15,10 +15,9 @@ from omegaconf import DictConfig
 from megarl.config.errors import ConfigError
 from megarl.config.load import check_overrides, list_left_out, load, to_config
 from megarl.config.names import rewrite_overrides
-from megarl.config.overrides import check_words, open_overrides
+from megarl.config.overrides import check_words, is_search_path, open_overrides, take_config_dirs
 from megarl.config.placement import check_cluster
 from megarl.config.schema.root import Config
-from megarl.config.search_path import is_search_path, take_config_dirs
 from megarl.report.sinks import check_sinks
 from megarl.run.machine import check_machine
 from megarl.run.process import DRIVER_LOG, Stopped, capturing_output, stopping_on_signals

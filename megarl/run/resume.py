@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import ConfigError
+from megarl.config.overrides import is_search_path
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import AUTO
-from megarl.config.search_path import is_search_path
 from megarl.config.values import list_values
 from megarl.files import RUN_FILE, parse_json, write_atomically
 

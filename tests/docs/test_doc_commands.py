@@ -30,9 +30,9 @@ from megarl import evaluate
 from megarl.algo import registry
 from megarl.cli import COMMANDS
 from megarl.config.load import check_overrides, load_config
+from megarl.config.overrides import take_config_dirs
 from megarl.config.placement import list_contradictions
 from megarl.config.schema.run import ClusterConfig
-from megarl.config.search_path import take_config_dirs
 from megarl.plan.doctor import assume_allocation
 from megarl.run.command import EXIT_BAD_CONFIG, check_command_line, check_training
 from megarl.run.resume import save_run

@@ -28,9 +28,9 @@ from torch import Tensor
 from megarl.config.checks.config import check_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
+from megarl.config.overrides import take_config_dirs
 from megarl.config.schema.roles import Dtype, ParallelConfig
 from megarl.config.schema.root import Config
-from megarl.config.search_path import take_config_dirs
 from megarl.mcore.spec import (
     Role,
     WorkerSpec,

@@ -23,9 +23,9 @@ from omegaconf import MISSING as REQUIRED
 
 from megarl.algo.objective import format_objective
 from megarl.config.load import load_config
+from megarl.config.overrides import list_options
 from megarl.config.schema.root import Config
 from megarl.config.schema.task import SCHEMAS
-from megarl.config.search_path import list_options
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = ROOT / "docs" / "configuration.md"

@@ -14,7 +14,7 @@ from megarl.algo.diagnostics import CriticSummary
 from megarl.algo.losses import LossCounts, TokenTargets, policy_loss
 from megarl.algo.statistics import Whitening
 from megarl.algo.targets import compute_targets
-from megarl.config.checks.algo import check_algo
+from megarl.config.checks.config import check_algo
 from megarl.config.checks.keys import check_keys
 from megarl.config.schema.algo import AlgoConfig, NormScope, RewardNormConfig
 from megarl.config.schema.root import Config

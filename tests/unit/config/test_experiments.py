@@ -4,8 +4,8 @@ import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import list_left_out, list_options, load_config
+from megarl.config.overrides import take_config_dirs
 from megarl.config.schema.task import ClassEnvironmentConfig, EnvironmentRewardConfig, FunctionDataConfig
-from megarl.config.search_path import take_config_dirs
 
 ADVICE = {
     "lite_ppo_advice_small_base_model": {"advantage_std": "batch", "loss_agg_mode": "token-mean", "clip_high": 0.2},

@@ -20,14 +20,6 @@ def test_a_critic_learns_from_samples_ahead_but_not_from_replayed_ones():
         load_config(["algo=vapo", "algo.replay.num_iterations=1", "algo.mismatch.correction=tis"])
 
 
-def test_dapo_is_clip_higher_with_dynamic_sampling_and_a_soft_overlong_penalty():
-    config = load_config(["algo=dapo", "model=tiny"])
-    algo = config.algo
-    assert (algo.clip_low, algo.clip_high, algo.dynamic_sampling.enabled) == (0.2, 0.28, True)
-    assert (algo.advantage, algo.advantage_std.name, algo.loss_agg_mode.name) == ("group", "group", "token-mean")
-    assert (algo.overlong.penalty, config.train.responses_per_prompt, algo.kl.in_loss) == (1.0, 16, False)
-
-
 @pytest.mark.parametrize("surrogate", ["dis", "dppo"])
 def test_a_loss_with_a_ratio_to_the_rollout_takes_samples_of_older_policies_as_they_are(surrogate: str) -> None:
     given = [f"algo.surrogate={surrogate}", "algo.clip_high=0.3"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from page_run import Page, write_page_run, write_tokens
 
-from megarl.config.search_path import write_search_path
+from megarl.config.overrides import write_search_path
 from megarl.report.page import (
     find_changes,
     format_command,

@@ -11,10 +11,10 @@ from omegaconf import OmegaConf
 
 from megarl.config.checks.keys import find_unused
 from megarl.config.load import load_config
+from megarl.config.overrides import CONF_DIR, write_search_path
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import Placement
 from megarl.config.schema.task import JsonlDataConfig, MathRewardConfig
-from megarl.config.search_path import CONF_DIR, write_search_path
 
 ROOT, EXAMPLE = Path(__file__).resolve().parents[3], Path(__file__).with_name("roll_example.yaml")
 CODE = "roll.pipeline.rlvr.rewards.code_sandbox_reward_worker.CodeSandboxRewardWorker"
