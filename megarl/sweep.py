@@ -51,7 +51,7 @@ def run_process(command: Sequence[str], log: Path, stop_deadline_s: float) -> in
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            preexec_fn=_end_with_parent,
+            preexec_fn=lambda: _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
         )
         try:
             return child.wait()
@@ -60,20 +60,12 @@ def run_process(command: Sequence[str], log: Path, stop_deadline_s: float) -> in
             # A terminal's Ctrl-C has reached it already; it handles the first signal only.
             with contextlib.suppress(ProcessLookupError):
                 child.send_signal(number)
-            _end(child, stop_deadline_s)
+            try:
+                child.wait(stop_deadline_s)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
             raise
-
-
-def _end(child: "subprocess.Popen[bytes]", deadline_s: float) -> int:
-    try:
-        return child.wait(deadline_s)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        return child.wait()
-
-
-def _end_with_parent() -> None:
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def explain_exit(code: int, log: Path) -> str:
@@ -118,13 +110,10 @@ def run_one() -> Results | None:
         write_if_ours(run_dir, Outcome(State.failed, "; ".join(error.problems)))
         _say(f"{run_dir.name}: failed: {error}")
         return None
-    runner = Runner(config, on_slurm=hydra.runtime.choices.get("hydra/launcher", "") == "slurm")
     arguments = resume_arguments(run_dir, config, overrides)
-    if arguments is None:
-        arguments = [*overrides, f"hydra.run.dir={quote(run_dir)}"]
     write_if_ours(run_dir, None)
     _say(f"{run_dir.name}: {'resumes' if arguments[0].startswith('resume=') else 'starts'}; {run_dir / OUTPUT}")
-    code = runner.run(arguments, run_dir)
+    code = run_command(arguments, run_dir, config, on_slurm=hydra.runtime.choices.get("hydra/launcher") == "slurm")
     outcome = read_outcome(run_dir)
     if outcome is None or (code != 0 and outcome.state is State.done):
         outcome = Outcome(State.failed, explain_exit(code, run_dir / OUTPUT))
@@ -135,41 +124,32 @@ def run_one() -> Results | None:
     return outcome.results if outcome.state is State.done else None
 
 
-class Runner:
-    """Starts the commands of a sweep's runs: here, or within a Slurm allocation."""
+def run_command(arguments: Sequence[str], folder: Path, config: Config, *, on_slurm: bool) -> int:
+    """Run `python -m megarl.train` with these arguments, here or within a Slurm allocation; returns the exit code.
 
-    def __init__(self, config: Config, on_slurm: bool):
-        self.on_slurm = on_slurm
-        cluster = config.cluster
-        # Time to finish the current update, write a checkpoint and end the processes.
-        self.stop_deadline_s = (
-            cluster.call_deadline_s + config.checkpoint.stop_deadline_s + cluster.shutdown_deadline_s + END_MARGIN_S
-        )
-
-    def run(self, arguments: Sequence[str], folder: Path) -> int:
-        """Run `python -m megarl.train` with these arguments; returns the exit code.
-
-        Signals are passed on: train.sh queues the job again after SIGUSR1, which Slurm sends before the time limit.
-        """
-        command = [sys.executable, "-m", "megarl.train", *arguments]
-        if self.on_slurm:
-            home = f"{HOME_VARIABLE}={SLURM_SCRIPT.parents[1]}"
-            command = ["env", home, "bash", str(SLURM_SCRIPT), "--command=train", *arguments]
-        return run_process(command, folder / OUTPUT, self.stop_deadline_s)
+    Signals are passed on: train.sh queues the job again after SIGUSR1, which Slurm sends before the time limit.
+    """
+    command = [sys.executable, "-m", "megarl.train", *arguments]
+    if on_slurm:
+        home = f"{HOME_VARIABLE}={SLURM_SCRIPT.parents[1]}"
+        command = ["env", home, "bash", str(SLURM_SCRIPT), "--command=train", *arguments]
+    # Time to finish the current update, write a checkpoint and end the processes.
+    cluster = config.cluster
+    stop_s = cluster.call_deadline_s + config.checkpoint.stop_deadline_s + cluster.shutdown_deadline_s + END_MARGIN_S
+    return run_process(command, folder / OUTPUT, stop_s)
 
 
-def resume_arguments(run_dir: Path, config: Config, overrides: Sequence[str]) -> list[str] | None:
-    """The arguments that resume a run; None for one that has not begun.
+def resume_arguments(run_dir: Path, config: Config, overrides: Sequence[str]) -> list[str]:
+    """The arguments that resume a run, or start one that has not begun.
 
     A run without checkpoints cannot be resumed: its folder is renamed to NAME.aside-1.
     """
-    if not (run_dir / RUN_FILE).is_file():
-        return None
-    if config.checkpoint.save_every is not None:
-        return [f"resume={run_dir}", *overrides]
-    number = next(n for n in range(1, 10_000) if not run_dir.with_name(f"{run_dir.name}.aside-{n}").exists())
-    run_dir.rename(run_dir.with_name(f"{run_dir.name}.aside-{number}"))
-    return None
+    if (run_dir / RUN_FILE).is_file():
+        if config.checkpoint.save_every is not None:
+            return [f"resume={run_dir}", *overrides]
+        number = next(n for n in range(1, 10_000) if not run_dir.with_name(f"{run_dir.name}.aside-{n}").exists())
+        run_dir.rename(run_dir.with_name(f"{run_dir.name}.aside-{number}"))
+    return [*overrides, f"hydra.run.dir={quote(run_dir)}"]
 
 
 def read_outcome(run_dir: Path) -> Outcome | None:
@@ -193,7 +173,6 @@ def _say(text: str) -> None:
 JOBS = ".jobs.jsonl"
 ASK_S, POLL_S, NUM_TRIES = 30.0, 5.0, 20
 """How long squeue may take, how long to wait before it is asked again, and how often where it fails"""
-OF_THE_PLUGIN = ("_target_", "submitit_folder")
 
 
 class RefusedError(BaseException):
@@ -214,11 +193,9 @@ def submitting(sweep_dir: Path) -> Iterator[None]:
     from submitit.core.utils import FailedJobError, FailedSubmissionError
     from submitit.slurm.slurm import SlurmExecutor
 
-    missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
-    if missing:
-        raise ConfigError(
-            [f"hydra/launcher: slurm needs {' and '.join(missing)}, not found here; login nodes have them"]
-        )
+    if missing := [name for name in ("sbatch", "srun") if shutil.which(name) is None]:
+        problem = f"slurm needs {' and '.join(missing)}, not found here; login nodes have them"
+        raise ConfigError([f"hydra/launcher: {problem}"])
     submit, write = SlurmExecutor._submit_command, SlurmExecutor._make_submission_file_text
 
     def submit_or_tell(executor: Any, command: str) -> Any:
@@ -256,13 +233,11 @@ def list_live_jobs(sweep_dir: Path) -> list[str]:
     known = {json.loads(line)["job"] for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")}
     command = ["squeue", "--noheader", "--format=%F %i", f"--user={os.getuid()}"]
     for _ in range(NUM_TRIES):
-        try:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
             done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True)
-        except (OSError, subprocess.SubprocessError):
-            time.sleep(POLL_S)
-            continue
-        pairs = [line.split() for line in done.stdout.splitlines()]
-        return sorted(name for first, name in pairs if first in known)
+            pairs = [line.split() for line in done.stdout.splitlines()]
+            return sorted(name for first, name in pairs if first in known)
+        time.sleep(POLL_S)
     raise RefusedError(f"squeue does not say, after {NUM_TRIES} tries, which jobs of {path} are live")
 
 
@@ -271,9 +246,7 @@ def wait_for_live_jobs(sweep_dir: Path) -> None:
     before: list[str] = []
     while live := list_live_jobs(sweep_dir):
         if live != before:
-            print(
-                f"waiting for jobs of this sweep that are live: {' '.join(live)}; then come those missing", flush=True
-            )
+            _say(f"waiting for jobs of this sweep that are live: {' '.join(live)}; then come those missing")
         before = live
         time.sleep(POLL_S)
 
@@ -294,7 +267,7 @@ def check_notice(overrides: Sequence[str]) -> None:
 
 
 def compose_launcher(overrides: Sequence[str]) -> dict[str, Any]:
-    """The parameters that Hydra's launcher will use, without its own folder."""
+    """The parameters that Hydra's launcher will use."""
     register()
     given = [
         text
@@ -305,9 +278,7 @@ def compose_launcher(overrides: Sequence[str]) -> dict[str, Any]:
         launcher = compose("config", overrides=given, return_hydra_config=True).hydra.launcher
     OmegaConf.set_readonly(launcher, False)
     launcher.submitit_folder = ""
-    container = OmegaConf.to_container(launcher, resolve=True)
-    assert isinstance(container, dict)
-    return {str(key): value for key, value in container.items() if key not in OF_THE_PLUGIN}
+    return dict(OmegaConf.to_container(launcher, resolve=True))  # type: ignore[arg-type]
 
 
 # A sweep from its command line to its exit code.
@@ -339,16 +310,21 @@ def run_sweep(start: Callable[[], object]) -> int:
         sys.argv[1:], sweep_dir = complete_arguments(sys.argv[1:])
     except ConfigError as error:
         end_with_config_error(error)
-    code = 0
+    code, on_slurm = 0, ON_SLURM in sys.argv[1:]
     try:
-        with stopping_on_signals():
-            start_runs(start, sweep_dir)
+        with stopping_on_signals(), contextlib.ExitStack() as stack:
+            if on_slurm:
+                check_notice([text for text in sys.argv[1:] if not text.startswith("-")])
+                stack.enter_context(submitting(sweep_dir))
+                wait_for_live_jobs(sweep_dir)
+            start()
     except ConfigError as error:
         end_with_config_error(error)
     except RefusedError as refused:
         end_with_config_error(ConfigError([str(refused)]))
     except Stopped as stopped:
-        print(f"{stopped}; {describe_left(sweep_dir)}", file=sys.stderr)
+        left = describe_left(sweep_dir) if on_slurm else "every process was ended"
+        print(f"{stopped}; {left}", file=sys.stderr)
         code = stopped.exit_code
     except SystemExit as end:
         # Hydra has printed the reason.
@@ -364,20 +340,8 @@ def run_sweep(start: Callable[[], object]) -> int:
     return code or (EXIT_FAILED if missing else 0)
 
 
-def start_runs(start: Callable[[], object], sweep_dir: Path) -> None:
-    if ON_SLURM not in sys.argv[1:]:
-        start()
-        return
-    check_notice([text for text in sys.argv[1:] if not text.startswith("-")])
-    with submitting(sweep_dir):
-        wait_for_live_jobs(sweep_dir)
-        start()
-
-
 def describe_left(sweep_dir: Path) -> str:
-    """What the sweep's runs do after a signal: jobs on Slurm stay."""
-    if ON_SLURM not in sys.argv[1:]:
-        return "every process was ended"
+    """What the sweep's jobs on Slurm do after a signal: they stay."""
     try:
         live = list_live_jobs(sweep_dir)
     except RefusedError as refused:
@@ -385,9 +349,8 @@ def describe_left(sweep_dir: Path) -> str:
     if not live:
         return "no job of the sweep is live"
     ids = " ".join(sorted({name.split("_")[0] for name in live}))
-    return (
-        f"its jobs were left as they are: {' '.join(live)}; `scancel {ids}` ends them, the same command waits for them"
-    )
+    kept = f"its jobs were left as they are: {' '.join(live)}"
+    return f"{kept}; `scancel {ids}` ends them, the same command waits for them"
 
 
 def complete_arguments(arguments: Sequence[str]) -> tuple[list[str], Path]:

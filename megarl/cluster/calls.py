@@ -6,7 +6,6 @@ caller waits and can be interrupted by a signal.
 
 import atexit
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ import ray
 
 from megarl.config.errors import ConfigError
 from megarl.interfaces import DeadlineError
-from megarl.run.process import find_exit_code
+from megarl.run.process import find_exit_code, flush_output
 
 T = TypeVar("T")
 
@@ -63,22 +62,13 @@ def begin(deadline_s: float) -> None:
     _ray = _Ray(deadline_s)
 
 
-def watch(processes: Mapping[str, psutil.Process]) -> None:
-    """Note the processes of Ray on this machine, of which calls that wait are to look after."""
-    _ray.processes = dict(processes)
-
-
-def find_processes(candidates: list[psutil.Process]) -> dict[str, psutil.Process]:
-    """Ray's own processes among `candidates`, by name."""
-    found = {}
+def watch(candidates: Sequence[psutil.Process]) -> None:
+    """Note Ray's own processes on this machine, which are among `candidates`; calls that wait look after them."""
+    named = []
     for process in candidates:
-        try:
-            name = process.name()
-        except psutil.NoSuchProcess:
-            continue
-        if name.startswith(OWN_NAMES):
-            found[name] = process
-    return found
+        with suppress(psutil.NoSuchProcess):
+            named.append((process.name(), process))
+    _ray.processes = {name: process for name, process in named if name.startswith(OWN_NAMES)}
 
 
 def is_lost() -> bool:
@@ -130,24 +120,17 @@ def settle(timeout_s: float) -> bool:
 
 
 def give_up() -> None:
-    """Never leave Ray: at this process's end its native code is skipped."""
+    """Never leave Ray: at this process's end its native code is skipped, which crashes or waits where Ray is lost."""
     global _was_lost
     _was_lost = True
-    # It would wait for Ray, or end this process, with another exit code.
     atexit.unregister(ray.shutdown)
 
 
+@atexit.register  # Registered early, it runs late: after what others do at the end.
 def _exit_at_once() -> None:
-    """At this process's end: skip that of Ray's native code, which crashes where Ray is lost or does not answer."""
     if _was_lost:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
+        flush_output()
         os._exit(find_exit_code(1))
-
-
-# Registered early, it runs late: after what others do at the end.
-atexit.register(_exit_at_once)
 
 
 def check(what: str) -> None:
@@ -208,7 +191,7 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True)
 class PendingCall(Generic[T]):
-    """A running call in several processes; `merge` combines their results. Implements `interfaces.Pending`."""
+    """A running call in several processes; `merge` combines their results. A `Pending`."""
 
     refs: tuple[ray.ObjectRef[Any], ...]
     names: tuple[str, ...]
@@ -250,15 +233,7 @@ class PendingCall(Generic[T]):
         """Wait for one; returns whether one has failed, and those that are still waited for."""
         ready, waiting = ray.wait(waiting, num_returns=1, timeout=timeout_s)
         check(self.what)
-        return any(self._find_error(ref) for ref in ready), waiting
-
-    def _find_error(self, ref: ray.ObjectRef[Any]) -> Exception | None:
-        """The error of a call that has ended, RayActorError where its process died; None where it succeeded."""
-        try:
-            ray.get(ref)
-        except ray.exceptions.RayError as error:
-            return error
-        return None
+        return any(_find_error(ref) for ref in ready), waiting
 
     def _raise_failed(self) -> NoReturn:
         """Raise WorkerError: deaths first, then one failure in full. Where a process died, others' collectives fail.
@@ -266,7 +241,7 @@ class PendingCall(Generic[T]):
         A ConfigError of a process, which the user can mend, is raised as it is.
         """
         ended, waiting = ray.wait(list(self.refs), num_returns=len(self.refs), timeout=CAUSE_S)
-        errors = {self._name(ref): error for ref in ended if (error := self._find_error(ref))}
+        errors = {self._name(ref): error for ref in ended if (error := _find_error(ref))}
         deaths = {name: error for name, error in errors.items() if isinstance(error, ray.exceptions.RayActorError)}
         failures = {name: error for name, error in errors.items() if name not in deaths}
         for name, error in failures.items():
@@ -291,6 +266,15 @@ class PendingCall(Generic[T]):
 
     def _name(self, ref: ray.ObjectRef[Any]) -> str:
         return self.names[self.refs.index(ref)]
+
+
+def _find_error(ref: ray.ObjectRef[Any]) -> Exception | None:
+    """The error of a call that has ended, RayActorError where its process died; None where it succeeded."""
+    try:
+        ray.get(ref)
+    except ray.exceptions.RayError as error:
+        return error
+    return None
 
 
 def wait_for(refs: Sequence[ray.ObjectRef[Any]], names: Sequence[str], what: str, deadline_s: float) -> list[Any]:

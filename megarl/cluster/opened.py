@@ -193,28 +193,25 @@ def _using_key(path: Path) -> Iterator[None]:
     own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path), "RAY_USAGE_STATS_ENABLED": "0"}
     # Ray would end this process and its workers where the GCS is silent for a minute; calls.py does, with a reason.
     own["RAY_gcs_rpc_server_reconnect_timeout_s"] = "100000"
-    before = {name: os.environ.get(name) for name in own}
-    is_cluster = ray_constants.ENABLE_RAY_CLUSTER
-    os.environ.update(own)
     # Otherwise ray.init takes the machine's public address in place of the loopback's.
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    _reload_key()
+    is_cluster, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+
+    def reload_key() -> None:
+        """Have Ray read its settings and its key from the environment again, as ray.init does for a key of its own."""
+        Config.initialize("")
+        AuthenticationTokenLoader.instance().reset_cache()
+
+    before = dict(os.environ)
+    os.environ.update(own)
+    reload_key()
     try:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = is_cluster
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-        _reload_key()
-
-
-def _reload_key() -> None:
-    """Have Ray read its settings and its key from the environment again, as ray.init does for a key of its own."""
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
+        for name in own:
+            del os.environ[name]
+        os.environ.update({name: before[name] for name in own if name in before})
+        reload_key()
 
 
 def _start_head(scratch: Path, num_cpus: int, object_store_bytes: int) -> subprocess.Popen[bytes]:
@@ -244,7 +241,7 @@ def _wait_for_address(scratch: Path, head: subprocess.Popen[bytes], deadline_s: 
     path = scratch / TEMP_DIR / ADDRESS_FILE
 
     def has_ended() -> bool:
-        calls.watch(calls.find_processes(_list_tree(head)))
+        calls.watch(_list_tree(head))
         calls.check("its start")
         return path.exists() or head.poll() is not None
 
@@ -286,23 +283,22 @@ def _joined_ray(config: ClusterConfig) -> Iterator[Path]:
     """Joins, as the driver, a Ray that others start and shut down; yields a scratch folder of this run."""
     address = find_ray_address(str(config.ray_address))
     host, _, port = address.rpartition(":")
-    refused = OSError()
+    refused = list[OSError]()
 
     def listens() -> bool:
-        nonlocal refused
         try:
-            socket.create_connection((host, int(port)), timeout=POLL_S).close()
+            socket.create_connection((host.strip("[]"), int(port)), timeout=POLL_S).close()
+            return True
         except OSError as error:
-            refused = error
+            refused.append(error)
             return False
-        return True
 
     # Ray itself would try for minutes without a message.
     if not _poll(listens, config.worker_start_deadline_s):
         raise DeadlineError(
             f"nothing listens at {address} (cluster.ray_address) within {config.worker_start_deadline_s:g} s"
-            f" (cluster.worker_start_deadline_s): {refused}"
-        ) from refused
+            f" (cluster.worker_start_deadline_s): {refused[-1]}"
+        ) from refused[-1]
     remove_left_over()
     calls.begin(config.ray_deadline_s)
     scratch = tempfile.mkdtemp(prefix=f"megarl-{os.getpid()}-", dir="/tmp")
@@ -354,8 +350,8 @@ def joined_ray(address: str, leave_s: float) -> Iterator[None]:
                 calls.give_up()
 
 
-def find_own_processes() -> dict[str, psutil.Process]:
-    """The processes of the joined Ray on this machine, by name."""
+def find_own_processes() -> list[psutil.Process]:
+    """The processes of the joined Ray on this machine, among others."""
     node = ray._private.worker._global_node
     assert node is not None
     session = str(node.session_name)
@@ -365,7 +361,7 @@ def find_own_processes() -> dict[str, psutil.Process]:
             # Its agents hide their command lines.
             if process.name() in ("gcs_server", calls.RAYLET) and session in " ".join(process.cmdline()):
                 found += [process, *process.children()]
-    return calls.find_processes(found)
+    return found
 
 
 def _poll(is_so: Callable[[], bool], deadline_s: float) -> bool:

@@ -36,20 +36,12 @@ def resolve_host(listen_host: str) -> str:
     return str(ray.util.get_node_ip_address()) if listen_host == AUTO else listen_host  # type: ignore[no-untyped-call]
 
 
-def find_interface(host: str) -> str | None:
-    """The network interface of this machine that has the address; None where none has."""
+def use_interface(host: str) -> None:
+    """Make gloo listen on the interface of `host`, if this machine has one, whatever the machine's name resolves to."""
     address = socket.gethostbyname(host)
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == address for each in addresses):
-            return str(name)
-    return None
-
-
-def use_interface(host: str) -> None:
-    """Make gloo listen on the interface of `host`, whatever the machine's name resolves to."""
-    interface = find_interface(host)
-    if interface is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
+            os.environ["GLOO_SOCKET_IFNAME"] = str(name)
 
 
 def agree_on_nccl() -> None:

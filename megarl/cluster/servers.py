@@ -123,7 +123,7 @@ class Servers:
         self._actors: list[Any] = []
         self._owners: list[Any] = []
         """References of each actor's `identify`"""
-        ask("start of the servers' owners", self._add_owners)
+        ask("start of the servers' owners", lambda: [self._add_owner(spec) for spec in self._specs])
         self._urls: PendingCall[list[str]] | None = None
         self._ended: list[int] = []
 
@@ -139,10 +139,10 @@ class Servers:
             self._ended = []
         return self._urls
 
-    def _add_owners(self) -> None:
-        for spec in self._specs:
-            self._actors.append(self._own(spec, None))
-            self._owners.append(self._actors[-1].identify.remote())
+    def _add_owner(self, spec: ServerSpec) -> None:
+        actor = self._own(spec, None)
+        self._actors.append(actor)
+        self._owners.append(actor.identify.remote())
 
     def _own(self, spec: ServerSpec, port: int | None) -> Any:
         options = self._cluster.options(spec.slot)
@@ -184,32 +184,26 @@ class Servers:
         return ask("which SGLang servers are lost", self._find_lost, OWNER_DEADLINE_S + LOSS_DEADLINE_S)
 
     def _find_lost(self) -> Mapping[str, str]:
-        silent = f"the process that owns it gave no answer within {OWNER_DEADLINE_S:g} s"
-        lost = self._ask_owners("identify", range(len(self._actors)), OWNER_DEADLINE_S, silent)
-        others = [number for number in range(len(self._actors)) if number not in lost]
-        silent = f"the process that owns it gave no answer within {LOSS_DEADLINE_S:g} s"
-        lost |= self._ask_owners("find_loss", others, LOSS_DEADLINE_S, silent)
+        lost: dict[int, str] = {}
+        # The first asks whether the owner runs at all, in a thread that does nothing else.
+        for method, deadline_s in (("identify", OWNER_DEADLINE_S), ("find_loss", LOSS_DEADLINE_S)):
+            others = [number for number in range(len(self._actors)) if number not in lost]
+            refs = {number: getattr(self._actors[number], method).remote() for number in others}
+            if refs:
+                ray.wait(list(refs.values()), num_returns=len(refs), timeout=deadline_s)
+            for number, ref in refs.items():
+                try:
+                    loss = ray.get(ref, timeout=0)
+                    loss = loss if method == "find_loss" else None
+                except ray.exceptions.GetTimeoutError:
+                    loss = f"the process that owns it gave no answer within {deadline_s:g} s"
+                except ray.exceptions.RayActorError:
+                    loss = "the process that owns it has died"
+                except ray.exceptions.RayError as error:
+                    loss = f"the process that owns it failed: {' '.join(str(error).split())}"
+                if loss is not None:
+                    lost[number] = loss
         return {name: lost[number] for number, name in enumerate(self.names) if number in lost}
-
-    def _ask_owners(self, method: str, numbers: Collection[int], deadline_s: float, silent: str) -> dict[int, str]:
-        """The servers that are lost by the answers of their owners: why, by the server's number."""
-        refs = {number: getattr(self._actors[number], method).remote() for number in numbers}
-        if refs:
-            ray.wait(list(refs.values()), num_returns=len(refs), timeout=deadline_s)
-        lost = {}
-        for number, ref in refs.items():
-            try:
-                answer = ray.get(ref, timeout=0)
-                loss = answer if method == "find_loss" else None
-            except ray.exceptions.GetTimeoutError:
-                loss = silent
-            except ray.exceptions.RayActorError:
-                loss = "the process that owns it has died"
-            except ray.exceptions.RayError as error:
-                loss = f"the process that owns it failed: {' '.join(str(error).split())}"
-            if loss is not None:
-                lost[number] = loss
-        return lost
 
     def end(self, names: Collection[str]) -> None:
         """As in `RolloutServers`; a restarted server appends to its log. Does nothing before the first start."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import ray
@@ -26,7 +26,7 @@ from torch.profiler import profile, record_function
 
 from megarl import timeline
 from megarl.cluster.calls import WorkerError, ask, wait_for
-from megarl.interfaces import DeadlineError, Pending, wait_all
+from megarl.interfaces import DeadlineError, wait_all
 from megarl.timeline import Recording, write_timeline
 
 if TYPE_CHECKING:
@@ -181,16 +181,8 @@ def _read_peak(pid: int) -> int:
     return 0
 
 
-class Measured(Protocol):
-    """Processes of one kind: a role's, or the servers."""
-
-    def ask_peaks(self) -> Sequence[ray.ObjectRef[int]]:
-        """Ask each for its bytes."""
-        ...
-
-
-def measure_peaks(groups: Mapping[str, Measured]) -> Metrics:
-    """perf/NAME_peak_memory_gb of each group: that of its process with the most, since that process started.
+def measure_peaks(groups: Mapping[str, Any]) -> Metrics:
+    """perf/NAME_peak_memory_gb of each role or the servers: that of its process with the most, since that started.
 
     Raises RayLostError.
     """
@@ -239,31 +231,17 @@ class RankProfiler:
         return recording
 
 
-class ProfiledRole(Protocol):
-    """A role whose ranks can be profiled."""
-
-    def begin_profile(self) -> Pending[list[None]]:
-        """Record from here on: the calls of every rank, and torch's operators on the first rank of each pipeline
-        stage.
-        """
-        ...
-
-    def end_profile(self, directory: Path) -> Pending[list[Recording]]:
-        """What every rank recorded; torch's traces are written to ROLE-RANK.json.gz."""
-        ...
-
-
 class Profiler:
     """Profiles one iteration into RUN_DIR/profile."""
 
     def __init__(
         self,
         iteration: int | None,
-        roles: Iterable[ProfiledRole],
+        roles: Iterable[Any],
         run_dir: Path,
         say: Callable[[str], None],
     ) -> None:
-        """iteration: train.profile; None: nothing is profiled."""
+        """iteration: train.profile; None: nothing is profiled. roles: `WorkerGroup`s."""
         self._iteration, self._roles, self._directory, self._say = iteration, list(roles), run_dir / DIRECTORY, say
         self._started: float | None = None
 

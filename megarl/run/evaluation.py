@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
@@ -100,28 +100,41 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
     """
     configs = {name: settle_threads(each, "evaluate") for name, each in configs.items()}
     config = next(iter(configs.values()))
-    inputs = load_evaluation_inputs(configs)
+    inputs, evaluate = load_evaluation_inputs(configs), config.evaluate
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(contextlib.closing(Progress(get_terminal())))
-        progress.line(describe_evaluation(inputs, config.evaluate, config.rollout.response_length))
+        progress.line(describe_evaluation(inputs, evaluate, config.rollout.response_length))
         for line in (*(f"{each.name}: {'; '.join((*each.notes, inputs.ends))}" for each in inputs.sets), *inputs.lines):
             progress.line(line)
         started = time.monotonic()
         progress.enter("start")
-        engine, recovery = _open_engine(
-            stack, replace(config, rollout=inputs.rollout), inputs.checkpoint, run_dir / "logs", progress
+        slots = place(config.cluster, list_groups(config, "evaluate"))[SERVERS]
+        cluster = stack.enter_context(open_ray(config.cluster, len(slots)))
+        rollout, stop_s = replace(inputs.rollout, offload=None), config.cluster.shutdown_deadline_s / 3
+        given = rollout, inputs.checkpoint, run_dir / "logs", config.seed, cluster, slots, stop_s
+        servers = stack.enter_context(running_servers(*given))
+        engine = SGLangEngine(
+            servers.start().result(),
+            inputs.checkpoint,
+            rollout,
+            seed=config.seed,
+            check_processes=servers.check_alive,
+            api_key=servers.api_key,
+            top_p=evaluate.top_p,
+            top_k=evaluate.top_k,
         )
+        stack.callback(engine.close)
         progress.leave()
         progress.line(f"servers ready after {format_seconds(time.monotonic() - started)}")
         results = evaluate_sets(
             engine,
             inputs.sets,
-            config.evaluate,
+            evaluate,
             run_dir,
             progress,
             num_slots=engine.num_slots,
             seed=config.seed,
-            recovery=recovery,
+            recovery=Recovery(servers, progress.line, rollout.max_server_restarts),
             decode=inputs.tokenizer.decode,
         )
         write_evaluation(run_dir / FILE_NAME, results, list_settings(configs, inputs))
@@ -130,31 +143,10 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
     return results
 
 
-def _open_engine(
-    stack: contextlib.ExitStack, config: Config, checkpoint: Path, log_dir: Path, progress: Progress
-) -> tuple[SGLangEngine, Recovery]:
-    """The engine over servers that are ready, closed with the stack, and what restarts lost ones."""
-    rollout, evaluate = replace(config.rollout, offload=None), config.evaluate
-    slots = place(config.cluster, list_groups(config, "evaluate"))[SERVERS]
-    cluster = stack.enter_context(open_ray(config.cluster, len(slots)))
-    stop_s = config.cluster.shutdown_deadline_s / 3
-    servers = stack.enter_context(running_servers(rollout, checkpoint, log_dir, config.seed, cluster, slots, stop_s))
-    engine = SGLangEngine(
-        servers.start().result(),
-        checkpoint,
-        rollout,
-        seed=config.seed,
-        check_processes=servers.check_alive,
-        api_key=servers.api_key,
-        top_p=evaluate.top_p,
-        top_k=evaluate.top_k,
-    )
-    stack.callback(engine.close)
-    return engine, Recovery(servers, progress.line, rollout.max_server_restarts)
-
-
 def load_evaluation_inputs(configs: Mapping[str, Config]) -> EvaluationInputs:
     """Load everything an evaluation reads. Raises ConfigError, for example for a missing file or a prompt too long."""
+    from transformers import AutoConfig
+
     config = next(iter(configs.values()))
     checkpoint = resolve_checkpoint(config.model, default_cache_dir())
     check_served_class(checkpoint)
@@ -175,7 +167,15 @@ def load_evaluation_inputs(configs: Mapping[str, Config]) -> EvaluationInputs:
     if problems:
         raise ConfigError(problems)
     longest = max(len(prompt.token_ids) for each in sets for prompt in each.prompts)
-    _check_length(checkpoint, longest, config.rollout.response_length)
+    model = AutoConfig.from_pretrained(str(checkpoint), local_files_only=True, trust_remote_code=False)
+    limit, length = getattr(model, "max_position_embeddings", None), config.rollout.response_length
+    if limit is not None and longest + length > limit:
+        raise ConfigError(
+            [
+                f"rollout.response_length: found {length}; with the longest prompt, of {longest} tokens,"
+                f" it is {longest + length}; the model has {limit} positions"
+            ]
+        )
     trained, lines = _compare_with_training(config, sets, tokenizer)
     return EvaluationInputs(checkpoint, tokenizer, tuple(sets), rollout, ends, trained, lines)
 
@@ -200,13 +200,12 @@ def _compare_with_training(
             settings, read = settings.find_earlier(), read + 1
     except ConfigError as error:
         return None, (f"what the model was trained on is not known: {file}: {'; '.join(error.problems)}",)
-    trained = {each.name: len(each.questions & learned) for each in sets}
-    return trained, tuple(
-        f"{'warning: ' if trained[each.name] else ''}{each.name}: {trained[each.name] or 'none'} of the"
-        f" {len(each.questions)} questions {'are' if trained[each.name] > 1 else 'is'} among those that the model was"
-        f" trained on ({file})"
-        for each in sets
-    )
+    trained, lines = {each.name: len(each.questions & learned) for each in sets}, []
+    for each in sets:
+        number, verb = trained[each.name], "are" if trained[each.name] > 1 else "is"
+        text = f"{each.name}: {number or 'none'} of the {len(each.questions)} questions {verb} among those that the"
+        lines.append(f"{'warning: ' if number else ''}{text} model was trained on ({file})")
+    return trained, tuple(lines)
 
 
 def _load_set(name: str, config: Config, tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> EvaluationSet:
@@ -238,20 +237,6 @@ def _load_set(name: str, config: Config, tokenizer: "PreTrainedTokenizerBase", v
     )
 
 
-def _check_length(checkpoint: Path, prompt_length: int, response_length: int) -> None:
-    from transformers import AutoConfig
-
-    model = AutoConfig.from_pretrained(str(checkpoint), local_files_only=True, trust_remote_code=False)
-    limit = getattr(model, "max_position_embeddings", None)
-    if limit is not None and prompt_length + response_length > limit:
-        raise ConfigError(
-            [
-                f"rollout.response_length: found {response_length}; with the longest prompt, of {prompt_length} tokens,"
-                f" it is {prompt_length + response_length}; the model has {limit} positions"
-            ]
-        )
-
-
 def evaluate_sets(
     engine: SGLangEngine,
     sets: Sequence[EvaluationSet],
@@ -278,11 +263,16 @@ def evaluate_sets(
             samples: list[Sample] = []
             progress.enter(each.name)
             started = time.monotonic()
-            batches = _collect_batches(engine, each, config, recovery, num_slots, seed, weight_version)
-            for found in batches:
-                _write_responses(file, each.name, found, config.num_samples, decode)
+            for found in _collect_batches(engine, each, config, recovery, num_slots, seed, weight_version):
+                numbered = enumerate(found)
+                file.writelines(format_response(each.name, i % config.num_samples, one, decode) for i, one in numbered)
+                file.flush()
                 samples += found
-                progress.line(_describe_progress(each, samples, time.monotonic() - started))
+                num_done, correct = len({one.prompt.id for one in samples}), sum(one.score.correct for one in samples)
+                progress.line(
+                    f"{each.name}: {num_done} of {len(each.prompts)} problems, {correct} of {len(samples)} responses"
+                    f" correct | {format_seconds(time.monotonic() - started)}"
+                )
             progress.leave()
             check_failures(samples, each.max_failed_frac)
             if text := describe_failures(samples):
@@ -303,44 +293,22 @@ def _collect_batches(
     weight_version: int,
 ) -> Iterator[tuple[Sample, ...]]:
     """The responses to a set's prompts, in order and in small calls, as rollout.request_deadline_s is for each."""
-    runner = EpisodeRunner(each.response_length, each.conversation)
-    step = max(1, num_slots // config.num_samples)
+    runner, number = EpisodeRunner(each.response_length, each.conversation), config.num_samples
+    step = max(1, num_slots // number)
     with contextlib.closing(each.open_scorer()) as scorer:
         collector = Collector(engine, scorer, runner, seed=seed, temperature=get_temperature(config))
         for start in range(0, len(each.prompts), step):
             recovery.run(engine.check_health)
-            batch = each.prompts[start : start + step]
-            key = f"{each.name}/{start}"
-            # Restarted servers hold the same checkpoint.
-            yield recovery.run(partial(_collect, collector, batch, config.num_samples, weight_version, key))
-
-
-def _collect(
-    collector: Collector, prompts: Sequence[Prompt], num_samples: int, weight_version: int, key: str
-) -> tuple[Sample, ...]:
-    try:
-        return collector.sample(prompts, num_samples, weight_version=weight_version, key=key)
-    except DeadlineError as error:
-        raise DeadlineError(
-            f"{error}; rollout.request_deadline_s is for {len(prompts) * num_samples} responses here: raise it, or"
-            " lower rollout.max_running_requests"
-        ) from error
-
-
-def _write_responses(
-    file: IO[str], name: str, samples: Sequence[Sample], num_samples: int, decode: Decode | None
-) -> None:
-    file.writelines(format_response(name, i % num_samples, sample, decode) for i, sample in enumerate(samples))
-    file.flush()
-
-
-def _describe_progress(each: EvaluationSet, samples: Sequence[Sample], seconds: float) -> str:
-    num_done = len({sample.prompt.id for sample in samples})
-    correct = sum(sample.score.correct for sample in samples)
-    return (
-        f"{each.name}: {num_done} of {len(each.prompts)} problems, {correct} of {len(samples)} responses correct"
-        f" | {format_seconds(seconds)}"
-    )
+            batch, key = each.prompts[start : start + step], f"{each.name}/{start}"
+            collect = partial(collector.sample, batch, number, weight_version=weight_version, key=key)
+            try:
+                # Restarted servers hold the same checkpoint.
+                yield recovery.run(collect)
+            except DeadlineError as error:
+                raise DeadlineError(
+                    f"{error}; rollout.request_deadline_s is for {len(batch) * number} responses here: raise it, or"
+                    " lower rollout.max_running_requests"
+                ) from error
 
 
 def describe_evaluation(inputs: EvaluationInputs, config: EvaluateConfig, response_length: int) -> str:

@@ -1,7 +1,7 @@
 """The inputs of a run, loaded and checked before any process is started."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -164,7 +164,7 @@ def load_models(config: Config) -> Models:
         return Models(checkpoint, architecture, checkpoint, architecture)
     critic_checkpoint = find_checkpoint(config.critic.init, "critic.init")
     critic_architecture = _read_architecture(critic_checkpoint, "critic.init")
-    longest = _compute_longest(config)
+    longest = config.data.prompt_length + config.rollout.response_length
     problems = check_critic_checkpoint(critic_checkpoint, critic_architecture, architecture, longest)
     if problem := check_critic_prompt(critic_checkpoint, config.data.critic_prompt):
         problems.append(problem)
@@ -191,13 +191,16 @@ def load_saved_rollouts(
     settings, critic = config.algo.value_pretrain, models.critic_architecture
     if settings.rollouts is None or settings.num_steps == 0 or not needs_critic(config.algo):
         return None
+    length = config.rollout.response_length
+    limits = Limits(critic.vocab_size, critic.max_length, length, critic_prompt=critic_prompt)
+    return _find_groups("algo.value_pretrain.rollouts", settings.rollouts, limits)
+
+
+def _find_groups(key: str, path: str, limits: Limits, wrong: float = 0.0) -> SavedGroups:
     try:
-        return find_groups(
-            Path(settings.rollouts).expanduser(),
-            Limits(critic.vocab_size, critic.max_length, config.rollout.response_length, critic_prompt=critic_prompt),
-        )
+        return find_groups(Path(path).expanduser(), limits, wrong)
     except (OSError, ValueError) as error:
-        raise ConfigError([f"algo.value_pretrain.rollouts: {error}"]) from error
+        raise ConfigError([f"{key}: {error}"]) from error
 
 
 def load_saved_groups(
@@ -214,12 +217,8 @@ def load_saved_groups(
         "the model",
         critic_prompt,
     )
-    try:
-        saved = find_groups(Path(config.rollout.file).expanduser(), limits, config.reward.wrong)
-    except (OSError, ValueError) as error:
-        raise ConfigError([f"rollout.file: {error}"]) from error
-    problems = [*_check_groups(config, saved), *_check_tokens(saved, Renderer(config.data, tokenizer))]
-    if problems:
+    saved = _find_groups("rollout.file", config.rollout.file, limits, config.reward.wrong)
+    if problems := [*_check_groups(config, saved), *_check_tokens(saved, Renderer(config.data, tokenizer))]:
         raise ConfigError(problems)
     return saved
 
@@ -248,15 +247,12 @@ def _check_tokens(saved: SavedGroups, renderer: Renderer) -> Iterator[str]:
             yield f"rollout.file: the model's tokenizer cannot read the text of prompt {prompt.id!r}: {error}"
             return
         if prompt.token_ids not in ways:
+            found, read = (f"{list(each[:8])}{' ...' if len(each) > 8 else ''}" for each in (prompt.token_ids, ways[0]))
             yield (
-                f"rollout.file: prompt {prompt.id!r} has the tokens {_shorten(prompt.token_ids)}; the model's tokenizer"
-                f" reads its text as {_shorten(ways[0])}: the responses must be of a policy with the same tokenizer"
+                f"rollout.file: prompt {prompt.id!r} has the tokens {found}; the model's tokenizer"
+                f" reads its text as {read}: the responses must be of a policy with the same tokenizer"
             )
             return
-
-
-def _shorten(tokens: Sequence[int]) -> str:
-    return f"{list(tokens[:8])}{' ...' if len(tokens) > 8 else ''}"
 
 
 def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None = None) -> dict[Role, WorkerSpec]:
@@ -336,13 +332,8 @@ def _read_architecture(checkpoint: Path, key: str) -> Architecture:
     return architecture
 
 
-def _compute_longest(config: Config) -> int:
-    """The maximum number of tokens of prompt and response together."""
-    return config.data.prompt_length + config.rollout.response_length
-
-
 def _check_model(config: Config, models: Models) -> Iterator[str]:
-    longest, architecture = _compute_longest(config), models.architecture
+    longest, architecture = config.data.prompt_length + config.rollout.response_length, models.architecture
     if longest > architecture.max_length:
         yield (
             f"rollout.response_length: found {config.rollout.response_length}; with data.prompt_length"

@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.cluster.opened import Cluster, open_ray
 from megarl.cluster.servers import Servers, running_servers
-from megarl.cluster.watch import Measured, Profiler, measure_peaks
+from megarl.cluster.watch import Profiler, measure_peaks
 from megarl.cluster.workers import Turns, WorkerGroup
 from megarl.config.errors import ConfigError
 from megarl.config.placement import (
@@ -256,7 +256,7 @@ def _start_groups(
     for name, taken in slots.items():
         if where := resources.cluster.describe(taken):
             report.message(f"{name}: on {where}")
-    measured: dict[str, Measured] = {role.value: group for role, group in groups.items()}
+    measured: dict[str, Any] = {role.value: group for role, group in groups.items()}
     if isinstance(resources.servers, Servers):
         measured[SERVERS] = resources.servers
     report.measure = partial(measure_peaks, measured)

@@ -34,7 +34,7 @@ def get_error_descriptor() -> int:
     return _captured[1].fileno() if _captured is not None else 2
 
 
-@contextlib.contextmanager
+@contextmanager
 def capturing_output(log: Path) -> Iterator[None]:
     """Within the block, what anything but `get_terminal` writes to standard output or error is appended to `log`.
 
@@ -43,18 +43,32 @@ def capturing_output(log: Path) -> Iterator[None]:
     """
     global _captured
     log.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        flush_output()
-        terminal = stack.enter_context(_duplicate(sys.stdout, 1))
-        errors = stack.enter_context(_duplicate(sys.stderr, 2))
+    root, handler = logging.getLogger(), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(FORMAT))
+    for name in QUIET_LOGGERS:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    level, was_enabled = root.level, faulthandler.is_enabled()
+    flush_output()
+    with _duplicate(sys.stdout, 1) as terminal, _duplicate(sys.stderr, 2) as errors:
         with log.open("ab") as file:
             for number in (1, 2):
                 os.dup2(file.fileno(), number)
-        stack.callback(_restore, terminal.fileno(), errors.fileno())
-        stack.enter_context(_logging_to(sys.stderr))
         _captured = terminal, errors
-        stack.enter_context(_dumping_crashes(errors))
-        yield
+        root.addHandler(handler)
+        root.setLevel(logging.INFO)
+        faulthandler.enable(file=errors)
+        try:
+            yield
+        finally:
+            faulthandler.disable()
+            if was_enabled:
+                faulthandler.enable()
+            root.removeHandler(handler)
+            root.setLevel(level)
+            flush_output()
+            os.dup2(terminal.fileno(), 1)
+            os.dup2(errors.fileno(), 2)
+            _captured = None
 
 
 def flush_output() -> None:
@@ -69,43 +83,7 @@ def _duplicate(stream: TextIO, number: int) -> TextIO:
     return os.fdopen(os.dup(number), "w", buffering=1, encoding=encoding, errors=errors)
 
 
-def _restore(output: int, errors: int) -> None:
-    global _captured
-    flush_output()
-    os.dup2(output, 1)
-    os.dup2(errors, 2)
-    _captured = None
-
-
-@contextlib.contextmanager
-def _logging_to(stream: TextIO) -> Iterator[None]:
-    root, handler = logging.getLogger(), logging.StreamHandler(stream)
-    handler.setFormatter(logging.Formatter(FORMAT))
-    before = root.level
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
-    for name in QUIET_LOGGERS:
-        logging.getLogger(name).setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        root.removeHandler(handler)
-        root.setLevel(before)
-
-
-@contextlib.contextmanager
-def _dumping_crashes(errors: TextIO) -> Iterator[None]:
-    was_enabled = faulthandler.is_enabled()
-    faulthandler.enable(file=errors)
-    try:
-        yield
-    finally:
-        faulthandler.disable()
-        if was_enabled:
-            faulthandler.enable()
-
-
-@contextlib.contextmanager
+@contextmanager
 def show_warnings(message: Callable[[str], None]) -> Iterator[None]:
     """Passes Python warnings of megarl's and the user's code within the block to `message` as a line, each once.
 
@@ -133,24 +111,13 @@ def is_library(filename: str) -> bool:
     return not path.is_relative_to(own) and (any(map(path.is_relative_to, folders)) or filename.startswith("<frozen"))
 
 
-STOPPING_SIGNALS = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGXCPU,
-)
+STOPPING_SIGNALS = tuple(getattr(signal, f"SIG{name}") for name in ("INT", "TERM", "HUP", "USR1", "USR2", "XCPU"))
 """SIGUSR1 and SIGUSR2 are what batch systems send before the time limit (Slurm's --signal), SIGXCPU what the kernel
 sends at the limit of CPU time (ulimit -t)."""
-
 AGAIN_S = 0.05
 """After so long a signal that was lost is raised again"""
-
 _deferred: "list[Stopped] | None" = None
 """Signals that arrived while they are deferred; None: they are not deferred"""
-
-
 _number: int | None = None
 """The signal that has stopped this process; None: none has"""
 
@@ -189,11 +156,9 @@ def stopping_on_signals() -> Iterator[None]:
         if _deferred is not None:
             _deferred.append(Stopped(number))
             # Not print: the signal may have interrupted one.
+            text = f"\n{signal.Signals(number).name}: finishing the current update first\n"
             with contextlib.suppress(OSError):
-                os.write(
-                    get_error_descriptor(),
-                    f"\n{signal.Signals(number).name}: finishing the current update first\n".encode(),
-                )
+                os.write(get_error_descriptor(), text.encode())
             return
         raise Stopped(number)
 
@@ -213,8 +178,12 @@ def stopping_on_signals() -> Iterator[None]:
     previous = {number: signal.signal(number, stop) for number in taken}
     sys.unraisablehook = raise_again
     try:
-        with surfacing_stops():
-            yield
+        yield
+    except SystemError as error:
+        # Interrupted C code (a wait in Ray) has turned Stopped into this.
+        if isinstance(error.__cause__, Stopped):
+            raise error.__cause__ from None
+        raise
     finally:
         sys.unraisablehook = report
         for timer in again:
@@ -226,17 +195,6 @@ def stopping_on_signals() -> Iterator[None]:
 def find_exit_code(otherwise: int) -> int:
     """128 + the number of the signal that has stopped this process, or `otherwise`."""
     return otherwise if _number is None else 128 + _number
-
-
-@contextmanager
-def surfacing_stops() -> Iterator[None]:
-    """Raises Stopped where interrupted C code (a wait in Ray) turned it into a SystemError."""
-    try:
-        yield
-    except SystemError as error:
-        if isinstance(error.__cause__, Stopped):
-            raise error.__cause__ from None
-        raise
 
 
 @contextmanager

@@ -36,17 +36,14 @@ class Work:
         return True
 
 
-def test_the_first_failure_is_raised_while_another_still_works():
+def test_all_are_waited_for_and_the_first_failure_is_raised_while_another_still_works():
+    works = [Work(0.2), Work(0.0), Work(0.1)]
+    wait_all(works)
+    assert all(time.monotonic() - work.started >= work.seconds for work in works)
     slow, failing = Work(60.0), Work(0.1, RuntimeError("the policy died"))
     with pytest.raises(RuntimeError, match="the policy died"):
         wait_all([slow, failing])
     assert time.monotonic() - slow.started < 30
-
-
-def test_all_are_waited_for():
-    works = [Work(0.2), Work(0.0), Work(0.1)]
-    wait_all(works)
-    assert all(time.monotonic() - work.started >= work.seconds for work in works)
 
 
 def test_a_call_that_a_signal_cuts_short_as_it_begins_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,13 +94,10 @@ def test_a_call_begins_once_the_calls_of_other_roles_have_ended_and_the_servers_
     turns.start("critic", lambda: Call(log, "update"))
     first = ["free", "logprobs begins", "free", "kl begins"]
     assert log == [*first, "free", "logprobs ends", "kl ends", "values begins", "free", "update begins"]
-
-
-def test_roles_on_gpus_of_their_own_begin_at_once() -> None:
-    log: list[str] = []
-    turns = Turns()
+    del log[:]
+    apart = Turns()  # on GPUs of their own
     for name in ("policy", "critic"):
-        turns.start(name, lambda name=name: Call(log, name))  # type: ignore[misc]
+        apart.start(name, lambda name=name: Call(log, name))  # type: ignore[misc]
     assert log == ["policy begins", "critic begins"]
 
 
@@ -116,16 +110,12 @@ def test_the_failure_of_a_call_is_raised_once_before_the_next_begins() -> None:
     # What saves the state after the error is not hindered by it.
     turns.start("critic", lambda: Call(log, "save"))
     assert log == ["update begins", "update ends", "save begins"]
-
-
-def test_a_failure_that_its_caller_has_seen_does_not_hinder_the_save_that_follows() -> None:
-    log: list[str] = []
-    turns = Turns(one_at_a_time=True)
+    del log[:]
     values = turns.start("critic", lambda: Call(log, "values", RuntimeError("out of memory")))
     with pytest.raises(RuntimeError, match="out of memory"):
-        values.result()
-    turns.start("policy", lambda: Call(log, "save"))
-    assert log == ["values begins", "values ends", "save begins"]
+        values.result()  # Its caller has seen it.
+    turns.start("policy", lambda: Call(log, "another save"))
+    assert log == ["values begins", "values ends", "save ends", "another save begins"]
 
 
 def test_a_signal_in_the_wait_leaves_the_call_to_be_waited_for() -> None:

@@ -24,11 +24,8 @@ from megarl.cluster.process import (
     bind_to_gpus,
     build_variables,
     choose_gpus,
-    find_interface,
     measure_gpus,
-    read_cores,
     use_gpus,
-    use_interface,
 )
 from megarl.cluster.servers import Servers, ServerSpec
 from megarl.cluster.workers import WorkerGroup
@@ -39,7 +36,6 @@ from megarl.config.schema.roles import Dtype, ParallelConfig
 from megarl.config.schema.run import ClusterConfig, Placement, RolloutConfig
 from megarl.mcore.device import claim_gpu
 from megarl.mcore.spec import Role, WorkerSpec
-from megarl.rollout.server import build_environment
 
 LINES = "0, GPU-aaaa, 00000000:18:00.0, Disabled, 512\n1, GPU-bbbb, 00000000:9A:00.0, [N/A], 1024"
 MODEL = {
@@ -78,14 +74,6 @@ def write_cores(devices: Path, bus: str, text: str) -> None:
     (devices / bus / "local_cpulist").write_text(f"{text}\n")
 
 
-@pytest.mark.parametrize(
-    ("text", "cores"), [("0-2,5", {0, 1, 2, 5}), ("7", {7}), ("", set()), ("none", set()), ("0-1,4-5", {0, 1, 4, 5})]
-)
-def test_a_list_of_the_kernels_is_read(tmp_path: Path, text: str, cores: set[int]) -> None:
-    (tmp_path / "list").write_text(f"{text}\n")
-    assert read_cores(tmp_path / "list") == cores
-
-
 @pytest.mark.usefixtures("nvidia_smi")
 def test_gpus_are_found_by_number_and_by_uuid_under_the_kernels_address() -> None:
     first, second = ask_nvidia_smi()
@@ -106,7 +94,7 @@ def test_a_thread_is_bound_to_the_cores_near_its_gpus_where_they_are_known(
     request.getfixturevalue("nvidia_smi")
     allowed = os.sched_getaffinity(0)
     first = min(allowed)
-    write_cores(tmp_path, "0000:18:00.0", str(first))
+    write_cores(tmp_path, "0000:18:00.0", f"{first}-{first},100007")
     write_cores(tmp_path, "0000:9a:00.0", "100000-100003")
     assert bind_in_thread(["0"], tmp_path) == {first}
     assert bind_in_thread(["0", "1"], tmp_path) == {first}
@@ -281,27 +269,12 @@ def build_spec(role: Role, checkpoint: Path, num_processes: int) -> WorkerSpec:
     )
 
 
-def test_a_servers_processes_have_the_gpus_of_their_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in build_variables([Gpu("4", None), Gpu("5", None)]).items():
-        monkeypatch.setenv(name, value)
-    environment = build_environment(RolloutConfig(), tmp_path)
-    assert environment["CUDA_VISIBLE_DEVICES"] == "4,5"
-    assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-
-
 @pytest.fixture
 def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """What is set in a test is taken back after it."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "before")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     return monkeypatch
-
-
-def test_the_interface_of_the_loopback_address_is_lo(variables: pytest.MonkeyPatch) -> None:
-    assert find_interface("127.0.0.1") == "lo"
-    assert find_interface("192.0.2.77") is None
-    use_interface("127.0.0.1")
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 def test_seats_are_described_by_node_and_ranges_of_gpus() -> None:
@@ -344,10 +317,10 @@ def test_training_ranks_and_servers_have_the_same_settings_of_nccl_and_the_jobs_
         if given is not None:
             variables.setenv(name, given)
     for kind in ("rank", "server"):
-        words = [sys.executable, "-c", AS_ACTORS, kind, str(tmp_path), *names]
+        words = [sys.executable, "-c", AS_ACTORS, kind, str(tmp_path), *names, "GLOO_SOCKET_IFNAME"]
         subprocess.run(words, check=True, timeout=300)
     found = [json.loads((tmp_path / kind).read_text()) for kind in ("rank", "server")]
-    assert found == [dict.fromkeys(names, given or "0")] * 2
+    assert found == [dict.fromkeys(names, given or "0") | {"GLOO_SOCKET_IFNAME": "lo"}] * 2
     # What is set SGLang leaves; a release that does not would differ again.
     spec = importlib.util.find_spec("sglang")
     assert spec is not None

@@ -17,21 +17,21 @@ import pytest
 from fakes.backend import FakeBackend
 from fakes.disturbed import RUN, Disturbance, run_disturbed, summarize
 from fakes.rollout import FakeEngine
-from fakes.run import World, reward_length
+from fakes.run import World
 
 from megarl.algo.tokens import LossOutput
 from megarl.cluster.calls import WorkerError
 from megarl.files import Folder
 from megarl.interfaces import DeadlineError, SyncError
 from megarl.report.metrics import load_metrics
-from megarl.report.scores import TooManyFailuresError
 from megarl.run.process import stopping_on_signals
-from megarl.types import Prompt, Response, Score, TrainingSamples
+from megarl.types import Response, TrainingSamples
 
 SELDOM = ("checkpoint.save_every=100", "checkpoint.max_restarts=0")
 """Only the start has a checkpoint that the loop itself asks for."""
 
 PLACES: dict[str, tuple[Callable[[], BaseException], dict[str, Any], int]] = {
+    "rollout of value pretraining": (lambda: ValueError("no tokens"), {"key": "pretraining-3"}, -1),
     "rollout": (lambda: ValueError("no tokens"), {"key": "iteration-3/round-1"}, 2),
     "late rollout": (lambda: DeadlineError("no answer within 600 s"), {"key": "iteration-3/round-1"}, 2),
     "evaluation": (lambda: RuntimeError("refused"), {"key": "evaluation-2"}, 2),
@@ -83,43 +83,6 @@ def test_a_failure_stays_the_error_and_leaves_the_newest_whole_state_from_which_
     assert summarize(run_dir) == untouched
 
 
-def test_a_reward_function_that_raises_leaves_the_iterations_before_it(
-    untouched: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir, num_calls = tmp_path / "run", 0
-
-    def reward(prompt: Prompt, response: Response) -> Score:
-        nonlocal num_calls
-        num_calls += 1
-        # After value pretraining, two iterations, and evaluations of 8 prompts at 0 and 2.
-        if num_calls > 3 * 24 + 2 * 24 + 2 * 8 + 5:
-            raise ZeroDivisionError("no words in the response")
-        return reward_length(prompt, response)
-
-    with pytest.raises(TooManyFailuresError, match="ZeroDivisionError: no words"):
-        World(reward=reward).run_job(monkeypatch, run_dir, [*RUN, *SELDOM])
-    assert (run_dir / "checkpoints" / "latest").read_text() == "iteration-000002\n"
-    World().run_job(monkeypatch, run_dir, [*RUN, *SELDOM])
-    assert summarize(run_dir) == untouched
-
-
-def test_a_server_that_is_lost_for_good_leaves_the_iterations_before_it(
-    untouched: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir, world = tmp_path / "run", World()
-
-    def lose(key: str | None, _number: int) -> None:
-        if key == "iteration-3/round-1":
-            world.components[0].servers.lose(0)
-
-    world.on_token = lose
-    with pytest.raises(RuntimeError, match="exited with status 137"):
-        world.run_job(monkeypatch, run_dir, [*RUN, *SELDOM, "rollout.max_server_restarts=0"])
-    assert (run_dir / "checkpoints" / "latest").read_text() == "iteration-000002\n"
-    World().run_job(monkeypatch, run_dir, [*RUN, *SELDOM])
-    assert summarize(run_dir) == untouched
-
-
 def test_a_checkpoint_in_progress_is_completed_when_the_update_beside_it_fails(
     untouched: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,20 +93,6 @@ def test_a_checkpoint_in_progress_is_completed_when_the_update_beside_it_fails(
         run_disturbed(monkeypatch, run_dir, failing, "checkpoint.save_every=1")
     assert (run_dir / "checkpoints" / "latest").read_text() == "iteration-000002\n"
     World().run_job(monkeypatch, run_dir, RUN)
-    assert summarize(run_dir) == untouched
-
-
-def test_value_pretraining_that_fails_leaves_its_newest_step(
-    untouched: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir = tmp_path / "run"
-    failing = Disturbance(lambda: ValueError("no tokens"), key="pretraining-3")
-    with pytest.raises(ValueError, match="no tokens") as caught:
-        run_disturbed(monkeypatch, run_dir, failing, *SELDOM)
-    assert get_notes(caught.value) == [
-        f"resume={run_dir} resumes after iteration -1: {run_dir}/checkpoints/iteration--00001"
-    ]
-    World().run_job(monkeypatch, run_dir, [*RUN, *SELDOM])
     assert summarize(run_dir) == untouched
 
 

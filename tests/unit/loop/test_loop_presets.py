@@ -15,7 +15,6 @@ from megarl.algo.blocks import NonFiniteError
 from megarl.algo.registry import needs_critic
 from megarl.config.load import list_options
 from megarl.config.schema.algo import needs_reference
-from megarl.experience import split_minibatches
 from megarl.report.metrics import load_metrics
 from megarl.rollout.rollout_file import load_rollouts
 from megarl.rollout.source import NoSignalError
@@ -119,14 +118,6 @@ def test_scores_are_logged_evaluated_and_saved_and_their_scaled_rewards_learned_
         assert scaled[f"reward/{name}"] == first[f"reward/{name}"]
     assert scaled["reward/shaped_mean"] == pytest.approx(2 * first["reward/shaped_mean"] - 1)
     assert scaled["advantage/mean"] != pytest.approx(first["advantage/mean"])
-
-
-def test_minibatches_cover_every_sample_once_per_epoch_in_an_order_of_their_own(tmp_path: Path) -> None:
-    with World().open_trainer(tmp_path, ["algo=grpo"]) as trainer:
-        first, again, second = (split_minibatches(trainer.config, 24, iteration) for iteration in (1, 1, 2))
-    assert torch.cat(first).sort().values.tolist() == list(range(24))
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not torch.equal(torch.cat(first), torch.cat(second))
 
 
 def test_the_critic_takes_its_own_number_of_passes_and_both_roles_every_epoch(tmp_path: Path) -> None:
@@ -272,14 +263,6 @@ def test_the_kl_of_the_reward_is_to_the_policy_of_the_start(tmp_path: Path) -> N
     assert kl[0] == pytest.approx(0, abs=1e-6)
     assert kl[1] != pytest.approx(0, abs=1e-4)
     assert kl[2] != pytest.approx(kl[1], abs=1e-4)
-
-
-def test_a_run_ends_after_its_number_of_samples_and_is_evaluated_then(tmp_path: Path) -> None:
-    given = ["algo=lite_ppo", "train.num_iterations=50", "train.max_samples=30"]
-    with World().open_trainer(tmp_path, given) as trainer:
-        assert trainer.run().num_iterations == 2
-        assert trainer.source.num_samples == 48
-    assert "reward/heldout" in load_metrics(tmp_path / "metrics.jsonl")[-1]
 
 
 def test_a_run_ends_at_the_heldout_reward_it_aims_at(tmp_path: Path) -> None:

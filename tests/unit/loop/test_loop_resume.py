@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import signal
 import threading
 from pathlib import Path
@@ -82,12 +81,6 @@ def test_a_lost_training_process_begins_another_attempt_that_ends_the_same(
     assert "restart 1 of at most 3 (checkpoint.max_restarts)" in " ".join(capsys.readouterr().out.split())
     assert len(world.components) == 2
     assert summarize(tmp_path / "run") == untouched
-
-
-def test_what_would_fail_again_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disturbance = Disturbance(lambda: FloatingPointError("the gradient norm is nan"), "policy", "update", 2)
-    with pytest.raises(FloatingPointError):
-        run_disturbed(monkeypatch, tmp_path / "run", disturbance)
 
 
 def test_attempts_without_a_new_checkpoint_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,45 +239,6 @@ def hash_optimizers(world: World) -> dict[str, str]:
                     digest.update(value.numpy().tobytes())
             found[role] = digest.hexdigest()
     return found
-
-
-OPTIMIZED: dict[str, tuple[tuple[str, ...], tuple[str, str, int]]] = {
-    "value pretraining": (RUN, ("critic", "update", 3)),
-    "frozen iterations": ((*RUN, "policy.frozen_iterations=2"), ("critic", "update", 5)),
-    "replay": (
-        ("algo=topr", "algo.replay.num_iterations=2", "algo.replay.frac=0.5", "train.num_iterations=5"),
-        ("policy", "update", 4),
-    ),
-    "dynamic sampling": (
-        ("algo=dapo", "algo.dynamic_sampling.enabled=true", "train.num_iterations=5"),
-        ("policy", "update", 4),
-    ),
-    "the best checkpoint": (
-        (*RUN, "train.eval_every=1", "checkpoint.keep_last=1", "checkpoint.keep_best=1"),
-        ("policy", "update", 4),
-    ),
-}
-
-
-@pytest.mark.parametrize("setting", OPTIMIZED)
-def test_a_resumed_run_has_the_optimizers_of_an_unbroken_one_which_a_new_optimizer_would_not_give(
-    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given, place = OPTIMIZED[setting]
-    run, found = [*given, "checkpoint.save_every=1"], {}
-    with pytest.raises(Killed):
-        World(watch=Disturbance(Killed, *place).watch).run_job(monkeypatch, tmp_path / "resumed", run)
-    shutil.copytree(tmp_path / "resumed", tmp_path / "cold")
-    for name in ("whole", "resumed", "cold"):
-        world = World()
-        with monkeypatch.context() as patch:
-            if name == "cold":
-                patch.setattr(torch.optim.AdamW, "load_state_dict", lambda _optimizer, _state: None)
-            world.run_job(patch, tmp_path / name, run)
-        found[name] = hash_optimizers(world)
-    assert found["resumed"] == found["whole"]
-    learner = place[0]
-    assert found["cold"][learner] != found["whole"][learner]
 
 
 def test_a_run_resumed_twice_from_the_same_checkpoint_ends_as_if_once(

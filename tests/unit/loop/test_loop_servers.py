@@ -93,11 +93,15 @@ def test_a_server_lost_in_a_sync_is_started_again_and_the_sync_repeated(
     assert read_numbers(tmp_path) == untouched
 
 
-def test_a_server_that_is_lost_again_and_again_ends_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("given", "lost"),
+    [(TWO_SERVERS, "iteration-1/round-1"), ((*STALE, "rollout.num_servers=2", "train.num_iterations=4"), "group-8")],
+)
+def test_a_server_that_is_lost_again_and_again_ends_the_run(given: tuple[str, ...], lost: str, tmp_path: Path) -> None:
     world = World()
-    with world.open_trainer(tmp_path, [*TWO_SERVERS, "rollout.max_server_restarts=2"]) as trainer:
+    with world.open_trainer(tmp_path, [*given, "rollout.max_server_restarts=2"]) as trainer:
         servers = get_servers(trainer)
-        world.on_token = lambda key, _number: servers.lose(0) if key == "iteration-1/round-1" else None
+        world.on_token = lambda key, _number: servers.lose(0) if (key or "").startswith(lost) else None
         with pytest.raises(RuntimeError) as caught:
             trainer.run()
         assert servers.all["SGLang server 0/2"].num_starts == 3
@@ -272,12 +276,3 @@ def test_a_server_lost_while_it_generates_ahead_comes_back_and_its_groups_are_be
     assert [len(numbers) for numbers in taken] == [6] * 4
     assert sorted(number for numbers in taken for number in numbers) == list(range(4 * 6))
     assert [line["iteration"] for line in load_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4]
-
-
-def test_a_server_that_is_lost_again_and_again_ends_a_run_that_generates_ahead(tmp_path: Path) -> None:
-    with staleness_of_one(tmp_path, "train.num_iterations=4", "rollout.max_server_restarts=2") as (trainer, world):
-        servers = get_servers(trainer)
-        world.on_token = lambda key, _number: servers.lose(0) if get_number(key) == 8 else None
-        with pytest.raises(RuntimeError, match="it exited with status 137") as caught:
-            trainer.run()
-    assert "rollout.max_server_restarts=2 have been made in a row" in caught.value.__notes__[0]

@@ -1,5 +1,6 @@
 """critic.init and algo.value_pretrain.rollouts: what does not fit is named before any process is started."""
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.mcore.hf import copy_description, write_hf_checkpoint
+from megarl.mcore.hf import write_hf_checkpoint
 from megarl.mcore.spec import Role
 from megarl.models.checkpoint import load_tokenizer
 from megarl.models.families import FAMILIES
@@ -93,49 +94,45 @@ def test_critic_init_takes_a_model_of_another_size_and_family(tmp_path):
     assert models.critic_architecture.hidden_size == 32
 
 
-def spoil(critic: Path, how: str) -> None:
-    if how == "labels":
-        change_tensors(critic, lambda t: t.update({"score.weight": torch.ones(3, 64)}))
-    elif how == "shape":
-        change_tensors(critic, lambda t: t.update({"score.weight": torch.ones(1, 32)}))
-    elif how == "no head":
-        change_tensors(critic, lambda t: t.update({"v_head.summary.weight": t.pop("score.weight")}))
-    elif how == "bias":
-        change_tensors(critic, lambda t: t.update({"score.bias": torch.ones(1)}))
-    elif how == "names":
-        change_tensors(critic, lambda t: t.update({"transformer.embed": t.pop("model.embed_tokens.weight")}))
-    elif how == "vocabulary":
-        change_config(critic, vocab_size=30)
-    elif how == "positions":
-        change_config(critic, max_position_embeddings=80)
-    elif how == "family":
-        change_config(critic, model_type="bert")
-    elif how == "no config":
-        (critic / "config.json").unlink()
-    elif how == "broken":
-        (critic / "model.safetensors").write_bytes(b"x" * 100)
-    else:
-        shutil.rmtree(critic)
+def of_tensors(change):
+    return lambda critic: change_tensors(critic, change)
+
+
+def of_config(**changes):
+    return lambda critic: change_config(critic, **changes)
 
 
 @pytest.mark.parametrize(
-    ("how", "messages"),
+    ("spoil", "messages"),
     [
-        ("labels", ["score.weight is [3, 64], config.json asks for [1, 64]"]),
-        ("shape", ["score.weight is [1, 32]"]),
-        ("no head", ["has no value head score.weight", "v_head.summary.weight"]),
-        ("bias", ["has a score.bias"]),
-        ("names", ["missing: model.embed_tokens.weight"]),
-        ("vocabulary", ["vocab_size is 30 and the policy's 11"]),
-        ("positions", ["has 80 positions", "are 104 tokens together"]),
-        ("family", ["model_type is 'bert'", ", ".join(FAMILIES)]),
-        ("no config", ["lacks config.json"]),
-        ("broken", ["header"]),
-        ("missing", ["there is no directory"]),
+        (
+            of_tensors(lambda t: t.update({"score.weight": torch.ones(3, 64)})),
+            ["score.weight is [3, 64], config.json asks for [1, 64]"],
+        ),
+        (of_tensors(lambda t: t.update({"score.weight": torch.ones(1, 32)})), ["score.weight is [1, 32]"]),
+        (
+            of_tensors(lambda t: t.update({"v_head.summary.weight": t.pop("score.weight")})),
+            ["has no value head score.weight", "v_head.summary.weight"],
+        ),
+        (
+            of_tensors(lambda t: t.update({"lm_head.weight": t.pop("score.weight")})),  # a policy
+            ["has no value head score.weight", "lm_head.weight"],
+        ),
+        (of_tensors(lambda t: t.update({"score.bias": torch.ones(1)})), ["has a score.bias"]),
+        (
+            of_tensors(lambda t: t.update({"transformer.embed": t.pop("model.embed_tokens.weight")})),
+            ["missing: model.embed_tokens.weight"],
+        ),
+        (of_config(vocab_size=30), ["vocab_size is 30 and the policy's 11"]),
+        (of_config(max_position_embeddings=80), ["has 80 positions", "are 104 tokens together"]),
+        (of_config(model_type="bert"), ["model_type is 'bert'", ", ".join(FAMILIES)]),
+        (lambda critic: (critic / "config.json").unlink(), ["lacks config.json"]),
+        (lambda critic: (critic / "model.safetensors").write_bytes(b"x" * 100), ["header"]),
+        (shutil.rmtree, ["there is no directory"]),
     ],
 )
-def test_a_checkpoint_that_cannot_be_a_critic_is_refused_saying_what_was_found(critic, how, messages):
-    spoil(critic, how)
+def test_a_checkpoint_that_cannot_be_a_critic_is_refused_saying_what_was_found(critic, spoil, messages):
+    spoil(critic)
     with pytest.raises(ConfigError) as caught:
         load(f"critic.init={critic}")
     text = "\n".join(caught.value.problems)
@@ -143,25 +140,32 @@ def test_a_checkpoint_that_cannot_be_a_critic_is_refused_saying_what_was_found(c
     assert all(message in text for message in messages), text
 
 
-def test_a_policy_checkpoint_is_no_critic(policy):
-    with pytest.raises(ConfigError, match=r"critic\.init: .*has no value head score\.weight.*lm_head\.weight"):
-        load(f"critic.init={policy}")
-
-
 DIGITS = "model.random.alphabet='abcdef.=0123456789'"
 TEXT = "data.critic_prompt='{answer}='"
 
 
-def test_a_critic_that_read_another_text_is_refused_naming_both(critic):
-    load(f"critic.init={critic}", TEXT)  # does not say what it was trained with
-    change_config(critic, megarl_critic_prompt="{answer}=")
-    load(f"critic.init={critic}", TEXT)
-    with pytest.raises(ConfigError, match=r"critic\.init: .*data\.critic_prompt '\{answer\}=', now None"):
-        load(f"critic.init={critic}")
-    change_config(critic, megarl_critic_prompt=None)
-    load(f"critic.init={critic}")
-    with pytest.raises(ConfigError, match=r"critic\.init: .*data\.critic_prompt None, now '\{answer\}='"):
-        load(f"critic.init={critic}", TEXT)
+@pytest.mark.parametrize(
+    ("recorded", "given", "message"),
+    [
+        ({}, [TEXT], None),  # it does not say what it was trained with
+        ({"megarl_critic_prompt": "{answer}="}, [TEXT], None),
+        ({"megarl_critic_prompt": "{answer}="}, [], r"critic\.init: .*data\.critic_prompt '\{answer\}=', now None"),
+        ({"megarl_critic_prompt": None}, [], None),
+        ({"megarl_critic_prompt": None}, [TEXT], r"critic\.init: .*data\.critic_prompt None, now '\{answer\}='"),
+        ({"megarl_value_range": [-1, 1.5]}, ["critic.value_range=[-1,1.5]"], None),
+        ({"megarl_value_range": [-1, 1.5]}, [], r"critic\.value_range: found null; .* must be \[-1, 1\.5\]"),
+        (
+            {"megarl_value_range": [-1, 1.5]},
+            ["critic.value_range=[-1,1]"],
+            r"critic\.value_range: found \[-1\.0, 1\.0\]; .* must be \[-1, 1\.5\]",
+        ),
+        ({}, ["critic.value_range=[0,1]"], r"critic\.value_range: found \[0\.0, 1\.0\]; .* must be null"),
+    ],
+)
+def test_a_critic_starts_under_the_text_and_range_that_it_records_and_no_other(critic, recorded, given, message):
+    change_config(critic, **recorded)
+    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+        load(f"critic.init={critic}", *given)
 
 
 def test_the_critics_longer_input_must_fit_its_positions():
@@ -179,7 +183,10 @@ def test_the_critics_longer_input_must_fit_its_positions():
         ([DIGITS, TEXT, "data.critic_prompt_length=3"], r"data\.critic_prompt_length: found 3; .* has 4 tokens"),
         ([DIGITS, "data.critic_prompt='{answer'"], r"data\.critic_prompt: found '\{answer': expected"),
         (["algo=grpo", TEXT], r"data\.critic_prompt: has no effect under algo\.advantage=group, which has no critic"),
-        (["data.critic_prompt_length=9"], r"data\.critic_prompt_length: has no effect without a critic that reads"),
+        (
+            ["data.critic_prompt_length=9"],
+            r"data\.critic_prompt_length: has no effect without a text that the critic alone reads",
+        ),
         ([TEXT, "data.critic_prompt_length=0"], r"data\.critic_prompt_length: found 0; it must be 1 or more"),
     ],
 )
@@ -205,24 +212,7 @@ def test_every_training_prompt_is_checked_and_no_heldout_one(tmp_path):
         load_rows()
 
 
-def test_a_critic_keeps_the_range_of_its_values_and_starts_under_no_other(policy, critic, tmp_path):
-    tensors = load_file(critic / "model.safetensors")
-    bounded, again = tmp_path / "bounded", tmp_path / "again"
-    write_hf_checkpoint(bounded, policy, tensors.items(), {"megarl_value_range": [-1, 1.5]})
-    copy_description(bounded, again, torch.float32)
-    for directory in (bounded, again):
-        assert json.loads((directory / "config.json").read_text())["megarl_value_range"] == [-1, 1.5]
-    spec = load(f"critic.init={bounded}", "critic.value_range=[-1,1.5]")[Role.critic]
-    assert spec.value_range == (-1.0, 1.5)
-    with pytest.raises(ConfigError, match=r"critic\.value_range: found null; .* must be \[-1, 1\.5\]"):
-        load(f"critic.init={bounded}")
-    with pytest.raises(ConfigError, match=r"critic\.value_range: found \[-1\.0, 1\.0\]; .* must be \[-1, 1\.5\]"):
-        load(f"critic.init={bounded}", "critic.value_range=[-1,1]")
-    with pytest.raises(ConfigError, match=r"critic\.value_range: found \[0\.0, 1\.0\]; .* must be null"):
-        load(f"critic.init={critic}", "critic.value_range=[0,1]")
-
-
-def test_a_critic_records_range_and_text_and_is_refused_under_another_of_either(policy, critic, tmp_path):
+def test_a_critic_records_range_and_text(policy, critic, tmp_path):
     given = [DIGITS, TEXT, "critic.value_range=[-1,1.5]"]
     critic_fields = load(*given)[Role.critic].critic_fields
     assert critic_fields == {"megarl_critic_prompt": "{answer}=", "megarl_value_range": [-1.0, 1.5]}
@@ -234,10 +224,6 @@ def test_a_critic_records_range_and_text_and_is_refused_under_another_of_either(
         recorded = json.loads((directory / "config.json").read_text())
         assert {name: recorded[name] for name in critic_fields} == critic_fields
         load(f"critic.init={directory}", TEXT, "critic.value_range=[-1,1.5]")
-        with pytest.raises(ConfigError, match=r"critic\.init: .*data\.critic_prompt '\{answer\}=', now None"):
-            load(f"critic.init={directory}", "critic.value_range=[-1,1.5]")
-        with pytest.raises(ConfigError, match=r"critic\.value_range: found null; .* must be \[-1\.0, 1\.5\]"):
-            load(f"critic.init={directory}", TEXT)
 
 
 def save_rollouts(path: Path, token: int = 3) -> Path:
@@ -254,20 +240,20 @@ def load_saved(path: Path, *overrides: str):
     return config, load_specs(config, models)[Role.critic], load_saved_rollouts(config, models)
 
 
-def test_saved_rollouts_are_read_before_anything_starts_and_counted(tmp_path):
+def test_what_the_critic_starts_and_learns_from_is_said_and_a_file_is_read_before_anything_starts(critic, tmp_path):
     config, spec, saved = load_saved(save_rollouts(tmp_path / "r.jsonl"))
     assert describe_start(config, spec, saved) == (
         "critic: starts from the policy's weights, with a new value head; value pretraining of up to 4 rollouts,"
         f" out of the 1 (1 responses) in {tmp_path}/r.jsonl"
     )
-
-
-def test_the_report_says_what_a_critic_starts_from(critic):
     config = load_config(["model=tiny", f"critic.init={critic}", "algo.value_pretrain.steps=0"])
     spec = load_specs(config, load_models(config))[Role.critic]
     assert describe_start(config, spec, None) == (
         f"critic: starts from {critic}, its value head included; no value pretraining"
     )
+    config = load_config(["model=tiny", f"algo.value_pretrain.rollouts={tmp_path}/nowhere.jsonl"])
+    with pytest.raises(ConfigError, match=r"algo\.value_pretrain\.rollouts: .*nowhere\.jsonl"):
+        load_inputs(config)
 
 
 def test_a_token_that_the_critic_does_not_have_is_named_with_its_line(tmp_path):
@@ -296,17 +282,6 @@ def test_saved_rollouts_whose_prompts_do_not_give_the_critics_text_are_refused(t
         load_saved_rollouts(config, models, critic_prompt)
 
 
-def test_a_training_run_checks_its_saved_rollouts_too(tmp_path):
-    config = load_config(["model=tiny", f"algo.value_pretrain.rollouts={tmp_path}/nowhere.jsonl"])
-    with pytest.raises(ConfigError, match=r"algo\.value_pretrain\.rollouts: .*nowhere\.jsonl"):
-        load_inputs(config)
-
-
-def test_saved_rollouts_with_a_kl_in_the_reward_are_refused(tmp_path):
+def test_saved_rollouts_with_a_kl_in_the_reward_are_refused():
     with pytest.raises(ConfigError, match=r"algo\.value_pretrain\.rollouts: .*algo\.kl\.in_reward=true"):
         load_config(["algo.value_pretrain.rollouts=r.jsonl", "algo.kl.in_reward=true"])
-
-
-def test_the_explained_variance_to_stop_at_is_at_most_one():
-    with pytest.raises(ConfigError, match=r"algo\.value_pretrain\.stop_at_explained_variance: 1\.5 found"):
-        load_config(["algo.value_pretrain.stop_at_explained_variance=1.5"])
