@@ -123,7 +123,7 @@ class Servers:
         self._actors: list[Any] = []
         self._owners: list[Any] = []
         """References of each actor's `identify`"""
-        ask("start of the servers' owners", lambda: [self._add_owner(spec) for spec in self._specs])
+        ask("start of the servers' owners", self._add_owners)
         self._urls: PendingCall[list[str]] | None = None
         self._ended: list[int] = []
 
@@ -139,10 +139,10 @@ class Servers:
             self._ended = []
         return self._urls
 
-    def _add_owner(self, spec: ServerSpec) -> None:
-        actor = self._own(spec, None)
-        self._actors.append(actor)
-        self._owners.append(actor.identify.remote())
+    def _add_owners(self) -> None:
+        for spec in self._specs:
+            self._actors.append(self._own(spec, None))
+            self._owners.append(self._actors[-1].identify.remote())
 
     def _own(self, spec: ServerSpec, port: int | None) -> Any:
         options = self._cluster.options(spec.slot)
