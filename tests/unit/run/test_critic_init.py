@@ -183,10 +183,7 @@ def test_the_critics_longer_input_must_fit_its_positions():
         ([DIGITS, TEXT, "data.critic_prompt_length=3"], r"data\.critic_prompt_length: found 3; .* has 4 tokens"),
         ([DIGITS, "data.critic_prompt='{answer'"], r"data\.critic_prompt: found '\{answer': expected"),
         (["algo=grpo", TEXT], r"data\.critic_prompt: has no effect under algo\.advantage=group, which has no critic"),
-        (
-            ["data.critic_prompt_length=9"],
-            r"data\.critic_prompt_length: has no effect without a text that the critic alone reads",
-        ),
+        (["data.critic_prompt_length=9"], r"data\.critic_prompt_length: has no effect with data\.critic_prompt=null"),
         ([TEXT, "data.critic_prompt_length=0"], r"data\.critic_prompt_length: found 0; it must be 1 or more"),
     ],
 )
