@@ -124,7 +124,7 @@ def find_fields(records: Sequence[Located], config: FileDataConfig) -> tuple[str
     if config.answer_field is not None:
         return prompt, config.answer_field, []
     found = list(_list_present(records, names))
-    if not found and not any(_ends_with_assistant(_decode_chat(get_field(record, prompt))) for _, record in records):
+    if not found and not any(isinstance(_decode_chat(get_field(record, prompt)), list) for _, record in records):
         raise ConfigError([_no_field(records, "answer", names, "data.answer_field")])
     return prompt, found[0] if found else None, found[1:]
 
@@ -261,12 +261,6 @@ def get_field(record: Mapping[str, Any], name: str) -> Any:
     for part in name.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
-
-
-def _ends_with_assistant(value: Any) -> bool:
-    last = value[-1] if isinstance(value, list) and value else None
-    role = last.get("role", last.get("from")) if isinstance(last, Mapping) else None
-    return isinstance(role, str) and ROLES.get(role, role) == "assistant"
 
 
 def _no_field(records: Sequence[Located], what: str, names: Iterable[str], key: str) -> str:

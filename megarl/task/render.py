@@ -74,28 +74,22 @@ class Renderer:
             raise ConfigError([f"data.chat_template: {why}"])
 
     def render(self, problem: Problem) -> str:
-        """The text whose tokens are the prompt."""
-        return self.render_messages(self.build_messages(problem)) + self._render_prefix(problem)
+        """The text whose tokens are the prompt, with what the assistant's turn begins with; the policy continues it."""
+        text, prefix = self.render_messages(self.build_messages(problem)), self.config.response_prefix
+        if prefix is None:
+            return text
+        prefix = prefix.replace(PLACEHOLDER, problem.messages[-1].content)
+        return text + prefix if self.uses_template else text + SEPARATOR + prefix
 
     def build_messages(self, problem: Problem) -> tuple[Message, ...]:
-        """The problem's messages with data.instruction, data.system and what the tools' prompt adds."""
+        """The problem's messages, which end with a question, with data.instruction, data.system and the tools' text."""
         messages, instruction = problem.messages, self.config.instruction
         if instruction is not None:
-            last = _find_last_question(messages)
             # Not str.format: questions and instructions may contain braces.
-            question = Message("user", instruction.replace(PLACEHOLDER, messages[last].content))
-            messages = (*messages[:last], question, *messages[last + 1 :])
+            messages = (*messages[:-1], Message("user", instruction.replace(PLACEHOLDER, messages[-1].content)))
         if self.config.system is not None:
             messages = (Message("system", self.config.system), *(m for m in messages if m.role != "system"))
         return messages if self.tools is None else self.tools.add_to(messages)
-
-    def _render_prefix(self, problem: Problem) -> str:
-        """What the assistant's turn begins with; the policy continues it."""
-        if self.config.response_prefix is None:
-            return ""
-        question = problem.messages[_find_last_question(problem.messages)].content
-        prefix = self.config.response_prefix.replace(PLACEHOLDER, question)
-        return prefix if self.uses_template else SEPARATOR + prefix
 
     def render_messages(self, messages: Sequence[Message], for_answer: bool = True) -> str:
         """The text of the messages, up to where the assistant's next one begins.
@@ -221,13 +215,12 @@ class Renderer:
 
     def describe(self, prompt: Sequence[int]) -> str:
         """Which template and which special tokens the prompts have. prompt: the tokens of one that was rendered."""
+        text = "prompts in the tokenizer's chat template"
         if not self.uses_template:
             why = "data.chat_template is false" if self.tokenizer.chat_template else "the tokenizer has none"
             text = f"prompts without a chat template ({why})"
         elif self.config.chat_template_path is not None:
             text = f"prompts in the chat template of {self.config.chat_template_path}"
-        else:
-            text = "prompts in the tokenizer's chat template"
         names = dict.fromkeys(self.tokenizer.convert_ids_to_tokens(list(prompt)))
         special = ", ".join(name for name in names if name in self.special_tokens)
         text += f"; special tokens of the first: {special or 'none'}"
@@ -276,10 +269,6 @@ def read_text(key: str, name: str) -> str:
         return Path(name).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{key}: {name} cannot be read (from {Path.cwd()}): {error}"]) from error
-
-
-def _find_last_question(messages: Sequence[Message]) -> int:
-    return max(i for i, message in enumerate(messages) if message.role == "user")
 
 
 def _is_visible(character: str) -> bool:
