@@ -23,7 +23,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema.task import FunctionRewardConfig
 from megarl.config.user_code import DescribedError, describe_error
 from megarl.files import check_state
-from megarl.task.process import CallError, CallRaisedError, StartError, call, load_callable
+from megarl.task.process import CallError, StartError, call, load_callable
 from megarl.task.reward import AnswerFailedError, ProcessReward, RewardFailedError, find_not_finite
 from megarl.types import FinishReason, Message, Prompt, Response, RoutedExperts, Score, Turn, WeightVersions
 
@@ -105,9 +105,9 @@ class FunctionReward(ProcessReward):
         if self._keeps_state:
             try:
                 self._options["state"] = self._processes[0].call({})["state"]
-            except CallRaisedError as error:
-                raise ValueError(str(error)) from error
             except (CallError, StartError) as error:
+                if isinstance(error, CallError) and error.kind == "raised":
+                    raise ValueError(str(error)) from error
                 text = f"{self.key}: the reward's state could not be read ({error}); a checkpoint has the last one"
                 warnings.warn(f"{text} that could", RuntimeWarning, stacklevel=2)
         return self._options.get("state")

@@ -41,27 +41,15 @@ PACKAGES = sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 
 
 class CallError(Exception):
-    """A call without a result; the message is one line."""
+    """A call without a result; the message is one line.
 
+    kind: "time" or "memory", of which the function took more than its limit; "died", it took its process down;
+    "killed", its process was, from outside, or closed; "raised", with the exception's type and text as the message.
+    """
 
-class CallTimeoutError(CallError):
-    """The function took longer than its time limit."""
-
-
-class CallMemoryError(CallError):
-    """The function needed more memory than its limit."""
-
-
-class CallDiedError(CallError):
-    """The function took its process down."""
-
-
-class CallKilledError(CallError):
-    """The process was killed from outside, or closed."""
-
-
-class CallRaisedError(CallError):
-    """The function raised; the message is the exception's type and text."""
+    def __init__(self, kind: str, text: str):
+        super().__init__(text)
+        self.kind = kind
 
 
 class StartError(Exception):
@@ -115,12 +103,13 @@ class FunctionProcess:
         with self._lock:
             try:
                 answer = self._ask(question)
-            except (CallKilledError, CallMemoryError) as first:
-                if self._closed or (isinstance(first, CallMemoryError) and not self._has_answered):
+            except CallError as first:
+                is_passing = first.kind == "killed" or (first.kind == "memory" and self._has_answered)
+                if self._closed or not is_passing:
                     raise
                 answer = self._ask(question)
         if "error" in answer:
-            raise CallRaisedError(answer["error"])
+            raise CallError("raised", answer["error"])
         return answer["result"]
 
     def stop(self) -> None:
@@ -155,16 +144,16 @@ class FunctionProcess:
             status = self._stop()
             self._check_open()
         if status == -signal.SIGALRM:
-            raise CallTimeoutError(f"it took longer than {self._timeout_s:g} s")
+            raise CallError("time", f"it took longer than {self._timeout_s:g} s")
         if status == OUT_OF_MEMORY:
-            raise CallMemoryError(f"it needed more than {self._memory_gb:g} GiB of memory")
+            raise CallError("memory", f"it needed more than {self._memory_gb:g} GiB of memory")
         if status == -signal.SIGKILL:
-            raise CallKilledError("its process was killed (SIGKILL) twice")
-        raise CallDiedError(f"its process died ({describe_status(status)})")
+            raise CallError("killed", "its process was killed (SIGKILL) twice")
+        raise CallError("died", f"its process died ({describe_status(status)})")
 
     def _check_open(self) -> None:
         if self._closed:
-            raise CallKilledError("its process was closed")
+            raise CallError("killed", "its process was closed")
 
     def _start(self) -> "subprocess.Popen[bytes]":
         # A session of its own: Ctrl-C at the terminal is the parent's to handle, and the whole group can be killed.

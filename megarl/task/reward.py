@@ -10,15 +10,7 @@ from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.task import ProcessRewardConfig
-from megarl.task.process import (
-    CallDiedError,
-    CallError,
-    CallMemoryError,
-    CallRaisedError,
-    CallTimeoutError,
-    FunctionProcess,
-    StartError,
-)
+from megarl.task.process import CallError, FunctionProcess, StartError
 from megarl.types import Prompt, Response, RewardFunction, Score
 
 
@@ -155,20 +147,17 @@ class ProcessReward(AsyncReward):
         process = self._idle.get()
         try:
             answer = process.call(question)
-        except CallRaisedError as error:
-            raise RewardFailedError(f"the reward raised {error}") from error
         except StartError as error:
             raise RewardFailedError(f"the reward's process does not start: {error}") from error
         except CallError as error:
-            reason = f"failed: {error}"
-            if isinstance(error, CallTimeoutError):
-                reason = f"took longer than reward.timeout_s={self._config.timeout_s:g} s"
-            elif isinstance(error, CallMemoryError):
-                reason = f"needed more memory than reward.memory_gb={self._config.memory_gb:g}"
-            is_responses_fault = isinstance(error, CallTimeoutError | CallMemoryError | CallDiedError)
-            score = self.give_up() if is_responses_fault else None
+            score = self.give_up() if error.kind in ("time", "memory", "died") else None
             if score is None:
-                raise RewardFailedError(f"the reward {reason}") from error
+                reasons = {
+                    "raised": f"raised {error}",
+                    "time": f"took longer than reward.timeout_s={self._config.timeout_s:g} s",
+                    "memory": f"needed more memory than reward.memory_gb={self._config.memory_gb:g}",
+                }
+                raise RewardFailedError(f"the reward {reasons.get(error.kind, f'failed: {error}')}") from error
             return score
         finally:
             self._idle.put(process)

@@ -13,14 +13,7 @@ from megarl.config.schema.task import ToolsEnvironmentConfig
 from megarl.config.user_code import load_named
 from megarl.environment import Action, Environment, Step
 from megarl.files import parse_json
-from megarl.task.process import (
-    CallError,
-    CallMemoryError,
-    CallRaisedError,
-    CallTimeoutError,
-    FunctionProcess,
-    StartError,
-)
+from megarl.task.process import CallError, FunctionProcess, StartError
 from megarl.types import FinishReason, Message
 
 BUILT_IN: Mapping[str, str] = {
@@ -95,12 +88,9 @@ class Toolbox:
         process = self._free.get()
         try:
             return ToolResult(str(process.call({"name": name, "arguments": arguments})), failed=False)
-        except CallRaisedError as error:
-            return _fail(f"{name}: {_shorten_line(str(error))}")
-        except (CallTimeoutError, CallMemoryError) as error:
-            return _fail(f"{name}: {error}")
-        except (CallError, StartError):
-            return _fail(f"{name}: its process ended")
+        except (CallError, StartError) as error:
+            is_said = isinstance(error, CallError) and error.kind in ("raised", "time", "memory")
+            return _fail(f"{name}: {_shorten_line(str(error)) if is_said else 'its process ended'}")
         finally:
             self._free.put(process)
 

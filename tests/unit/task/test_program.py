@@ -11,7 +11,7 @@ import psutil
 import pytest
 from reward_cases import wait_until_gone
 
-from megarl.task.sandbox import PROTECTIONS, Limits, SandboxError, find_protections, list_gaps, run_python
+from megarl.task.sandbox import PROTECTIONS, Limits, SandboxError, find_protections, list_gaps, run_python, warn_of_gaps
 
 LIMITS = Limits(wall_s=20.0, memory_mb=256, files_mb=8, output_kb=64)
 QUICK = Limits(wall_s=1.0, memory_mb=256, files_mb=8)
@@ -238,3 +238,12 @@ def test_what_is_not_kept_from_programs_is_said(protections, words):
     gaps = list_gaps(protections)
     assert len(gaps) == len(words)
     assert all(word in gap for word, gap in zip(words, gaps, strict=True))
+
+
+def test_gaps_are_warned_of_once_at_the_start(monkeypatch, recwarn):
+    monkeypatch.setattr("megarl.task.sandbox.find_protections", lambda: ("landlock", "seccomp"))
+    with pytest.warns(RuntimeWarning, match=r"^reward=code: programs that the policy writes.*limited for each"):
+        warn_of_gaps("reward=code")
+    monkeypatch.setattr("megarl.task.sandbox.find_protections", lambda: PROTECTIONS)
+    warn_of_gaps("reward=code")
+    assert not recwarn.list

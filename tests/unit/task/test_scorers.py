@@ -1,12 +1,15 @@
 """Kinds of rewards, the user's own function, weighted sums; what a verifier does costs its sample, never the run."""
 
 import asyncio
+import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from reward_cases import build_prompt, build_response, build_reward
 
+from megarl import algo
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.reward_parts import read_parts
@@ -62,6 +65,13 @@ def test_details_with_a_name_of_the_trainers_own_metrics_are_refused(name):
     verifier = FunctionReward(FunctionRewardConfig("package:function"))
     with pytest.raises(ValueError, match=rf"own metrics have the names {name} under reward/"):
         verifier.read({"reward": 0.0, "correct": False, "details": {"mine": 1.0, name: 1.0}}, PROMPT)
+
+
+def test_the_names_that_the_algorithms_log_under_reward_are_reserved():
+    sources = [file.read_text() for file in Path(algo.__file__).parent.glob("*.py")]
+    logged = {name for source in sources for name in re.findall(r'"reward/(\w+)"', source)}
+    assert logged
+    assert logged <= RESERVED_NAMES
 
 
 @pytest.mark.parametrize(

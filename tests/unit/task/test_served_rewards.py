@@ -142,6 +142,12 @@ def test_the_url_is_asked_as_it_is_written(serve, path):
     assert server.calls[0][0] == (path or "/")
 
 
+@pytest.mark.parametrize(("reward", "correct"), [(1, True), (0.99, False)])
+def test_what_is_left_out_follows_from_the_reward(serve, reward, correct):
+    (found,) = score(ask_http(serve({"": {"reward": reward}})))
+    assert (found.reward, found.correct, found.details) == (reward, correct, {})
+
+
 @pytest.mark.parametrize("trouble", [(429, ""), (500, ""), (503, "busy"), "lose", "hang"])
 def test_trouble_that_passes_is_tried_again(serve, trouble):
     server = serve({"": RIGHT}, trouble, trouble)
