@@ -235,7 +235,7 @@ class ConfigJson:
             "type",
             "rope_theta",
             "partial_rotary_factor",
-            *((*fixed, "factor") if is_llama3 else ()),
+            *(["factor", *fixed] if is_llama3 else []),
         }
         if other := sorted(key for key, value in section.items() if key not in allowed and value is not None):
             raise ValueError(f"{self.path}: {name} has {', '.join(other)}; {', '.join(sorted(allowed))} are supported")
@@ -263,10 +263,8 @@ class ConfigJson:
         num_heads, hidden_size = self.read_size("num_attention_heads"), self.read_size("hidden_size")
         num_kv_heads = self.read_size("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
-            raise ValueError(
-                f"{self.path}: num_key_value_heads is {num_kv_heads}, which does not divide num_attention_heads,"
-                f" {num_heads}"
-            )
+            found = f"num_key_value_heads is {num_kv_heads}, which does not divide num_attention_heads, {num_heads}"
+            raise ValueError(f"{self.path}: {found}")
         theta, factor = self.read_rope()
         fields: dict[str, Any] = {
             "family": self["model_type"],
@@ -324,10 +322,8 @@ class ConfigJson:
     def check_experts(self, experts: Experts) -> Experts:
         """The experts, where the router chooses some of them and can be trained."""
         if not 1 <= experts.top_k <= experts.num_experts:
-            raise ValueError(
-                f"{self.path}: num_experts_per_tok is {experts.top_k}, num_experts {experts.num_experts}; it must be 1"
-                " to that"
-            )
+            found = f"num_experts_per_tok is {experts.top_k}, num_experts {experts.num_experts}; it must be 1 to that"
+            raise ValueError(f"{self.path}: {found}")
         if experts.top_k == 1 and experts.normalized:
             raise ValueError(
                 f"{self.path}: num_experts_per_tok is 1 and norm_topk_prob true: the only weight is always 1,"

@@ -38,12 +38,9 @@ def build_once(directory: Path, build: Callable[[Path], None]) -> Path:
         directory.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     except OSError as error:
-        raise ConfigError(
-            [
-                f"MEGARL_CACHE: found {os.environ.get('MEGARL_CACHE') or 'nothing, which is ~/.cache/megarl'}; the"
-                f" model cannot be written to {directory} ({error.strerror}); it must be a directory of this user's"
-            ]
-        ) from error
+        found = os.environ.get("MEGARL_CACHE") or "nothing, which is ~/.cache/megarl"
+        why = f"the model cannot be written to {directory} ({error.strerror}); it must be a directory of this user's"
+        raise ConfigError([f"MEGARL_CACHE: found {found}; {why}"]) from error
     try:
         build(temporary)
         temporary.chmod(0o755)
@@ -162,25 +159,15 @@ def build_smollm2_checkpoint(cache_dir: Path) -> Path:
     Converted on first use (about 20 s). Raises ConfigError, with the command that installs it, where the package
     is missing.
     """
-    source = find_gguf()
-    directory = cache_dir / "smollm2" / f"{source.stem}-{source.stat().st_size}-v{SMOLLM2_FORMAT}"
-    return build_once(directory, lambda target: _convert(source, target))
-
-
-def find_gguf() -> Path:
-    """The package's model file. The package itself is only located, never imported. Raises ConfigError."""
     missing = [name for module, name in SMOLLM2_NEEDS.items() if importlib.util.find_spec(module) is None]
     if missing:
-        raise ConfigError(
-            [
-                f"model.source: smollm2 found, but the PyPI package {' and '.join(missing)} is not installed;"
-                " install with `make install EXTRAS=smollm2`"
-            ]
-        )
-    spec = importlib.util.find_spec(PACKAGE)
+        why = f"the PyPI package {' and '.join(missing)} is not installed; `make install EXTRAS=smollm2` does it"
+        raise ConfigError([f"model.source: smollm2 found, but {why}"])
+    spec = importlib.util.find_spec(PACKAGE)  # located, never imported
     folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or []]
-    (file,) = (file for folder in folders for file in folder.glob("*.gguf"))
-    return file
+    (source,) = (file for folder in folders for file in folder.glob("*.gguf"))
+    directory = cache_dir / "smollm2" / f"{source.stem}-{source.stat().st_size}-v{SMOLLM2_FORMAT}"
+    return build_once(directory, lambda target: _convert(source, target))
 
 
 def _convert(source: Path, target: Path) -> None:
@@ -247,17 +234,15 @@ def load_hf_config(directory: Path) -> Any:
     """
     from transformers import AutoConfig, GenerationConfig
 
-    name = "config.json"
+    name = "generation_config.json"
     try:
-        if (directory / "generation_config.json").is_file():
-            name = "generation_config.json"
+        if (directory / name).is_file():
             GenerationConfig.from_pretrained(str(directory), local_files_only=True)
-            name = "config.json"
+        name = "config.json"
         return AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # Classes of transformers, huggingface_hub and torch; TypeError and AttributeError too
-        raise ConfigError(
-            [f"{directory / name}: transformers, with which servers read it, refuses it: {_in_a_line(error)}"]
-        ) from error
+        why = f"transformers, with which servers read it, refuses it: {_in_a_line(error)}"
+        raise ConfigError([f"{directory / name}: {why}"]) from error
 
 
 def check_config(directory: Path, architecture: Architecture) -> Iterator[str]:
@@ -274,10 +259,8 @@ def check_config(directory: Path, architecture: Architecture) -> Iterator[str]:
     for name, value in own.items():
         # The longest sequence of a server is the least of several keys, of which transformers drops some.
         if value != other[name] and name != "max_length":
-            yield (
-                f"{path}: gives {name} {value} here and {other[name]} in transformers, with which servers read it;"
-                " write the key that decides it into the file"
-            )
+            where = f"{value} here and {other[name]} in transformers, with which servers read it"
+            yield f"{path}: gives {name} {where}; write the key that decides it into the file"
 
 
 def find_checkpoint(path: str | None, key: str, may_download: bool = True) -> Path:
@@ -287,12 +270,7 @@ def find_checkpoint(path: str | None, key: str, may_download: bool = True) -> Pa
     ConfigError naming the key, what was looked for and where.
     """
     if not path:
-        raise ConfigError(
-            [
-                f"{key}: {path!r} found; it must be a checkpoint directory,"
-                " or the name of a model on the Hugging Face hub"
-            ]
-        )
+        raise ConfigError([f"{key}: {path!r} found; it must be a checkpoint directory, or a model's name on the hub"])
     try:
         directory = Path(path).expanduser()
         if not directory.is_dir():
@@ -312,54 +290,37 @@ def _find_on_hub(name: str, directory: Path, key: str, may_download: bool) -> Pa
     try:
         return Path(snapshot_download(name, local_files_only=True, allow_patterns=list(NEEDED_FILES)))
     except (LocalEntryNotFoundError, HFValidationError, OSError) as error:
-        nowhere = (
-            f"{key}: {name!r} found, but there is no directory {directory.absolute()} and no model of that name in the"
-            f" Hugging Face cache {HF_HUB_CACHE}"
-        )
+        nowhere = f"{key}: {name!r} found, but there is no directory {directory.absolute()}"
+        nowhere += f" and no model of that name in the Hugging Face cache {HF_HUB_CACHE}"
         if isinstance(error, HFValidationError) or not HUB_NAME.fullmatch(name):
             raise ConfigError([f"{nowhere}; a name of the hub is OWNER/NAME"]) from error
+    how = f"where there is a network, `hf download {name}` does it (HF_TOKEN for a model that asks for consent);"
+    how += " HF_HOME or HF_HUB_CACHE name the cache to be carried over"
     if HF_HUB_OFFLINE or not may_download:
         why = "HF_HUB_OFFLINE forbids to download it" if HF_HUB_OFFLINE else "a run would download it"
-        raise ConfigError([f"{nowhere}, and {why}; {_how_to_fetch(name)}"])
+        raise ConfigError([f"{nowhere}, and {why}; {how}"])
     print(f"{key}: {name} is not in the Hugging Face cache {HF_HUB_CACHE}; downloading it", flush=True)
     try:
         return Path(snapshot_download(name, allow_patterns=list(NEEDED_FILES)))
     except Exception as error:  # No network, no such model, no right to it, no space: each has a class of its own.
-        raise ConfigError(
-            [f"{nowhere}, and it could not be downloaded ({_in_a_line(error)}); {_how_to_fetch(name)}"]
-        ) from error
-
-
-def _how_to_fetch(name: str) -> str:
-    return (
-        f"where there is a network, `hf download {name}` does it (HF_TOKEN for a model that asks for consent);"
-        " HF_HOME or HF_HUB_CACHE name the cache to be carried over"
-    )
+        raise ConfigError([f"{nowhere}, and it could not be downloaded ({_in_a_line(error)}); {how}"]) from error
 
 
 def _check_files(path: str, directory: Path, key: str) -> None:
     os.listdir(directory)  # raises where that is not allowed, which globs hide
-    missing = [name for name in ("config.json",) if not (directory / name).is_file()]
-    if not any(file.is_file() for file in directory.glob("*.safetensors")):
-        missing.append("*.safetensors")
-    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        missing.append("tokenizer.json")
+    alternatives = (("config.json",), ("*.safetensors",), ("tokenizer.json", "tokenizer_config.json"))
+    missing = [
+        patterns[0]
+        for patterns in alternatives
+        if not any(file.is_file() for pattern in patterns for file in directory.glob(pattern))
+    ]
     if missing:
-        raise ConfigError(
-            [
-                f"{key}: {path!r} found; {directory} lacks {', '.join(missing)},"
-                " which a Hugging Face checkpoint directory has"
-            ]
-        )
-    for pattern in NEEDED_FILES:
-        for file in sorted(directory.glob(pattern)):
-            if file.is_file() and file.stat().st_size < LONGEST_POINTER and file.read_bytes().startswith(POINTER):
-                raise ConfigError(
-                    [
-                        f"{key}: {file} is a Git LFS pointer and not the file itself; `git lfs pull` in its directory"
-                        " brings the files"
-                    ]
-                )
+        what = f"{directory} lacks {', '.join(missing)}, which a Hugging Face checkpoint directory has"
+        raise ConfigError([f"{key}: {path!r} found; {what}"])
+    for file in sorted(file for pattern in NEEDED_FILES for file in directory.glob(pattern)):
+        if file.is_file() and file.stat().st_size < LONGEST_POINTER and file.read_bytes().startswith(POINTER):
+            what = "is a Git LFS pointer and not the file itself; `git lfs pull` in its directory brings the files"
+            raise ConfigError([f"{key}: {file} {what}"])
 
 
 def _in_a_line(error: BaseException) -> str:
