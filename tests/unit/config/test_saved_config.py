@@ -12,28 +12,6 @@ TOPR = ("model=tiny", "algo=topr", FILE)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["algo=ppo"],
-            r"rollout\.file: runs/a/rollouts\.jsonl found with algo\.mismatch\.correction=none.*must be null",
-        ),
-        (["algo=topr", "algo.replay.num_iterations=2"], r"algo\.replay\.num_iterations: found 2 .*must be 0"),
-        (["algo=dapo", "algo.mismatch.correction=tis"], r"algo\.dynamic_sampling\.enabled: found true .*must be false"),
-        (["algo=topr", "rollout.max_staleness=2"], r"rollout\.max_staleness: found 2 .*it must be 0"),
-        (["algo=topr", "rollout.router_replay=true"], r"rollout\.router_replay: found true .*it must be false"),
-        (
-            ["algo=vapo", "algo.mismatch.correction=tis"],
-            r"algo\.value_pretrain\.rollouts: null found.*such as runs/a/rollouts\.jsonl",
-        ),
-    ],
-)
-def test_what_needs_a_server_or_a_policys_own_samples_is_refused(overrides, message):
-    with pytest.raises(ConfigError, match=message):
-        load_config(["model=tiny", *overrides, FILE])
-
-
-@pytest.mark.parametrize(
     "overrides",
     [
         ["algo=topr"],

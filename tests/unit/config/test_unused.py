@@ -1,7 +1,7 @@
 """A key that somebody set and that has no effect under the chosen algorithm is an error that says so."""
 
-from dataclasses import fields, is_dataclass, replace
-from functools import cache
+from dataclasses import is_dataclass, replace
+from functools import cache, reduce
 
 import pytest
 from omegaconf import OmegaConf
@@ -10,6 +10,7 @@ from megarl.config.checks.keys import find_unused
 from megarl.config.errors import ConfigError
 from megarl.config.load import check_overrides, list_options, load_config
 from megarl.config.schema.algo import AlgoConfig
+from megarl.config.values import list_values
 
 PRESETS = list_options("algo")
 CRITIC = {"ppo", "vc_ppo", "vapo", "sao", "bpco"}
@@ -59,16 +60,9 @@ LIVE = {
 """The others: the presets under which each counts."""
 
 
-def list_leaves(schema, prefix=""):
-    for field in fields(schema):
-        inner = field.default_factory() if callable(field.default_factory) else None
-        if is_dataclass(inner):
-            yield from list_leaves(type(inner), f"{prefix}{field.name}.")
-        else:
-            yield f"{prefix}{field.name}"
-
-
-LEAVES = list(list_leaves(AlgoConfig))
+LEAVES = [
+    key for key, _ in list_values(AlgoConfig()) if not is_dataclass(reduce(getattr, key.split("."), AlgoConfig()))
+]
 
 
 VALUES = {

@@ -7,17 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl.config.schema.roles import Dtype, ParallelConfig, RandomModelConfig
 from megarl.mcore.entries import compute_megatron_shape, list_entries
 from megarl.mcore.model import _playing, count_stages
-from megarl.mcore.spec import StageParameters, read_architecture
+from megarl.mcore.spec import StageParameters
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES, parse_architecture
 from megarl.plan.job import PUBLISHED, describe_random
 
-CHECKPOINTS = Path(__file__).parents[1] / "config" / "checkpoints"
+CHECKPOINTS = yaml.safe_load((Path(__file__).parents[1] / "config" / "checkpoints.yaml").read_text())
 PRESETS = {
     "Qwen/Qwen2.5-32B": ("qwen32b", 32_763_876_352),
     "Qwen/Qwen2.5-7B": ("qwen2_5_7b", 7_615_616_512),
@@ -43,7 +44,8 @@ def count(
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_sizes_known_here_are_those_of_the_published_config(name: str) -> None:
-    assert describe(name) == read_architecture(CHECKPOINTS / PRESETS[name][0])
+    published = CHECKPOINTS["all"] | CHECKPOINTS[PRESETS[name][0]]
+    assert describe(name) == parse_architecture(published, Path(name))
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if "235B" not in name])
