@@ -66,7 +66,7 @@ def load(overrides: Sequence[str], command: str = "train") -> Loaded:
     """
     check_words(overrides)
     rewritten = rewrite_overrides(overrides)
-    composed, completed, lines = _complete(rewritten, command)
+    composed, completed, lines = _settle(rewritten, command)
     config = to_config(composed)
     typed = {key: key for text in rewritten.overrides for key in list_set_keys(text)}
     typed |= {key: f"{key} (from {origin})" for key, origin in rewritten.origins.items() if key in typed}
@@ -77,16 +77,12 @@ def load(overrides: Sequence[str], command: str = "train") -> Loaded:
 
 def complete_overrides(overrides: Sequence[str], command: str = "train") -> tuple[list[str], list[str]]:
     """The overrides and the lines of `load`, whose values may contradict one another. Raises ConfigError."""
-    return _complete(rewrite_overrides(overrides), command)[1:]
+    return _settle(rewrite_overrides(overrides), command)[1:]
 
 
-def _complete(rewritten: Rewritten, command: str) -> tuple[DictConfig, list[str], list[str]]:
-    composed, added, line = _settle(rewritten.overrides, command)
-    return composed, [*added, *rewritten.overrides], [*rewritten.lines, *([line] if line else [])]
-
-
-def _settle(overrides: Sequence[str], command: str) -> tuple[DictConfig, list[str], str | None]:
-    """What the overrides compose to with the settings that the model brings; these, and the line that says so."""
+def _settle(rewritten: Rewritten, command: str) -> tuple[DictConfig, list[str], list[str]]:
+    """What the overrides compose to with the settings that the model brings; all of them, and the lines that say so."""
+    overrides, lines = rewritten.overrides, list(rewritten.lines)
     try:
         composed = _compose(overrides)
         settings = brought.find_run_settings(composed.model.source, composed.model.path)
@@ -97,7 +93,7 @@ def _settle(overrides: Sequence[str], command: str) -> tuple[DictConfig, list[st
         if settings is None:
             raise
     if settings is None:
-        return composed, [], None
+        return composed, list(overrides), lines
     experiment = _list_experiment_keys(overrides)
     typed = dict.fromkeys([*experiment, *(key for text in overrides for key in list_set_keys(text))], "")
     choices = [text.lstrip("+").partition("=") for text in overrides if _is_choice(text, overrides)]
@@ -109,8 +105,9 @@ def _settle(overrides: Sequence[str], command: str) -> tuple[DictConfig, list[st
     unused = {key for key, _ in find_unused(_fill(composed, values), values, command)}
     values = {key: value for key, value in values.items() if key not in unused}
     added = list(brought.write_overrides(kinds, values))
-    line = brought.describe_brought(composed.model.path, settings, added) if added else None
-    return _compose([*added, *overrides]) if values else composed, added, line
+    if added:
+        lines.append(brought.describe_brought(composed.model.path, settings, added))
+    return _compose([*added, *overrides]) if values else composed, [*added, *overrides], lines
 
 
 def _fill(composed: DictConfig, values: Mapping[str, Any]) -> Config:
