@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -16,15 +15,12 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.overrides import CONF_DIR
-from megarl.config.schema.root import Config, register
+from megarl.config.schema.root import Config
 from megarl.files import RUN_FILE
 from megarl.report.record import Outcome, State, format_outcomes, load_outcome, load_sweep
 from megarl.run.command import Results, end_with_config_error, format_results, list_overrides
@@ -251,36 +247,6 @@ def wait_for_live_jobs(sweep_dir: Path) -> None:
         time.sleep(POLL_S)
 
 
-def check_notice(overrides: Sequence[str]) -> None:
-    """Raises ConfigError where Slurm's signal would come in the first half of a job's time."""
-    launcher = compose_launcher(overrides)
-    found = re.search(r"@(\d+)$", str(launcher.get("additional_parameters", {}).get("signal", "")))
-    limit_s = 60 * int(launcher.get("timeout_min") or 0)
-    if found and limit_s and int(found[1]) > limit_s / 2:
-        raise ConfigError(
-            [
-                f"hydra.launcher.timeout_min: found {limit_s // 60}; SIGUSR1 comes {found[1]} s before the limit, which"
-                f" leaves less than half of it to train: at least {-(-int(found[1]) // 30)}, or"
-                " ++hydra.launcher.additional_parameters.signal=B:USR1@SECONDS"
-            ]
-        )
-
-
-def compose_launcher(overrides: Sequence[str]) -> dict[str, Any]:
-    """The parameters that Hydra's launcher will use."""
-    register()
-    given = [
-        text
-        for text in overrides
-        if text.lstrip("+~").startswith(("hydra/launcher=", "hydra.launcher.", "hydra.searchpath="))
-    ]
-    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        launcher = compose("config", overrides=given, return_hydra_config=True).hydra.launcher
-    OmegaConf.set_readonly(launcher, False)
-    launcher.submitit_folder = ""
-    return dict(OmegaConf.to_container(launcher, resolve=True))  # type: ignore[arg-type]
-
-
 # A sweep from its command line to its exit code.
 
 SWEEP_DIR = "hydra.sweep.dir="
@@ -314,7 +280,6 @@ def run_sweep(start: Callable[[], object]) -> int:
     try:
         with stopping_on_signals(), contextlib.ExitStack() as stack:
             if on_slurm:
-                check_notice([text for text in sys.argv[1:] if not text.startswith("-")])
                 stack.enter_context(submitting(sweep_dir))
                 wait_for_live_jobs(sweep_dir)
             start()
