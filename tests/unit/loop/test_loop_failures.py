@@ -166,7 +166,7 @@ def test_a_critics_rate_far_too_high_is_said_within_six_iterations_and_the_best_
     run = ["train.num_iterations=6", "train.eval_every=1", "checkpoint.save_every=1", "checkpoint.keep_best=1"]
     given = ["algo=ppo", "train.responses_per_prompt=4", "critic.optimizer.lr=20", "logger.terminal=true"]
     World().run_job(monkeypatch, tmp_path, [*run, *given])
-    assert "in each of the last 5 iterations the critic's squared error" in " ".join(capsys.readouterr().out.split())
+    assert "the critic's squared error is larger than that of" in " ".join(capsys.readouterr().out.split())
     lines = load_metrics(tmp_path / "metrics.jsonl")
     kept = {int(path.name.removeprefix("iteration-")) for path in (tmp_path / "checkpoints").glob("iteration-*")}
     scores = {line["iteration"]: line["reward/heldout"] for line in lines}
