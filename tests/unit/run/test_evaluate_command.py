@@ -22,9 +22,6 @@ def test_each_set_gets_a_configuration_of_its_own_and_the_reward_of_its_name_or_
     assert [config.data.prompt_length for config in configs.values()] == [512, 64, 1024]
     assert {config.seed for config in configs.values()} == {3}
     assert {config.model.name for config in configs.values()} == {"smollm2_135m"}
-
-
-def test_a_reward_that_is_given_holds_for_every_set():
     configs = load_configs(expand_sets(["data=gsm8k,addition", "reward=exact"]))
     assert {type(config.reward).__name__ for config in configs.values()} == {"ExactRewardConfig"}
 

@@ -60,6 +60,11 @@ def test_groups_are_found_and_read_back_one_by_one(tmp_path):
         f"rollout.file: 6 responses in 3 groups, of 2 rollouts in {path}; a pass over them takes 3 iterations",
         "the responses' temperature is not recorded (run.json beside the file); 1 is assumed",
     ]
+    (tmp_path / "run.json").write_text(json.dumps({"overrides": [], "config": {"rollout.temperature": 0.7}}))
+    (_, line) = describe_saved(config, saved)
+    assert line.startswith("warning: the responses were sampled at temperature 0.7")
+    config, inputs = load(path, "rollout.temperature=0.7")
+    assert len(list(describe_saved(config, inputs.saved_groups))) == 1
 
 
 def test_turns_and_the_mask_of_what_the_policy_did_not_generate_are_kept(tmp_path):
@@ -74,16 +79,6 @@ def test_turns_and_the_mask_of_what_the_policy_did_not_generate_are_kept(tmp_pat
     assert read_group(path, saved.groups[0]) == tuple(samples)
 
 
-def test_the_recorded_temperature_is_compared(tmp_path):
-    path = save(tmp_path / "r.jsonl", build_group(0))
-    (tmp_path / "run.json").write_text(json.dumps({"overrides": [], "config": {"rollout.temperature": 0.7}}))
-    config, inputs = load(path)
-    (_, line) = describe_saved(config, inputs.saved_groups)
-    assert line.startswith("warning: the responses were sampled at temperature 0.7")
-    config, inputs = load(path, "rollout.temperature=0.7")
-    assert len(list(describe_saved(config, inputs.saved_groups))) == 1
-
-
 def test_responses_without_a_reward_are_counted_and_a_file_of_nothing_else_refused(tmp_path):
     failed = build_group(0, failure="the verifier hung")
     path = save(tmp_path / "r.jsonl", [*failed, *build_group(1)])
@@ -92,6 +87,8 @@ def test_responses_without_a_reward_are_counted_and_a_file_of_nothing_else_refus
         "; 2 have no reward and are not learned from"
     )
     assert "none of its 2 responses has a reward" in find_problem(save(tmp_path / "none.jsonl", failed))
+    missing = tmp_path / "nowhere.jsonl"
+    assert f"rollout.file: [Errno 2] No such file or directory: '{missing}'" in find_problem(missing)
 
 
 def test_what_a_killed_run_left_unfinished_is_said_and_left_out(tmp_path):
@@ -182,9 +179,3 @@ def test_every_saved_prompt_must_have_the_fields_of_the_critics_text(tmp_path, m
     ]
     path = save(tmp_path / "r.jsonl", groups)
     assert message.format(path=path) in find_problem(path, *CRITIC, *overrides)
-
-
-def test_a_file_that_does_not_exist_is_named(tmp_path):
-    assert f"rollout.file: [Errno 2] No such file or directory: '{tmp_path}/nowhere.jsonl'" in find_problem(
-        tmp_path / "nowhere.jsonl"
-    )
