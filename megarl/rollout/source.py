@@ -208,9 +208,8 @@ class CompleteGroup:
 
     place: int
     number: int
-    samples: Group = ()
-    """Empty before it is taken where it is in the journal, from an earlier start of the run"""
-    is_wanted: bool = True
+    samples: Group
+    is_wanted: bool
     """False: a further one may begin in its place"""
 
 
@@ -273,22 +272,25 @@ class GroupScheduler:
         Raises what a group has failed with; that group is begun again by the next call. The wait has no deadline of its
         own: what a group waits for has one. A signal that raises in this thread ends the wait.
         """
-        while True:
-            found = self._wait()
-            samples = found.samples or self._load(found)
-            with self._changed:
-                # `_wait` has counted it off before anybody knew what it is.
-                self._allowed += found.is_wanted and not (samples and self._is_wanted(samples))
+        with self._changed:
+            if self._error is None:
+                self._is_held = False
                 self._changed.notify_all()
-                if not samples:
-                    self._again.add(found.number)
-                    continue
-                self._next_place = found.place + 1
-                del self._drawn[found.number]
-                self._taken.add(found.number)
-                oldest = next(iter(self._drawn), self._next_number)
-                self._taken = {number for number in self._taken if number >= oldest}
-            return replace(found, samples=samples)
+            while self._error is None and not self._waiting:
+                self._changed.wait(POLL_S)
+                if not self._thread.is_alive() and self._error is None:
+                    raise RuntimeError("the thread that begins groups has ended")
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
+            found = self._waiting.popleft()
+            self._allowed -= found.is_wanted
+            self._next_place = found.place + 1
+            del self._drawn[found.number]
+            self._taken.add(found.number)
+            oldest = next(iter(self._drawn), self._next_number)
+            self._taken = {number for number in self._taken if number >= oldest}
+            return found
 
     def begin_again(self) -> None:
         """Break off all that is under way, after servers were restarted; the next call of `take` begins it again."""
@@ -322,40 +324,25 @@ class GroupScheduler:
         return num_left
 
     def _find_complete(self) -> None:
-        """What the journal has of an earlier start of the run; groups that it has not are begun again."""
-        for place, number in self._journal.list_groups(self._next_place) if self._journal else ():
+        """What the journal has of an earlier start of the run; groups that it has not, or that cannot be read, are
+        begun again."""
+        if self._journal is None:
+            return
+        for place, number in self._journal.list_groups(self._next_place):
             while self._next_number <= number:
                 self._again.add(self._draw())
             self._again -= self._taken
-            if number in self._again:
-                self._again.remove(number)
-                self._waiting.append(CompleteGroup(place, number))
             self._num_places = place + 1
+            if number in self._again:
+                key, prompt = name_group(place, number), self._drawn[number][0]
+                if samples := self._journal.load(key, [prompt], self._num_responses):
+                    self._again.remove(number)
+                    self._add_complete(place, number, _number(samples, number))
+                else:
+                    self._journal.drop(key)
 
-    def _load(self, found: CompleteGroup) -> Group:
-        """A group from the journal; empty where it cannot be used, and is begun again at another place."""
-        assert self._journal is not None
-        key, prompt = name_group(found.place, found.number), self._drawn[found.number][0]
-        samples = self._journal.load(key, [prompt], self._num_responses)
-        if samples is None:
-            self._journal.drop(key)
-        return _number(samples or (), found.number)
-
-    def _wait(self) -> CompleteGroup:
-        with self._changed:
-            if self._error is None:
-                self._is_held = False
-                self._changed.notify_all()
-            while self._error is None:
-                if self._waiting:
-                    found = self._waiting.popleft()
-                    self._allowed -= found.is_wanted
-                    return found
-                self._changed.wait(POLL_S)
-                if not self._thread.is_alive() and self._error is None:
-                    raise RuntimeError("the thread that begins groups has ended")
-            error, self._error = self._error, None
-        raise error
+    def _add_complete(self, place: int, number: int, samples: Group) -> None:
+        self._waiting.append(CompleteGroup(place, number, samples, self._is_wanted(samples)))
 
     def _draw(self) -> int:
         """Draw the next prompt; its number."""
@@ -431,7 +418,7 @@ class GroupScheduler:
             self._num_places += 1
             self._under_way.pop(number, None)
             self._again.discard(number)
-            self._waiting.append(CompleteGroup(place, number, samples, self._is_wanted(samples)))
+            self._add_complete(place, number, samples)
             self._changed.notify_all()
 
     def _fail(self, error: BaseException, number: int | None = None) -> None:
