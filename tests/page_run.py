@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megarl.config.load import compose_config
 from megarl.config.values import list_values
-from megarl.report.record import STARTS_NAME, Outcome, State, write_outcome
+from megarl.report.record import Outcome, State, record_start, write_outcome
 from megarl.report.token_file import TokenFile
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 
@@ -61,15 +61,8 @@ def write_page_run(folder: Path, num_iterations: int = 40, *, overrides: tuple[s
             file.write(json.dumps({"iteration": iteration, **build_metrics(iteration, num_iterations)}) + "\n")
     config = dict(list_values(compose_config(overrides)))
     (folder / "run.json").write_text(json.dumps({"overrides": overrides, "config": config}))
-    start = {
-        "time": 1790000000.0,
-        "objective": "algorithm   = vapo\npolicy loss = 1/N_tok sum_i sum_t[ -min(w A, clip(w, 0.8, 1.28) A) ]",
-        "sizes": "each iteration: 16 prompts x 16 responses",
-        "data": "data: 72 prompts to train on",
-        "versions": {"python": "3.11.2", "torch": "2.13.0"},
-        "hardware": {"host": "node1", "cpu": "a processor", "cores": 2, "memory_gib": 7.8, "gpus": []},
-    }
-    (folder / STARTS_NAME).write_text(json.dumps(start) + "\n")
+    objective = "algorithm   = vapo\npolicy loss = 1/N_tok sum_i sum_t[ -min(w A, clip(w, 0.8, 1.28) A) ]"
+    record_start(folder, objective=objective, sizes="16 prompts x 16 responses", data="72 prompts", peak_tflops=None)
     write_outcome(folder, Outcome(State.done, results={"iterations": num_iterations}))
     return folder
 

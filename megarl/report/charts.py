@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
-from typing import Any
 
 from megarl.report.metrics import MFU, ONCE, QUARTERS, History
 from megarl.report.text import TIME, format_number
@@ -149,8 +148,6 @@ class Curve:
     """(horizontal, vertical), finite; over iterations or anything else"""
     ranges: Sequence[tuple[float, float]] = ()
     """Least and largest value of what each point stands for; empty: the value itself"""
-    indices: Sequence[int] = ()
-    """Which points of the run's history it has, ascending"""
     run: str = ""
     """The run's name, by which a page of several finds all its elements; the label is its tooltip then"""
 
@@ -159,15 +156,11 @@ def build_curves(history: History, metrics: Mapping[str, str], *, is_stack: bool
     """One of each metric that has values. is_stack: means over all lines of a point, those without the metric as 0."""
     curves = []
     for number, (metric, label) in enumerate(metrics.items()):
-        found = [(index, point) for index, point in enumerate(history.points) if metric in point.metrics]
-        ranges = [point.metrics[metric] for _, point in found]
-        points = [
-            (point.last, each.total / (point.num_lines if is_stack else each.count))
-            for each, (_, point) in zip(ranges, found, strict=True)
-        ]
-        ends = [(each.low, each.high) for each in ranges] if history.width > 1 else []
+        found = [(point, point.metrics[metric]) for point in history.points if metric in point.metrics]
+        points = [(point.last, each.total / (point.num_lines if is_stack else each.count)) for point, each in found]
+        ends = [(each.low, each.high) for _, each in found] if history.width > 1 else []
         if found:
-            curves.append(Curve(label, min(number, GRAY), points, ends, [index for index, _ in found]))
+            curves.append(Curve(label, min(number, GRAY), points, ends))
     return curves
 
 
@@ -307,13 +300,6 @@ def wrap_svg(height: float, parts: Sequence[str]) -> str:
 
 def _list(points: Iterable[tuple[float, float]]) -> str:
     return f'points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"'
-
-
-def list_data(curves: Sequence[Curve]) -> list[dict[str, Any]]:
-    """For the script that shows values at the pointer, of each curve: "i" the indices of its points, "v" their values
-    to 4 digits.
-    """
-    return [{"i": curve.indices, "v": [float(f"{value:.4g}") for _, value in curve.points]} for curve in curves]
 
 
 LOWEST = -1.0

@@ -19,28 +19,15 @@ function show(value) {
   const size = Math.abs(value);
   return size >= 1000 && size < 1e6 ? value.toFixed(0) : String(Number(value.toPrecision(3)));
 }
-// The number of the last entry of an ascending list that is at most `wanted`; -1 where there is none.
-function findLast(list, wanted) {
-  let start = 0, end = list.length;
-  while (start < end) {
-    const middle = (start + end) >> 1;
-    if (list[middle] <= wanted) start = middle + 1;
-    else end = middle;
-  }
-  return start - 1;
-}
-function findNearest(list, wanted) {
-  const before = Math.max(0, findLast(list, wanted));
-  const after = Math.min(list.length - 1, before + 1);
-  return wanted - list[before] <= list[after] - wanted ? before : after;
-}
 // The newest value at or before the point; none before the first.
-function readSeries(series, point) {
-  const place = findLast(series.i, point);
-  return place < 0 ? "" : show(series.v[place]);
+function readSeries(values, point) {
+  const known = values.slice(0, point + 1).filter((value) => value !== null);
+  return known.length ? show(known.at(-1)) : "";
 }
 function point(iteration) {
-  const nearest = findNearest(data.iterations, iteration), at = data.iterations[nearest];
+  const distance = (index) => Math.abs(data.iterations[index] - iteration);
+  const nearest = data.iterations.reduce((best, _, index) => (distance(index) < distance(best) ? index : best), 0);
+  const at = data.iterations[nearest];
   const x = LEFT + ((at - low) / (high - low)) * (END - LEFT);
   document.body.classList.add("pointing");
   document.getElementById("at").textContent = "Iteration " + at;
@@ -51,13 +38,12 @@ function point(iteration) {
       node.textContent = readSeries(series[Number(node.dataset.series)], nearest);
     }
   }
-  return at;
 }
 function leave() {
   document.body.classList.remove("pointing");
   document.getElementById("at").textContent = "";
   for (const { numbers, series } of cards) {
-    for (const node of numbers) node.textContent = show(series[Number(node.dataset.series)].v.at(-1));
+    for (const node of numbers) node.textContent = readSeries(series[Number(node.dataset.series)], Infinity);
   }
 }
 for (const { svg } of cards) {

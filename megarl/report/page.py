@@ -14,7 +14,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import find_choices, list_preset_values
 from megarl.config.overrides import CONF_DIR, is_search_path, show_overrides
 from megarl.report import charts
-from megarl.report.charts import Chart, Curve, Picture, build_curves, draw_curves, list_data, name_metrics, pile_up
+from megarl.report.charts import Chart, Curve, Picture, build_curves, draw_curves, name_metrics, pile_up
 from megarl.report.metrics import SECONDS, History
 from megarl.report.record import HELDOUT, STARTS_NAME, UNFINISHED, RunRecord, Start
 from megarl.report.signs import NUM_RULES, explain_mismatch, list_warnings
@@ -124,7 +124,10 @@ class _Charts:
         svg = draw_curves(shown, self.domain, chart.floor, is_stack=chart.is_stack)
         is_log = charts.needs_log([max(value, chart.floor) for curve in curves for _, value in curve.points])
         unit = f"{chart.unit} (log scale)".strip() if is_log and not chart.is_stack else chart.unit
-        self.data["charts"].append(list_data(curves))
+        # For the script, of each curve its value at each point, where it has one.
+        found = [dict(curve.points) for curve in curves]
+        rounded = [[float(f"{own[at]:.4g}") if at in own else None for at in self.data["iterations"]] for own in found]
+        self.data["charts"].append(rounded)
         head = f"{escape(chart.title)} <span>{escape(unit)}</span><small>{escape(', '.join(metrics))}</small>"
         number = len(self.data["charts"]) - 1
         return _format_card(head, svg, curves, mark_keys(chart.note), f' data-chart="{number}"')

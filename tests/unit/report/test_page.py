@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import time
@@ -39,7 +40,13 @@ def test_the_page_is_whole_loads_nothing_and_has_every_section(run_dir):
     assert page.loads == []
     sections = ("Warnings", "Learning", "Policy", "Critic", "Trainer and rollout engine", "Time", "Configuration")
     assert all(f'<h2 id="{name.lower().replace(" ", "-")}">' in text for name in sections)
-    for shown in ("40 of 80", "1.000 at 40", "Explained variance by position", "Where the time goes", "a processor"):
+    for shown in (
+        "40 of 80",
+        "1.000 at 40",
+        "Explained variance by position",
+        "Where the time goes",
+        socket.gethostname(),
+    ):
         assert shown in page.text
     assert "policy loss = 1/N_tok" in page.text
     assert "Files that are missing or damaged" not in page.text

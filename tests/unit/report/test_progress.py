@@ -23,7 +23,6 @@ from megarl.report.text import (
     LONGEST_TEXT,
     MOST_LINES,
     format_heldout,
-    format_iteration,
     format_sample,
     format_samples,
     format_seconds,
@@ -121,21 +120,6 @@ def test_a_dumb_terminal_gets_plain_lines(tmp_path: Path, monkeypatch: pytest.Mo
         assert read_until(control, "\n") == "data: 12 prompts\r\n"
     finally:
         os.close(control)
-
-
-def test_an_iteration_line_shows_the_key_metrics_in_order_and_only_those_there_are() -> None:
-    metrics = {
-        "time/rollout": 12.04,
-        "critic/explained_variance": -0.5,
-        "mismatch/kl": 3.1e-5,
-        "reward/heldout": 1.0,
-        "reward/mean": 0.5,
-        "length/mean": 1234.0,
-    }
-    expected = (
-        "iteration 3/20  reward 0.5 | held-out 1 | length 1234 | ev -0.5 | mismatch kl 3.1e-05 | seconds: rollout 12"
-    )
-    assert format_iteration(3, 20, metrics) == expected
 
 
 def test_a_long_phase_is_mentioned_in_a_log_file_while_it_runs(tmp_path: Path) -> None:

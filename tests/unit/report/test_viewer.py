@@ -3,38 +3,15 @@
 import contextlib
 import itertools
 import json
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+
+from page_run import Page
 
 from megarl.report.token_file import TokenFile
 from megarl.report.viewer import format_viewer, load_records
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 
 HOSTILE = "</script><script>window.hacked = 1</script><!--<img src=x onerror='window.hacked = 1'>\u202e\x07\ud800[]"
-
-
-class Page(HTMLParser):
-    """The tags of a page, and the JSON of its records."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.tags: list[str] = []
-        self.data: list[str] = []
-        self.is_records = False
-        self.feed(text)
-        self.records: list[dict[str, Any]] = json.loads("".join(self.data))
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.is_records = ("id", "rollout-records") in attrs
-
-    def handle_endtag(self, tag: str) -> None:
-        self.is_records = False
-
-    def handle_data(self, data: str) -> None:
-        if self.is_records:
-            self.data.append(data)
 
 
 def write_tokens(run_dir: Path, num_iterations: int, text: str = "a", num: int = 20) -> None:
@@ -60,9 +37,9 @@ def test_hostile_text_stays_in_the_records(tmp_path: Path) -> None:
     tags = []
     for number, text in enumerate(("harmless", HOSTILE)):
         write_tokens(tmp_path / str(number), 2, text)
-        page = Page(format_viewer(load_records(tmp_path / str(number), 1_000_000)))
-        tags.append(page.tags)
-        for record in page.records:
+        section = format_viewer(load_records(tmp_path / str(number), 1_000_000))
+        tags.append(Page(section).tags)
+        for record in json.loads(section.split('id="rollout-records">')[1].split("</script>")[0]):
             assert record["tokens"][0] == record["prompt"]["text"] == record["score"]["answer"] == text
     assert tags[0] == tags[1]
 
