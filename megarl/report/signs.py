@@ -322,15 +322,6 @@ def explain_mismatch(history: History, config: Mapping[str, Any]) -> list[Cause]
     causes = [_explain_size(mean, medians.get("rollout/staleness_mean", 0.0), rounding, is_float32, config)]
     if mean > rounding:
         causes += _explain_course(history, mean, [medians.get(f"mismatch/logprob_gap_at_{each}") for each in QUARTERS])
-    if (agreement := medians.get("policy/moe_routing_agreement", 1.0)) < 0.95:
-        causes.append(
-            Cause(
-                f"the trainer's own routers would choose the same experts for {agreement:.0%} of tokens and layers",
-                "a token near the border between two experts goes to another one for a difference in the last digit",
-                "nothing: rollout.router_replay=true, which logs this, sends each token through the experts that the"
-                " rollout engine chose",
-            )
-        )
     if (largest := medians.get("mismatch/logprob_gap_max", 0.0)) > max(1.0, 50 * mean):
         causes.append(
             Cause(

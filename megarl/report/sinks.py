@@ -5,8 +5,6 @@ resumed run continues there. Iterations that it repeats TensorBoard shows once, 
 Weights & Biases twice at the same place of its axis.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -16,15 +14,11 @@ import uuid
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.run import LoggerConfig
 from megarl.files import load_json_object
-
-# Commands that start nothing ask which sinks are there, and megarl.types imports torch.
-if TYPE_CHECKING:
-    from megarl.types import Metrics
 
 IDS = "sinks.json"
 STEP = "iteration"
@@ -34,7 +28,7 @@ STEP = "iteration"
 class Sink:
     """What the report does with every sink, after it has written metrics.jsonl."""
 
-    def write(self, iteration: int, metrics: Metrics) -> None:
+    def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
         raise NotImplementedError
 
     def rewind(self, iteration: int) -> None:
@@ -118,7 +112,7 @@ class TensorBoardSink(Sink):
         self._writer = SummaryWriter(log_dir=str(self._directory), **options)
         self._opened = float(int(time.time()))
 
-    def write(self, iteration: int, metrics: Metrics) -> None:
+    def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, global_step=iteration)
         self._writer.flush()
@@ -156,7 +150,7 @@ class WandbSink(Sink):
         )
         self._run.define_metric("*", step_metric=STEP)
 
-    def write(self, iteration: int, metrics: Metrics) -> None:
+    def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
         self._run.log({STEP: iteration, **metrics})
 
     def close(self) -> None:
@@ -190,7 +184,7 @@ class MlflowSink(Sink):
         self._run_id = known
         self._client.set_terminated(self._run_id, status="RUNNING")
 
-    def write(self, iteration: int, metrics: Metrics) -> None:
+    def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
