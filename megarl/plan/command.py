@@ -3,15 +3,11 @@
     megarl plan algo=vapo model=qwen32b cluster=h100x64 [key=value] ...
     megarl plan --search algo=vapo model=qwen32b cluster=h100x64 [key=value] ...
 
-takes what megarl train takes. "fits, but" says what a job that fits loses, and which change mends it: half of
-the GPUs, or hours of training between two checkpoints. The exit code is 0 where the job fits, 1 where it does not, 2
-for a configuration that is wrong.
-
---search             the ten fastest plans on the cluster's GPUs, with the overrides to paste; keys that the command
-                     line sets keep their values
---mean-response N    the mean length of responses in tokens, for the seconds; else half of rollout.response_length
+takes what megarl train takes. "fits, but" says what a job that fits loses: half of the GPUs, or hours of training
+between two checkpoints. The exit code is 0 where the job fits, 1 where it does not, 2 for a wrong configuration.
 """
 
+import argparse
 import sys
 import warnings
 from collections.abc import Sequence
@@ -21,54 +17,49 @@ from megarl.config.load import load
 from megarl.config.overrides import check_words, take_config_dirs
 from megarl.config.placement import list_contradictions
 from megarl.config.schema.root import Config
-from megarl.config.schema.run import Placement
 from megarl.plan.assumptions import LONGEST_SIGNAL_S
 from megarl.run.command import EXIT_BAD_CONFIG, end_with_closed_pipe
 
 DOES_NOT_FIT = 1
 WIDTH = 128
-USAGE = "usage: megarl plan [--search] [--mean-response N] [group=option] [key=value] ..., as megarl train takes them"
-SEARCH, MEAN = "--search", "--mean-response"
 
 
 def main(arguments: Sequence[str]) -> int:
-    if any(argument in ("-h", "--help") for argument in arguments):
-        print(__doc__)
-        return 0
+    parser = argparse.ArgumentParser(
+        "megarl plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="the ten fastest plans on the cluster's GPUs, with the overrides to paste; keys that the command line sets"
+        " keep their values",
+    )
+    parser.add_argument(
+        "--mean-response",
+        type=int,
+        metavar="N",
+        help="the mean length of responses in tokens, for the seconds; else half of rollout.response_length",
+    )
     warnings.simplefilter("ignore")
     try:
-        arguments, mean = take_mean(take_config_dirs(arguments))
-        searches, arguments = SEARCH in arguments, [argument for argument in arguments if argument != SEARCH]
-        options = [argument for argument in arguments if argument.startswith("-")]
-        if options:
-            raise ConfigError([f"{options[0]}: no such option; {USAGE}"])
-        check_words(arguments)
-        loaded = load(arguments)
+        options, words = parser.parse_known_args(take_config_dirs(arguments))
+        if unknown := [word for word in words if word.startswith("-")]:
+            raise ConfigError([f"{unknown[0]}: no such option; {parser.format_usage().strip()} [key=value] ..."])
+        if options.mean_response is not None and options.mean_response < 1:
+            raise ConfigError([f"--mean-response: found {options.mean_response}; it must be 1 token or more"])
+        check_words(words)
+        loaded = load(words)
         config = loaded.config
         for line in loaded.lines:
             print(line)
         check_hardware_is_known(config)
-        return show_search(arguments, config, mean) if searches else show(config, mean)
+        if options.search:
+            return show_search(words, config, options.mean_response)
+        return show(config, options.mean_response)
     except ConfigError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         return EXIT_BAD_CONFIG
-
-
-def take_mean(arguments: Sequence[str]) -> tuple[list[str], float | None]:
-    """The arguments without --mean-response, and its value in tokens."""
-    rest, mean = list[str](), None
-    words = iter(arguments)
-    for word in words:
-        name, _, text = word.partition("=")
-        if name != MEAN:
-            rest.append(word)
-            continue
-        text = text or next(words, "")
-        if not text.isdecimal() or int(text) < 1:
-            raise ConfigError([f"{MEAN}: found {text!r}; it must be a number of tokens, 1 or more"])
-        mean = float(text)
-    return rest, mean
 
 
 def check_hardware_is_known(config: Config) -> None:
@@ -94,28 +85,25 @@ def show_search(arguments: Sequence[str], config: Config, mean: float | None) ->
     from megarl.plan.search import search
     from megarl.plan.tables import list_found
 
-    models = find_models(config)
-    found = search(arguments, models, mean)
-    if not config.has_servers:
-        print("\n".join(list_found("The fastest plans, on saved rollouts", found)))
-        return 0 if found else DOES_NOT_FIT
-    print("\n".join(list_found("The fastest plans, on-policy", found)))
-    ahead = search(arguments, models, mean, staleness=1)
-    print("\n".join(list_found("The fastest with rollout.max_staleness=1", ahead)))
-    return 0 if found or ahead else DOES_NOT_FIT
+    models, any_fits = find_models(config), False
+    titles = ["The fastest plans, on-policy", "The fastest with rollout.max_staleness=1"]
+    for staleness, title in enumerate(titles if config.has_servers else ["The fastest plans, on saved rollouts"]):
+        found = search(arguments, models, mean, staleness)
+        print("\n".join(list_found(title, found)))
+        any_fits |= bool(found)
+    return 0 if any_fits else DOES_NOT_FIT
 
 
 def show(config: Config, mean: float | None) -> int:
     """Print the plan and the verdict; the exit code."""
-    problems = list_contradictions(config)
-    if problems:
-        raise ConfigError([*problems, *find_less_shared(config)])
+    if problems := list_contradictions(config):
+        raise ConfigError(problems)
     # Only now: importing torch and Megatron takes seconds that a wrong key need not wait for.
     from rich.console import Console
 
     from megarl.plan.job import build_plan, find_models
-    from megarl.plan.search import describe_idle, find_change
-    from megarl.plan.tables import describe_saves, find_signal, list_tables
+    from megarl.plan.search import find_change
+    from megarl.plan.tables import describe_losses, find_signal, list_tables
 
     models = find_models(config)
     plan = build_plan(config, models, mean)
@@ -123,49 +111,23 @@ def show(config: Config, mean: float | None) -> int:
     for part in list_tables(config, plan):
         console.print(part)
     if not plan.problems:
-        signal = find_signal(config, plan.seconds)
+        losses, signal = list(describe_losses(config, plan)), find_signal(config, plan.seconds)
+        there = config.cluster.num_nodes * config.cluster.gpus_per_node
+        gpus = f"{plan.num_gpus}{'' if plan.num_gpus == there else f' of {there}'} GPUs"
         on_slurm = "" if signal is None else f"; on Slurm with sbatch --signal=B:USR1@{min(signal, LONGEST_SIGNAL_S)}"
-        losses = [*describe_idle(config, models, plan), *describe_saves(config, plan.seconds)]
-        print(f"\nfits{', but' * bool(losses)}: {describe_gpus(config, plan.num_gpus)}{on_slurm}")
+        print(f"\nfits{', but' * bool(losses)}: {gpus}{on_slurm}")
         for line in losses:
             print(f"  {line}")
         return 0
     print("\ndoes not fit:")
     for problem in plan.problems:
-        print(f"  {problem.message}")
+        print(f"  {problem}")
     change = find_change(config, models, plan)
     if change is None:
         print("nearest change: none of those that were tried makes it fit")
     else:
         print(f"nearest change: {' '.join(change.overrides)}  (then it fits, with {change.plan.num_gpus} GPUs)")
     return DOES_NOT_FIT
-
-
-def find_less_shared(config: Config) -> list[str]:
-    """Of a job whose keys contradict each other in its placement: what makes it fit in another one, where it does not
-    fit in this.
-    """
-    if config.cluster.placement is Placement.apart:
-        return []
-    from megarl.plan.job import build_plan, find_models
-    from megarl.plan.search import find_change
-
-    models = find_models(config)
-    plan = build_plan(config, models)
-    change = find_change(config, models, plan) if plan.problems else None
-    if change is None:
-        return []
-    return [
-        f"cluster.placement: found {config.cluster.placement.value}, in which the job does not fit either:"
-        f" {plan.problems[-1].message}; nearest change: {' '.join(change.overrides)}  (then it fits, with"
-        f" {change.plan.num_gpus} GPUs)"
-    ]
-
-
-def describe_gpus(config: Config, used: int) -> str:
-    there = config.cluster.num_nodes * config.cluster.gpus_per_node
-    number = "1 GPU" if used == 1 else f"{used} GPUs"
-    return number if used == there else f"{used} of {there} GPUs; the others are idle"
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import functools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -13,7 +13,7 @@ import yaml
 
 from megarl.algo.registry import needs_critic
 from megarl.config.errors import ConfigError
-from megarl.config.placement import SERVERS
+from megarl.config.placement import SERVERS, check_cluster
 from megarl.config.schema.algo import needs_full_kl, needs_reference
 from megarl.config.schema.roles import (
     CriticConfig,
@@ -61,8 +61,6 @@ DEFAULT_MODULES = ("core_attn",)
 SAMPLE_BYTES = 64
 """Bytes per token of an iteration in the driver: ids, log-probs, values, advantages, returns and masks"""
 FIRST, LAST = (f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last"))
-
-Counting = Callable[[Config, RoleJob], tuple[StageParameters, ...]]
 
 
 @dataclass(frozen=True)
@@ -211,13 +209,6 @@ def check_batches(config: Config, jobs: Mapping[str, RoleJob]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Problem:
-    where: str
-    """The part that does not fit: gpus, a role, servers, host or batches"""
-    message: str
-
-
-@dataclass(frozen=True)
 class JobPlan:
     jobs: Mapping[str, RoleJob]
     stages: Mapping[str, tuple[StageMemory, ...]]
@@ -234,7 +225,8 @@ class JobPlan:
     """Host memory of the fullest node"""
     left: float
     """Bytes that the fullest GPU has left in its fullest phase; below 0 where it has too few"""
-    problems: tuple[Problem, ...]
+    problems: tuple[str, ...]
+    """What does not fit, one message each"""
 
     @property
     def num_gpus(self) -> int:
@@ -246,19 +238,17 @@ class JobPlan:
         return max(gpu for gpus in self.places.values() for gpu in gpus)
 
 
-def build_plan(
-    config: Config, models: PlannedModels, mean_response: float | None = None, count: Counting | None = None
-) -> JobPlan:
+def build_plan(config: Config, models: PlannedModels, mean_response: float | None = None) -> JobPlan:
     """The plan of a job on a cluster whose hardware is known.
 
-    mean_response: mean tokens of a response, for seconds; None: as assumed. count: as `count_job`.
+    mean_response: mean tokens of a response, for seconds; None: as assumed.
 
     Raises ConfigError for a layout that does not divide its model, and where the GPUs of a node are not counted.
     """
     if config.cluster.gpus_per_node == 0:
         raise ConfigError(["cluster.gpus_per_node: found 0; a plan needs the number of GPUs of a node"])
     jobs = build_jobs(config, models, on_gpu=True)
-    stages = {name: estimate_stages(job, (count or count_job)(config, job)) for name, job in jobs.items()}
+    stages = {name: estimate_stages(job, count_job(config, job)) for name, job in jobs.items()}
     rollout, places, longest = config.rollout, place_job(config), find_longest(config)
     weights = compute_server_weights(models.policy, rollout.tp, rollout.dtype)
     gpus = plan_gpus(
@@ -269,12 +259,7 @@ def build_plan(
     server = min(servers, key=lambda memory: memory.kv_cache, default=None)
     transfer = estimate_transfer(jobs["policy"], stages["policy"], rollout, weights)
     host = compute_host(config, jobs, stages, places, server.kv_tokens if server else 0)
-    problems = (
-        *(Problem("batches", message) for message in check_batches(config, jobs)),
-        *_check_gpus(config, jobs, places),
-        *(_check_server(config, server, longest) if server else ()),
-        *_check_memory(config, gpus, host),
-    )
+    problems = (*check_batches(config, jobs), *_find_problems(config, server, longest, gpus, host))
     work = describe_work(config, mean_response)
     seconds = estimate_seconds(config, jobs, stages, server, transfer, work)
     left = config.cluster.hardware.memory_gib * GIB - max(max(each.phases.values()) for each in gpus)
@@ -282,33 +267,22 @@ def build_plan(
 
 
 def count_job(config: Config, job: RoleJob) -> tuple[StageParameters, ...]:
-    """The parameters of one rank of each stage. Raises ConfigError for settings that Megatron refuses."""
-    megatron = json.dumps(config.model.megatron, sort_keys=True)
+    """The parameters of one rank of each stage, where all layers are alike from Megatron's models of one and of two
+    layers. Raises ConfigError for settings that Megatron refuses.
+    """
+    arch, parallel, megatron = job.arch, job.parallel, dict(config.model.megatron)
+    first, last = (megatron.pop(key, None) for key in (FIRST, LAST))
     try:
-        return _count(job.arch, astuple(job.parallel), job.dtype, megatron, job.has_value_head)
+        if arch.has_unlike_layers or any(key.startswith(("pipeline_model", "account_for")) for key in megatron):
+            return _count(arch, astuple(parallel), job.dtype, json.dumps(config.model.megatron), job.has_value_head)
+        ranks = parallel.tp * max(1, ceil(parallel.ep * parallel.etp / parallel.tp))
+        sizes = (ranks, parallel.tp, parallel.sp, 1, 1, 1, parallel.ep, parallel.etp)
+        one, two = (
+            _count(replace(arch, num_layers=number), sizes, job.dtype, json.dumps(megatron), job.has_value_head)[0]
+            for number in (1, 2)
+        )
     except ValueError as error:
         raise ConfigError([f"{job.name}: {error}"]) from error
-
-
-@functools.cache
-def _count(
-    arch: Architecture, layout: tuple[int | bool, ...], dtype: Dtype, megatron: str, with_value_head: bool
-) -> tuple[StageParameters, ...]:
-    # Only now: Megatron takes seconds to import, which a job on unknown hardware need not wait for.
-    from megarl.mcore.model import count_stages
-
-    return count_stages(arch, ParallelConfig(*layout), dtype, json.loads(megatron), with_value_head)  # type: ignore[arg-type]
-
-
-def count_quickly(config: Config, job: RoleJob) -> tuple[StageParameters, ...]:
-    """As `count_job`, from Megatron's models of one and of two layers, where all layers are alike."""
-    arch, parallel, megatron = job.arch, job.parallel, dict(config.model.megatron)
-    if arch.has_unlike_layers or any(key.startswith(("pipeline_model", "account_for")) for key in megatron):
-        return count_job(config, job)
-    first, last = megatron.pop(FIRST, None), megatron.pop(LAST, None)
-    text = json.dumps(megatron, sort_keys=True)
-    group = (parallel.tp, parallel.sp, parallel.ep, parallel.etp)
-    one, two = (_count_small(arch, number, group, job.dtype, text, job.has_value_head) for number in (1, 2))
     dense, experts = two.dense - one.dense, two.experts - one.experts
     rest = one.dense - dense - one.embedding - one.head
     ends = {number: size for number, size in ((0, first), (parallel.pp - 1, last)) if size}
@@ -326,22 +300,13 @@ def count_quickly(config: Config, job: RoleJob) -> tuple[StageParameters, ...]:
 
 
 @functools.cache
-def _count_small(
-    arch: Architecture,
-    num_layers: int,
-    group: tuple[int, bool, int, int],
-    dtype: Dtype,
-    megatron: str,
-    with_value_head: bool,
-) -> StageParameters:
+def _count(
+    arch: Architecture, layout: tuple[int | bool, ...], dtype: Dtype, megatron: str, with_value_head: bool
+) -> tuple[StageParameters, ...]:
+    # Only now: Megatron takes seconds to import, which a job on unknown hardware need not wait for.
     from megarl.mcore.model import count_stages
 
-    tp, sp, ep, etp = group
-    num_processes = tp * max(1, -(-ep * etp // tp))
-    parallel = ParallelConfig(num_processes, tp, sp, ep=ep, etp=etp)
-    options: dict[str, Any] = json.loads(megatron)
-    (stage,) = count_stages(replace(arch, num_layers=num_layers), parallel, dtype, options, with_value_head)
-    return stage
+    return count_stages(arch, ParallelConfig(*layout), dtype, json.loads(megatron), with_value_head)  # type: ignore[arg-type]
 
 
 def compute_host(
@@ -377,56 +342,34 @@ def compute_host(
     return max(nodes.values()) + (config.cluster.object_store_mb << 20)
 
 
-def _check_gpus(config: Config, jobs: Mapping[str, RoleJob], places: Mapping[str, Sequence[int]]) -> Iterator[Problem]:
-    cluster, rollout = config.cluster, config.rollout
-    if places[SERVERS] and rollout.tp > cluster.gpus_per_node:
-        yield Problem(
-            "servers",
-            f"rollout.tp: found {rollout.tp}; a server is on one node, which has {cluster.gpus_per_node} GPUs",
-        )
-    nodes = 1 + max(gpu for gpus in places.values() for gpu in gpus) // cluster.gpus_per_node
-    if nodes > cluster.num_nodes:
-        parts = [f"{name} {job.parallel.num_processes}" for name, job in jobs.items()]
-        parts += [f"servers {rollout.num_servers} x {rollout.tp}"] if places[SERVERS] else []
-        used = len(set().union(*places.values()))
-        yield Problem(
-            "gpus",
-            f"cluster.num_nodes: the job asks for {used} GPUs ({', '.join(parts)}; cluster.placement="
-            f"{cluster.placement.value}), so {nodes} nodes of {cluster.gpus_per_node}; the cluster has"
-            f" {cluster.num_nodes} x {cluster.gpus_per_node} = {cluster.num_nodes * cluster.gpus_per_node} GPUs",
-        )
-
-
-def _check_server(config: Config, server: ServerMemory, longest: int) -> Iterator[Problem]:
-    key = "rollout.sglang.mem_fraction_static"
-    if server.num_longest < 1:
-        yield Problem(
-            "servers",
-            f"{key}: found {server.fraction:g}; beside weights of {server.weights / GIB:.1f} GiB it leaves memory for"
-            f" {server.kv_tokens} tokens of KV cache on each GPU; one sequence may have {longest}",
-        )
-    if server.reserve < SERVER_GIB * GIB and config.rollout.kv_cache_tokens is None:
-        yield Problem(
-            "servers",
-            f"{key}: found {server.fraction:g}, which leaves {server.reserve / GIB:.1f} GiB of a GPU for everything but"
-            f" weights and KV cache; CUDA graphs and activations take about {SERVER_GIB:g}",
-        )
-
-
-def _check_memory(config: Config, gpus: tuple[GpuPlan, ...], host: int) -> Iterator[Problem]:
-    """One problem for each set of processes that does not fit, in the phase that needs most; then the host's."""
+def _find_problems(
+    config: Config, server: ServerMemory | None, longest: int, gpus: tuple[GpuPlan, ...], host: int
+) -> Iterator[str]:
+    """Of the GPUs that there are, of the servers, of memory: one problem for each set of processes that does not fit,
+    in the phase that needs most.
+    """
+    yield from (message for message in check_cluster(config) if message.startswith(("rollout.tp:", "cluster:")))
+    if server is not None:
+        found = f"rollout.sglang.mem_fraction_static: found {server.fraction:g}"
+        if server.num_longest < 1:
+            yield (
+                f"{found}; beside weights of {server.weights / GIB:.1f} GiB it leaves memory for {server.kv_tokens}"
+                f" tokens of KV cache on each GPU; one sequence may have {longest}"
+            )
+        if server.reserve < SERVER_GIB * GIB and config.rollout.kv_cache_tokens is None:
+            yield (
+                f"{found}, which leaves {server.reserve / GIB:.1f} GiB of a GPU for everything but weights and KV"
+                f" cache; CUDA graphs and activations take about {SERVER_GIB:g}"
+            )
     limit, seen = config.cluster.hardware.memory_gib, set()
     for plan in gpus:
         phase = max(plan.phases, key=lambda name: plan.phases[name])
         roles = tuple(plan.stages)
-        if plan.phases[phase] <= int(limit * GIB) or roles in seen:
-            continue
-        seen.add(roles)
-        who = [f"{role} stage {stage}" for role, stage in plan.stages.items()] + [SERVERS] * bool(plan.server)
-        yield Problem(
-            roles[0] if roles else SERVERS,
-            f"GPU {plan.gpus[0]} ({', '.join(who)}): {phase} takes {plan.phases[phase] / GIB:.1f} GiB of {limit:.1f}",
-        )
+        if plan.phases[phase] > int(limit * GIB) and roles not in seen:
+            seen.add(roles)
+            who = [f"{role} stage {stage}" for role, stage in plan.stages.items()] + [SERVERS] * bool(plan.server)
+            taken = f"{phase} takes {plan.phases[phase] / GIB:.1f} GiB of {limit:.1f}"
+            yield f"GPU {plan.gpus[0]} ({', '.join(who)}): {taken}"
     has = config.cluster.hardware.host_memory_gib
     if host > has * GIB:
-        yield Problem("host", f"the fullest node takes {ceil(host / GIB)} GiB of host memory of {has:g}")
+        yield f"the fullest node takes {ceil(host / GIB)} GiB of host memory of {has:g}"

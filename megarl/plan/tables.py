@@ -1,6 +1,6 @@
 """A plan as tables for the terminal."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import ceil
 
 from rich import box
@@ -13,7 +13,7 @@ from megarl.config.schema.run import Transport
 from megarl.plan import assumptions
 from megarl.plan.assumptions import GIB
 from megarl.plan.job import JobPlan, find_longest
-from megarl.plan.memory import FP8_BYTES, PHASES, RoleJob, ServerMemory
+from megarl.plan.memory import FP8_BYTES, PHASES, ServerMemory
 from megarl.plan.search import Change
 from megarl.plan.seconds import Seconds
 
@@ -33,7 +33,7 @@ def list_tables(config: Config, plan: JobPlan) -> Iterator[Table | str]:
     yield _tabulate_layouts(config, plan)
     yield _tabulate_ranks(plan)
     if plan.server is not None:
-        yield _tabulate_servers(config, plan, plan.server)
+        yield _tabulate_servers(config, plan.server)
     yield _tabulate_phases(config, plan)
     yield _tabulate_seconds(config, plan)
     yield from describe_pretraining(config, plan.seconds)
@@ -45,10 +45,13 @@ def list_tables(config: Config, plan: JobPlan) -> Iterator[Table | str]:
     yield describe_assumptions(plan)
 
 
-def _build_table(title: str, *columns: str) -> Table:
+def _build_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left")
+        # Words to the left, numbers to the right.
+        table.add_column(column, justify="left" if number == 0 or column in ("processes", "details") else "right")
+    for row in rows:
+        table.add_row(*map(str, row))
     return table
 
 
@@ -57,88 +60,55 @@ def _gib(num_bytes: float) -> str:
 
 
 def _tabulate_layouts(config: Config, plan: JobPlan) -> Table:
-    table = _build_table(
-        "Processes, and the samples and tokens of each",
-        *("", "GPUs", "layout", "dp", "samples/rank", "micro-batches", "tokens/rank", "in flight"),
-    )
+    rows = []
     for name, job in plan.jobs.items():
-        share = config.train.minibatch_size / job.parallel.dp
-        in_flight = max(stage.in_flight for stage in plan.stages[name])
-        table.add_row(
-            name,
-            format_numbers(plan.places[name]),
-            _describe_layout(job),
-            str(job.parallel.dp),
-            f"{share:g}",
-            str(job.num_microbatches),
-            f"{job.batch.num_tokens:,}",
-            str(in_flight) if job.is_trained else "-",
-        )
-    rollout = config.rollout
+        sizes = {axis: getattr(job.parallel, axis) for axis in ("tp", "pp", "vpp", "cp", "ep", "etp")}
+        words = [f"{axis} {size}" for axis, size in sizes.items() if size > 1] + ["sp"] * job.parallel.sp
+        samples = f"{config.train.minibatch_size / job.parallel.dp:g}"
+        in_flight = max(stage.in_flight for stage in plan.stages[name]) if job.is_trained else "-"
+        batch = (samples, job.num_microbatches, f"{job.batch.num_tokens:,}", in_flight)
+        rows.append((name, format_numbers(plan.places[name]), " ".join(words) or "one", job.parallel.dp, *batch))
     if plan.server is not None:
-        layout = f"{rollout.num_servers} of tp {rollout.tp}"
-        table.add_row(SERVERS, format_numbers(plan.places[SERVERS]), layout, *("-",) * 5)
-    return table
-
-
-def _describe_layout(job: RoleJob) -> str:
-    sizes = {axis: getattr(job.parallel, axis) for axis in ("tp", "pp", "vpp", "cp", "ep", "etp")}
-    words = [f"{axis} {size}" for axis, size in sizes.items() if size > 1] + ["sp"] * job.parallel.sp
-    return " ".join(words) or "one"
+        layout = f"{config.rollout.num_servers} of tp {config.rollout.tp}"
+        rows.append((SERVERS, format_numbers(plan.places[SERVERS]), layout, *("-",) * 5))
+    columns = ("", "GPUs", "layout", "dp", "samples/rank", "micro-batches", "tokens/rank", "in flight")
+    return _build_table("Processes, and the samples and tokens of each", columns, rows)
 
 
 def _tabulate_ranks(plan: JobPlan) -> Table:
-    with_fp8 = any(job.caches_fp8 for job in plan.jobs.values())
-    table = _build_table(
-        "A training process, GiB of tensors",
-        *("", "parameters", "weights", *["FP8 copies"] * with_fp8),
-        *("gradients", "optimizer", "activations", "logits", "work", "update", "log-probs"),
-    )
+    fp8, rows = any(job.caches_fp8 for job in plan.jobs.values()), []
     for name, stages in plan.stages.items():
         for number, stage in enumerate(stages):
+            held = [_gib(stage.weights), *[_gib(stage.fp8)] * fp8]
             trained = [stage.gradients, stage.optimizer, stage.activations, stage.head, stage.work, stage.update]
-            table.add_row(
-                _name_stage(plan, name, number),
-                f"{stage.parameters.total:,}",
-                _gib(stage.weights),
-                *[_gib(stage.fp8)] * with_fp8,
-                *(_gib(part) if plan.jobs[name].is_trained else "-" for part in trained),
-                _gib(stage.forward),
-            )
-    return table
+            parts = [_gib(part) if plan.jobs[name].is_trained else "-" for part in trained]
+            label = _name_stage(plan, name, number)
+            rows.append((label, f"{stage.parameters.total:,}", *held, *parts, _gib(stage.forward)))
+    columns = ["", "parameters", "weights", *["FP8 copies"] * fp8, "gradients", "optimizer", "activations"]
+    columns += ["logits", "work", "update", "log-probs"]
+    return _build_table("A training process, GiB of tensors", columns, rows)
 
 
-def _tabulate_servers(config: Config, plan: JobPlan, server: ServerMemory) -> Table:
-    rollout = config.rollout
-    table = _build_table(
+def _tabulate_servers(config: Config, server: ServerMemory) -> Table:
+    columns = ("weights GiB", "KV cache GiB", "bytes/token", "tokens/server", f"of {find_longest(config):,}")
+    cache = (_gib(max(0, server.kv_cache)), f"{server.bytes_per_token:,}", f"{server.kv_tokens:,}", server.num_longest)
+    limits = (config.rollout.max_running_requests, f"{server.fraction:g}", _gib(server.reserve))
+    return _build_table(
         "A GPU of a server: KV cache in tokens, and in sequences of full length",
-        *("weights GiB", "KV cache GiB", "bytes/token", "tokens/server", f"of {find_longest(config):,}"),
-        *("max requests", "mem_fraction", "left GiB"),
+        (*columns, "max requests", "mem_fraction", "left GiB"),
+        [(_gib(server.weights), *cache, *limits)],
     )
-    table.add_row(
-        _gib(server.weights),
-        _gib(max(0, server.kv_cache)),
-        f"{server.bytes_per_token:,}",
-        f"{server.kv_tokens:,}",
-        f"{server.num_longest:,}",
-        str(rollout.max_running_requests),
-        f"{server.fraction:g}",
-        _gib(server.reserve),
-    )
-    return table
 
 
 def _tabulate_phases(config: Config, plan: JobPlan) -> Table:
-    limit = config.cluster.hardware.memory_gib
-    table = _build_table(f"A GPU by phase, GiB of {limit:g}", "GPUs", "processes", *PHASES, "left")
-    table.columns[1].justify = "left"
+    limit, rows = config.cluster.hardware.memory_gib, []
     for gpus in plan.gpus:
         who = [_name_stage(plan, role, stage) for role, stage in gpus.stages.items()] + [SERVERS] * bool(gpus.server)
         left = limit - max(gpus.phases.values()) / GIB
         numbers = [_gib(gpus.phases[phase]) for phase in PHASES]
         mark = "" if left >= 0 else "[red]"
-        table.add_row(format_numbers(gpus.gpus), ", ".join(who), *numbers, f"{mark}{left:.1f}")
-    return table
+        rows.append((format_numbers(gpus.gpus), ", ".join(who), *numbers, f"{mark}{left:.1f}"))
+    return _build_table(f"A GPU by phase, GiB of {limit:g}", ("GPUs", "processes", *PHASES, "left"), rows)
 
 
 def _name_stage(plan: JobPlan, role: str, stage: int) -> str:
@@ -147,31 +117,24 @@ def _name_stage(plan: JobPlan, role: str, stage: int) -> str:
 
 def _tabulate_seconds(config: Config, plan: JobPlan) -> Table:
     seconds, transfer = plan.seconds, plan.transfer
-    table = _build_table("An iteration", "phase", "seconds", "details")
-    table.columns[2].justify = "left"
     generated = f"{config.train.num_samples:,} responses of {plan.mean_response:,.0f} tokens on average"
     # The share of the peak that each layout reaches, without what is computed twice.
     shares = "MFU " + ", ".join(f"{share:.2f} of the {name}" for name, share in seconds.mfu.items())
     sent = f"{transfer.total / 1e9:.1f} GB in all; {transfer.busiest / 1e9:.1f} GB through the busiest port"
     if config.rollout.transport is Transport.disk:
-        sent = (
-            f"through a file system of {config.cluster.hardware.disk_gb_s:g} GB/s a node (cluster.hardware.disk_gb_s)"
-        )
+        speed = f"{config.cluster.hardware.disk_gb_s:g} GB/s a node"
+        sent = f"through a file system of {speed} (cluster.hardware.disk_gb_s)"
+    overlap = "the slower of generation and the rest, and the sync (rollout.max_staleness)" if seconds.overlaps else ""
     rows = [
-        ("generation", seconds.generation, generated),
+        *([("generation", seconds.generation, generated)] if plan.server else []),
         ("log-probs, values", seconds.scoring, ""),
         ("update", seconds.update, shares),
-        ("sync", seconds.sync, sent),
+        *([("offload", seconds.offload, "weights and optimizer to the host and back")] if seconds.offload else []),
+        *([("sync", seconds.sync, sent)] if plan.server else []),
+        ("all", seconds.iteration, overlap),
     ]
-    if plan.server is None:
-        rows = rows[1:3]
-    if seconds.offload:
-        rows.insert(3, ("offload", seconds.offload, "weights and optimizer to the host and back"))
-    for name, part, remark in rows:
-        table.add_row(name, f"{part:,.1f}", remark)
-    remark = "the slower of generation and the rest, and the sync (rollout.max_staleness)" if seconds.overlaps else ""
-    table.add_row("all", f"{seconds.iteration:,.1f}", remark)
-    return table
+    shown = [(name, f"{part:,.1f}", remark) for name, part, remark in rows]
+    return _build_table("An iteration", ("phase", "seconds", "details"), shown)
 
 
 def describe_pretraining(config: Config, seconds: Seconds) -> Iterator[str]:
@@ -223,16 +186,19 @@ def describe_stop(config: Config, seconds: Seconds) -> Iterator[str]:
     )
 
 
-def describe_saves(config: Config, seconds: Seconds) -> Iterator[str]:
-    """What would be lost with a node, and the change that makes it less, where that is far more than an hour."""
-    every = config.checkpoint.save_every
-    if every is None or every == 1 or every * seconds.iteration <= assumptions.LONGEST_UNSAVED_S:
-        return
-    fewer = max(1, int(3600 / seconds.iteration))
-    yield (
-        f"a checkpoint every {every * seconds.iteration / 3600:,.1f} hours (checkpoint.save_every={every}), which a"
-        f" lost node would cost: checkpoint.save_every={fewer} writes one every {fewer * seconds.iteration / 3600:,.1f}"
-    )
+def describe_losses(config: Config, plan: JobPlan) -> Iterator[str]:
+    """What a job that fits loses: half of the GPUs or more, and far more than an hour of training with a node."""
+    cluster, every, iteration = config.cluster, config.checkpoint.save_every, plan.seconds.iteration
+    there, nodes = cluster.num_nodes * cluster.gpus_per_node, 1 + plan.last_gpu // cluster.gpus_per_node
+    if 2 * plan.num_gpus <= there:
+        enough = f"; cluster.num_nodes={nodes} is enough for it as it is" if nodes < cluster.num_nodes else ""
+        yield f"{there - plan.num_gpus} of {there} GPUs are idle: --search finds what uses them{enough}"
+    if every is not None and every > 1 and every * iteration > assumptions.LONGEST_UNSAVED_S:
+        fewer = max(1, int(3600 / iteration))
+        yield (
+            f"a checkpoint every {every * iteration / 3600:,.1f} hours (checkpoint.save_every={every}), which a lost"
+            f" node would cost: checkpoint.save_every={fewer} writes one every {fewer * iteration / 3600:,.1f}"
+        )
 
 
 def describe_assumptions(plan: JobPlan) -> str:

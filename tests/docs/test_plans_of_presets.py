@@ -12,7 +12,7 @@ import pytest
 from megarl.config.load import load_config
 from megarl.plan.assumptions import GIB, LONGEST_UNSAVED_S, SIGNAL_S
 from megarl.plan.job import build_plan, find_models
-from megarl.plan.tables import describe_saves, find_signal
+from megarl.plan.tables import describe_losses, find_signal
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANNING = ROOT / "docs" / "planning.md"
@@ -109,13 +109,13 @@ SAVED = [
 @pytest.mark.parametrize("arguments", SAVED, ids=lambda words: " ".join(words[:3]))
 def test_every_preset_saves_about_hourly(arguments: list[str]) -> None:
     config = load_config(arguments)
-    seconds = build_plan(config, find_models(config)).seconds
-    assert config.checkpoint.save_every * seconds.iteration <= LONGEST_UNSAVED_S
-    assert list(describe_saves(config, seconds)) == []
+    plan = build_plan(config, find_models(config))
+    assert config.checkpoint.save_every * plan.seconds.iteration <= LONGEST_UNSAVED_S
+    assert list(describe_losses(config, plan)) == []
 
 
 def test_a_preset_that_saved_every_five_iterations_is_told_the_number_that_mends_it() -> None:
     config = load_config(["algo=vapo", "model=qwen3_8b", "checkpoint.save_every=5"])
-    (line,) = describe_saves(config, build_plan(config, find_models(config)).seconds)
+    (line,) = describe_losses(config, build_plan(config, find_models(config)))
     assert line.startswith("a checkpoint every 5.0 hours (checkpoint.save_every=5)")
     assert "checkpoint.save_every=1 writes one every 1.0" in line

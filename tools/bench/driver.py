@@ -41,7 +41,7 @@ from megarl.config.schema.roles import ParallelConfig
 from megarl.config.schema.root import Config
 from megarl.experience import split_minibatches
 from megarl.mcore.spec import Role, RowsResult, WorkerSpec
-from megarl.plan.job import PUBLISHED, build_plan, count_quickly, find_models
+from megarl.plan.job import PUBLISHED, build_plan, find_models
 from megarl.rollout.answers import parse_answer
 from megarl.rollout.journal import save_samples
 from megarl.rollout.tensors import build_tensors
@@ -261,7 +261,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Result:
     config = load_config(JOB)
-    planned = build_plan(config, find_models(config), count=count_quickly).seconds.iteration
+    planned = build_plan(config, find_models(config)).seconds.iteration
     most_ns, most_bytes = SHARE * planned / JOB_TOKENS * 1e9, MOST_BYTES / JOB_TOKENS
     rows: list[dict[str, Any]] = []
     ratios: list[float] = []

@@ -6,6 +6,7 @@ import pytest
 from plan_jobs import plan
 
 from megarl.config.load import load_config
+from megarl.config.placement import list_groups
 from megarl.config.schema.run import Placement
 from megarl.plan.assumptions import GIB
 from megarl.plan.job import find_models
@@ -13,20 +14,20 @@ from megarl.plan.search import NUM_BEST, Change, list_divisions, search
 from megarl.plan.tables import list_found
 
 NODE = ("algo=vapo", "model=qwen2_5_7b", "cluster=h100x8")
-BIG = ("algo=dapo", "model=qwen32b", "cluster=h100x64")
+FIXED = ("policy.parallel.tp=2", "rollout.tp=1")
 
 
-def find(arguments: Sequence[str], mean: float | None = None, staleness: int = 0) -> list[Change]:
-    return search(arguments, find_models(load_config(arguments)), mean, staleness)
+def find(arguments: Sequence[str], staleness: int = 0) -> list[Change]:
+    return search(arguments, find_models(load_config(arguments)), None, staleness)
 
 
-@pytest.fixture(scope="module")
-def found() -> list[Change]:
-    return find(NODE)
-
-
-def test_every_line_makes_a_job_that_fits_in_the_seconds_that_it_shows(found: list[Change]) -> None:
+def test_the_fastest_plan_comes_first_and_each_line_makes_a_job_that_fits_in_the_seconds_that_it_shows() -> None:
+    found = find(NODE)
     assert 1 < len(found) <= NUM_BEST
+    seconds = [each.plan.seconds.iteration for each in found]
+    assert seconds == sorted(seconds)
+    assert seconds[0] < plan(*NODE).seconds.iteration
+    assert len({each.overrides for each in found}) == len(found)
     lines = [line.strip() for line in list_found("title", found) if line.startswith("     ")]
     for each, line in zip(found, lines, strict=True):
         pasted = plan(*NODE, *(word for word in line.split() if "=" in word))
@@ -35,22 +36,8 @@ def test_every_line_makes_a_job_that_fits_in_the_seconds_that_it_shows(found: li
         assert each.plan.left >= 4 * GIB
 
 
-def test_the_fastest_comes_first_and_no_two_are_the_same(found: list[Change]) -> None:
-    seconds = [each.plan.seconds.iteration for each in found]
-    assert seconds == sorted(seconds)
-    assert len({each.overrides for each in found}) == len(found)
-
-
-def test_the_best_plan_is_never_slower_than_the_preset(found: list[Change]) -> None:
-    assert found[0].plan.seconds.iteration <= plan(*NODE).seconds.iteration
-    # Of many layouts that are as fast, two are enough here.
-    layout = ("policy.parallel.tp=4", "policy.parallel.cp=2", "rollout.tp=8", "cluster.placement=colocated")
-    best = find([*BIG, *layout])[0]
-    assert best.plan.seconds.iteration <= plan(*BIG).seconds.iteration
-
-
 def test_keys_of_the_command_line_keep_their_values() -> None:
-    fixed = ("cluster.placement=split", "policy.parallel.tp=2", "rollout.tp=1")
+    fixed = ("cluster.placement=split", *FIXED)
     for each in find([*NODE, *fixed]):
         assert not {text.split("=")[0] for text in each.overrides} & {text.split("=")[0] for text in fixed}
         config = load_config([*NODE, *fixed, *each.overrides])
@@ -58,26 +45,24 @@ def test_keys_of_the_command_line_keep_their_values() -> None:
 
 
 def test_responses_generated_ahead_need_servers_of_their_own_and_a_loss_for_older_samples() -> None:
-    fixed = ("policy.parallel.tp=2", "rollout.tp=1")
-    for each in find([*NODE, *fixed], staleness=1):
-        assert "rollout.max_staleness=1" in each.overrides
-        assert "algo.mismatch.correction=tis" in each.overrides
-        config = load_config([*NODE, *fixed, *each.overrides])
-        assert config.cluster.placement is not Placement.colocated
+    found = find([*NODE, *FIXED], staleness=1)
+    assert found
+    for each in found:
+        assert {"rollout.max_staleness=1", "algo.mismatch.correction=tis"} <= set(each.overrides)
+        assert load_config([*NODE, *FIXED, *each.overrides]).cluster.placement is not Placement.colocated
         parts = each.plan.seconds
-        assert each.plan.seconds.iteration == pytest.approx(max(parts.generation, parts.training) + parts.sync)
-    config = load_config([*NODE, "rollout.max_staleness=0"])
-    assert Placement.colocated in {division.placement for division in list_divisions(config)}
+        assert parts.iteration == pytest.approx(max(parts.generation, parts.training) + parts.sync)
 
 
-def test_every_division_uses_the_gpus_of_the_cluster_at_most_once() -> None:
-    for algo in ("vapo", "dapo", "grpo"):
-        config = load_config([f"algo={algo}", "model=qwen32b", "cluster=h100x64"])
-        for each in list_divisions(config):
-            assert each.servers > 0
-            roles = {"vapo": 2 * each.trained, "dapo": each.trained, "grpo": each.trained + each.reference}[algo]
-            taken = {Placement.colocated: max(each.trained, each.servers), Placement.split: each.trained + each.servers}
-            assert taken.get(each.placement, roles + each.servers) == 64
+@pytest.mark.parametrize("algo", ["vapo", "dapo", "grpo"])
+def test_every_division_uses_the_gpus_of_the_cluster_once(algo: str) -> None:
+    config = load_config([f"algo={algo}", "model=qwen32b", "cluster=h100x64"])
+    taken = {Placement.colocated: max, Placement.split: lambda sizes: sizes[0] + sizes[-1], Placement.apart: sum}
+    for each in list_divisions(config):
+        sizes = [size for key, size in each.items() if key.endswith("num_processes")]
+        assert len(sizes) == len(list_groups(config)) - 1
+        assert each["servers"] > 0
+        assert taken[each["cluster.placement"]]([*sizes, each["servers"]]) == 64
 
 
 def test_one_small_gpu_that_all_share_has_a_plan_no_slower_than_the_preset() -> None:
@@ -89,5 +74,12 @@ def test_one_small_gpu_that_all_share_has_a_plan_no_slower_than_the_preset() -> 
     assert best.plan.seconds.iteration <= plan(*job).seconds.iteration
 
 
+def test_saved_rollouts_are_searched_without_servers() -> None:
+    saved = ("algo=lite_ppo", "model=qwen3_0_6b", "cluster=h100x8", "rollout.file=r.jsonl", "policy.parallel.tp=1")
+    best = find([*saved, "algo.mismatch.correction=tis"])[0]
+    assert best.plan.num_gpus == 8
+    assert best.plan.seconds.generation == 0
+
+
 def test_where_nothing_fits_nothing_is_found() -> None:
-    assert find([*NODE, "cluster.hardware.memory_gib=20"]) == []
+    assert find([*NODE, *FIXED, "cluster.hardware.memory_gib=20"]) == []

@@ -12,6 +12,7 @@ from plan_jobs import QWEN32B as JOB
 from megarl.config.load import load_config
 from megarl.config.schema.roles import Offload, ParallelConfig, Recompute, RecomputeMethod
 from megarl.config.schema.root import Config
+from megarl.mcore.model import count_stages
 from megarl.mcore.spec import StageParameters
 from megarl.models.architecture import Architecture
 from megarl.plan import assumptions
@@ -19,14 +20,11 @@ from megarl.plan.job import (
     FIRST,
     LAST,
     JobPlan,
-    build_jobs,
     build_plan,
     count_job,
-    count_quickly,
     find_models,
 )
 from megarl.plan.memory import RoleJob, Saving, StageMemory, estimate_stages
-from megarl.plan.search import find_ends
 from megarl.plan.seconds import (
     Seconds,
     Work,
@@ -180,18 +178,7 @@ def test_parameters_counted_from_two_small_models_are_those_of_the_whole_one(
     config = load_config(JOB)
     config.model.megatron = dict(megatron)
     job = replace(build_job(arch, **layout), has_value_head=is_critic)
-    assert count_quickly(config, job) == count_job(config, job)
-
-
-def test_the_first_and_last_stage_have_at_most_as_many_layers_as_the_others() -> None:
-    assert [find_ends(94, pp) for pp in (2, 4, 8, 16)] == [None, 23, 11, 5]
-    assert find_ends(64, 8) is None
-
-
-def test_every_role_of_a_preset_is_counted_quickly_as_it_is_counted() -> None:
-    config = load_config(JOB)
-    for job in build_jobs(config, find_models(config), on_gpu=True).values():
-        assert count_quickly(config, job) == count_job(config, job)
+    assert count_job(config, job) == count_stages(arch, job.parallel, job.dtype, dict(megatron), is_critic)
 
 
 ROOT = Path(__file__).resolve().parents[3]
