@@ -43,14 +43,11 @@ def count(
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_sizes_known_here_are_those_of_the_published_config(name: str) -> None:
-    published = CHECKPOINTS["all"] | CHECKPOINTS[PRESETS[name][0]]
-    assert describe(name) == parse_architecture(published, Path(name))
-
-
-@pytest.mark.parametrize("name", [name for name in PRESETS if "235B" not in name])
-def test_megatron_builds_as_many_weights_as_were_published(name: str) -> None:
-    assert count(describe(name))[0].total == PRESETS[name][1]
+def test_the_sizes_known_here_are_those_of_the_published_config_and_megatron_builds_as_many_weights(name: str) -> None:
+    arch, (preset, number) = describe(name), PRESETS[name]
+    assert arch == parse_architecture(CHECKPOINTS["all"] | CHECKPOINTS[preset], Path(name))
+    if arch.experts is None:
+        assert count(arch)[0].total == number
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -99,12 +96,6 @@ def test_stages_and_expert_ranks_have_the_whole_model_between_them() -> None:
     assert stages[1].embedding == 0
 
 
-def test_a_tied_output_layer_is_held_by_the_first_and_by_the_last_stage() -> None:
-    arch = replace(describe("Qwen/Qwen3-8B"), num_layers=4, tied=True)
-    first, last = count(arch, ParallelConfig(num_processes=2, pp=2))
-    assert first.embedding == last.head == 151936 * 4096
-
-
 def test_interleaved_pieces_count_together() -> None:
     arch = replace(describe("Qwen/Qwen3-8B"), num_layers=8)
     plain = count(arch, ParallelConfig(num_processes=2, pp=2))
@@ -120,15 +111,6 @@ def test_a_process_in_a_group_counts_nothing() -> None:
         dist.destroy_process_group()
     assert count(replace(describe("Qwen/Qwen3-8B"), num_layers=1))
     assert not dist.is_initialized()
-
-
-def test_nothing_of_the_model_takes_memory() -> None:
-    """Qwen2.5-32B would take 65 GB."""
-    import resource
-
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert count(describe("Qwen/Qwen2.5-32B"))[0].total == 32_763_876_352
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kB
 
 
 def test_counting_asks_for_no_stream_of_a_gpu() -> None:

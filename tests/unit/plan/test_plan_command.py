@@ -75,7 +75,10 @@ def test_one_that_does_not_fit_ends_with_1_and_the_nearest_change() -> None:
         ((*QWEN32B, "rollout.router_replay=true"), "rollout.router_replay: found true, but the model has no experts"),
         ((*QWEN32B, "model.path=nobody/nothing"), "model.path: 'nobody/nothing' found; no config.json"),
         (("qwen32b",), "qwen32b: found without a value; each argument must be key=value, or group=option"),
-        ((*PRESET, *PRETRAINING_ALONE), "train.num_iterations: 0 found with algo.value_pretrain.rollouts; a plan is of"),
+        (
+            (*PRESET, *PRETRAINING_ALONE),
+            "train.num_iterations: 0 found with algo.value_pretrain.rollouts; a plan is of",
+        ),
         (("--gpus",), "--gpus: no such option; usage:"),
         ((*PRESET, "--mean-response=0"), "--mean-response: found 0; it must be 1 token or more"),
     ],
@@ -92,7 +95,11 @@ def test_a_wrong_configuration_ends_with_2_and_names_the_key(
     [
         ((), None, None),
         (("cluster=h100x8",), None, None),
-        (("cluster=h100x8", "cluster.hardware.memory_gib=2.4"), "GPU 0 (policy stage 0", "the job does not fit H100 SXM5"),
+        (
+            ("cluster=h100x8", "cluster.hardware.memory_gib=2.4"),
+            "GPU 0 (policy stage 0",
+            "the job does not fit H100 SXM5",
+        ),
         (
             ("cluster=h100x8", "rollout.num_servers=7"),
             *("cluster: policy 1 + critic 1 + servers 7 GPUs", "it fits with rollout.num_servers=6;"),

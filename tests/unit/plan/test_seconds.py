@@ -126,40 +126,30 @@ def test_micro_batches_that_are_too_small_cost_the_time_between_them() -> None:
     assert small - large == pytest.approx((64 - 16) * 64 * 3 * 0.0003)
 
 
+def test_what_moves_instead_of_being_computed_takes_its_bytes_over_the_link() -> None:
+    config, found = plan()
+    job, stages, speed = found.jobs["policy"], found.stages["policy"], 0.8 * 64e9
+    # Log-probs, update and sync; there and back.
+    moved = {None: 0, Offload.optimizer: stages[0].optimizer, Offload.all: 3 * stages[0].weights + stages[0].optimizer}
+    for offload, size in moved.items():
+        assert compute_offload(config, replace(job, offload=offload), stages) == pytest.approx(2 * size / speed)
+    # Over disk the policy's two nodes write the model once, and each node with a server reads it once.
+    config, disk = plan("rollout.transport=disk", "cluster.hardware.disk_gb_s=2")
+    size = disk.transfer.total / config.rollout.num_servers
+    assert disk.seconds.sync == pytest.approx((size / 2 + size) / 2e9)
+    _, half = plan("rollout.sglang.kv_cache_dtype=fp8_e4m3")
+    assert 2 * half.server.bytes_per_token == found.server.bytes_per_token
+    assert half.server.kv_tokens == pytest.approx(2 * found.server.kv_tokens, abs=1)
+    assert half.seconds.generation < found.seconds.generation
+
+
 def test_with_staleness_the_slower_of_generation_and_training_decides() -> None:
     """rollout/source.py: responses are generated while the roles compute; a sync pauses both."""
-    _, now = plan()
-    _, ahead = plan("rollout.max_staleness=1", "algo.mismatch.correction=tis")
-    parts = now.seconds
+    parts, ahead = (
+        plan(*keys)[1].seconds for keys in ((), ("rollout.max_staleness=1", "algo.mismatch.correction=tis"))
+    )
     assert parts.iteration == pytest.approx(parts.generation + parts.scoring + parts.update + parts.sync)
-    assert ahead.seconds.iteration == pytest.approx(max(parts.generation, parts.scoring + parts.update) + parts.sync)
-
-
-def test_offloading_moves_weights_for_every_call_and_the_optimizer_for_the_update() -> None:
-    config, found = plan()
-    job, stages = found.jobs["policy"], found.stages["policy"]
-    speed = 0.8 * 64e9
-    assert compute_offload(config, job, stages) == 0
-    everything = compute_offload(config, replace(job, offload=Offload.all), stages)
-    # Log-probs, update and sync; there and back.
-    assert everything == pytest.approx(2 * (3 * stages[0].weights + stages[0].optimizer) / speed)
-    optimizer = compute_offload(config, replace(job, offload=Offload.optimizer), stages)
-    assert optimizer == pytest.approx(2 * stages[0].optimizer / speed)
-
-
-def test_a_sync_over_disk_writes_the_model_once_and_reads_it_once_a_node() -> None:
-    config, found = plan("rollout.transport=disk", "cluster.hardware.disk_gb_s=2")
-    size = found.transfer.total / config.rollout.num_servers
-    writers = config.policy.parallel.num_processes // 8
-    assert found.seconds.sync == pytest.approx((size / writers + size) / 2e9)
-
-
-def test_a_kv_cache_in_fp8_holds_twice_as_many_tokens() -> None:
-    _, half = plan("rollout.sglang.kv_cache_dtype=fp8_e4m3")
-    _, whole = plan()
-    assert 2 * half.server.bytes_per_token == whole.server.bytes_per_token
-    assert half.server.kv_tokens == pytest.approx(2 * whole.server.kv_tokens, abs=1)
-    assert half.seconds.generation < whole.seconds.generation
+    assert ahead.iteration == pytest.approx(max(parts.generation, parts.scoring + parts.update) + parts.sync)
 
 
 @pytest.mark.parametrize(
@@ -184,70 +174,49 @@ def test_parameters_counted_from_two_small_models_are_those_of_the_whole_one(
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def estimate(*overrides: str) -> tuple[Config, Seconds]:
-    config = load_config([*JOB, *overrides])
-    return config, build_plan(config, find_models(config)).seconds
-
-
 def test_a_step_of_value_pretraining_is_generation_values_and_the_critics_update() -> None:
-    config, seconds = estimate()
-    step = seconds.pretraining
-    assert step is not None
-    assert step.generation == seconds.generation
-    plan = build_plan(config, find_models(config))
-    arguments = (plan.jobs["critic"], plan.stages["critic"], describe_work(config), config.cluster)
-    assert step.scoring == pytest.approx(compute_forward(*arguments))
-    assert step.update == pytest.approx(compute_update(*arguments))
-    assert step.total == pytest.approx(step.generation + step.scoring + step.update)
-    (line,) = describe_pretraining(config, seconds)
-    assert line.startswith(
-        f"Value pretraining: up to 50 steps of {step.total:,.1f} s (generation {step.generation:,.1f},"
-        f" values {step.scoring:,.1f},"
-    )
+    config, found = plan()
+    step = found.seconds.pretraining
+    arguments = (found.jobs["critic"], found.stages["critic"], describe_work(config), config.cluster)
+    parts = (found.seconds.generation, compute_forward(*arguments), compute_update(*arguments))
+    assert (step.generation, step.scoring, step.update) == pytest.approx(parts)
+    assert step.total == pytest.approx(sum(parts))
+    (line,) = describe_pretraining(config, found.seconds)
+    generation, values, _ = (f"{part:,.1f}" for part in parts)
+    start = f"Value pretraining: up to 50 steps of {step.total:,.1f} s (generation {generation}, values {values},"
+    assert line.startswith(start)
     assert f"{50 * step.total / 3600:.1f} hours in all; it may end earlier (algo.value_pretrain: patience=20)" in line
 
 
-def test_the_critics_own_text_counts_for_the_critic_alone() -> None:
-    given = [*JOB, "data.critic_prompt='{answer}'", "data.critic_prompt_length=2048"]
-    config, plain = load_config(given), load_config(JOB)
-    plan, before = build_plan(config, find_models(config)), build_plan(plain, find_models(plain))
-    assert plan.jobs["policy"] == before.jobs["policy"]
-    assert plan.jobs["critic"].batch.longest == before.jobs["critic"].batch.longest + 2048
-    assert plan.seconds.pretraining.scoring > before.seconds.pretraining.scoring
-    assert plan.seconds.pretraining.update > before.seconds.pretraining.update
-    assert plan.seconds.generation == before.seconds.generation
-    assert plan.host_bytes > before.host_bytes
-
-
-def test_the_critics_updates_for_each_of_the_policy_count_in_pretraining_too() -> None:
-    (_, once), (_, thrice) = estimate(), estimate("critic.updates_per_policy_update=3")
-    assert once.pretraining is not None
-    assert thrice.pretraining is not None
-    assert thrice.pretraining.update == pytest.approx(3 * once.pretraining.update)
-    assert thrice.pretraining.scoring == once.pretraining.scoring
+def test_what_the_critic_does_more_counts_in_pretraining_too() -> None:
+    (_, before), (_, thrice) = plan(), plan("critic.updates_per_policy_update=3")
+    (_, own) = plan("data.critic_prompt='{answer}'", "data.critic_prompt_length=2048")
+    steps = [found.seconds.pretraining for found in (before, thrice, own)]
+    assert steps[1].update == pytest.approx(3 * steps[0].update)
+    assert steps[1].scoring == steps[0].scoring
+    # The critic's own text is the critic's alone.
+    assert own.jobs["policy"] == before.jobs["policy"]
+    assert own.jobs["critic"].batch.longest == before.jobs["critic"].batch.longest + 2048
+    assert steps[2].scoring > steps[0].scoring
+    assert steps[2].update > steps[0].update
+    assert own.seconds.generation == before.seconds.generation
+    assert own.host_bytes > before.host_bytes
 
 
 def test_policy_and_reference_score_where_a_kl_in_the_reward_needs_them() -> None:
-    config, seconds = estimate("algo.kl.in_reward=true", "rollout.num_servers=6")
-    assert seconds.pretraining is not None
-    assert seconds.pretraining.scoring == seconds.scoring
-    assert "log-probs and values" in next(describe_pretraining(config, seconds))
-    _, without = estimate("algo.kl.in_loss=true", "rollout.num_servers=6")
-    assert without.pretraining is not None
-    assert without.pretraining.scoring < without.scoring
+    for key, scores_all in (("in_reward", True), ("in_loss", False)):
+        config, found = plan(f"algo.kl.{key}=true", "rollout.num_servers=6")
+        assert (found.seconds.pretraining.scoring == found.seconds.scoring) == scores_all
+        assert ("log-probs and values" in next(describe_pretraining(config, found.seconds))) == scores_all
 
 
 def test_saved_rollouts_are_not_generated() -> None:
-    config, seconds = estimate(
-        *("algo.value_pretrain.rollouts=rollouts.jsonl", "algo.value_pretrain.steps=1"),
-        "algo.value_pretrain.patience=null",
-    )
-    assert seconds.pretraining is not None
-    assert seconds.pretraining.generation == 0
-    (line,) = describe_pretraining(config, seconds)
+    keys = ("rollouts=rollouts.jsonl", "steps=1", "patience=null")
+    config, found = plan(*(f"algo.value_pretrain.{key}" for key in keys))
+    assert found.seconds.pretraining.generation == 0
+    (line,) = describe_pretraining(config, found.seconds)
     assert line.startswith("Value pretraining: 1 step of ")
     assert "generation" not in line
-    assert "end earlier" not in line
     assert "saved rollouts are taken to be like those of an iteration" in line
 
 
@@ -255,8 +224,7 @@ def test_saved_rollouts_are_not_generated() -> None:
 def test_without_a_critic_or_steps_of_its_own_nothing_is_pretrained(override: str) -> None:
     config = load_config([*PRESET, override])
     seconds = build_plan(config, find_models(config)).seconds
-    assert seconds.pretraining is None
-    assert list(describe_pretraining(config, seconds)) == []
+    assert (seconds.pretraining, list(describe_pretraining(config, seconds))) == (None, [])
 
 
 @pytest.mark.parametrize(
@@ -287,11 +255,11 @@ def test_the_seconds_before_the_time_limit_are_those_of_the_script() -> None:
 
 
 def test_a_policy_whose_logprobs_nothing_reads_has_no_pass_before_its_update() -> None:
-    (config, clipped), (_, of_rollout) = estimate(), estimate("algo.surrogate=dis", "algo.clip_high=5")
-    plan = build_plan(config, find_models(config))
+    (config, found), (_, other) = plan(), plan("algo.surrogate=dis", "algo.clip_high=5")
+    clipped, of_rollout = found.seconds, other.seconds
     passes = {
-        name: compute_forward(job, plan.stages[name], describe_work(config), config.cluster)
-        for name, job in plan.jobs.items()
+        name: compute_forward(job, found.stages[name], describe_work(config), config.cluster)
+        for name, job in found.jobs.items()
     }
     assert clipped.scoring == pytest.approx(max(passes.values())) == pytest.approx(passes["policy"])
     assert of_rollout.scoring == pytest.approx(passes["critic"])
