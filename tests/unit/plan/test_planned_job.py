@@ -117,7 +117,7 @@ def test_the_plan_of_qwen32b_in_numbers() -> None:
             ["update takes"],
             ["policy.parallel.num_processes=16"],
         ),
-        ((*COLOCATED, *KEPT[2:], "policy.offload=all", "critic.offload=all"), ["GPU 0"], ["rollout.sglang.mem"]),
+        ((*COLOCATED[:3], *KEPT[2:], "policy.offload=all", "critic.offload=all"), ["GPU 0"], ["rollout.sglang.mem"]),
     ],
 )
 def test_what_does_not_fit_is_said_in_numbers_and_the_nearest_change_is_the_least_intrusive(
@@ -126,7 +126,7 @@ def test_what_does_not_fit_is_said_in_numbers_and_the_nearest_change_is_the_leas
     config = load_config(overrides)
     models = find_models(config)
     before = build_plan(config, models)
-    assert [text for text in texts if text not in before.problems[0]] == []
+    assert [text for text in texts if text not in "; ".join(before.problems)] == []
     if nearest is None:
         return
     change = find_change(config, models, before)
