@@ -60,7 +60,7 @@ def _gib(num_bytes: float) -> str:
 
 
 def _tabulate_layouts(config: Config, plan: JobPlan) -> Table:
-    rows = []
+    rows: list[Sequence[object]] = []
     for name, job in plan.jobs.items():
         sizes = {axis: getattr(job.parallel, axis) for axis in ("tp", "pp", "vpp", "cp", "ep", "etp")}
         words = [f"{axis} {size}" for axis, size in sizes.items() if size > 1] + ["sp"] * job.parallel.sp
