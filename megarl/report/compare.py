@@ -3,6 +3,7 @@ the effect of each difference with its spread over seeds.
 """
 
 import json
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -129,10 +130,7 @@ def sort_values(values: set[str]) -> list[str]:
 def is_complete_grid(runs: Sequence[RunRecord], parameters: Sequence[str]) -> bool:
     """Whether every combination of the values was run; otherwise an effect may be another parameter's."""
     combinations = {tuple(get_value(run, key) for key in parameters) for run in runs}
-    expected = 1
-    for column in zip(*combinations, strict=True):
-        expected *= len(set(column))
-    return len(combinations) == expected
+    return len(combinations) == math.prod(len(set(column)) for column in zip(*combinations, strict=True))
 
 
 def color_runs(runs: Sequence[RunRecord], key: str) -> tuple[list[str], dict[str, int]]:
