@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_checkpoints import build_samples, write_checkpoint
+from tiny_checkpoints import build_samples, build_spec, write_checkpoint
 
-from megarl.config.schema.algo import AlgoConfig
-from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig, RandomModelConfig
+from megarl.config.schema.roles import OptimizerConfig, RandomModelConfig
 from megarl.mcore import hf
 from megarl.mcore.hf import write_hf_checkpoint
-from megarl.mcore.spec import Role, WorkerSpec
+from megarl.mcore.spec import Role
 from megarl.mcore.worker import MegatronWorker
 from megarl.models.checkpoint import build_random_checkpoint
 from megarl.types import Sequences
@@ -47,17 +46,11 @@ def test_transformers_loads_a_critic_with_every_weight_in_its_place(
     assert config["architectures"] == [type(model).__name__]
 
 
-def test_a_policy_keeps_its_config(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "policy")
-    tensors = load_file(tmp_path / "policy" / "model.safetensors")
-    write_hf_checkpoint(tmp_path / "copy", tmp_path / "policy", tensors.items())
-    assert (tmp_path / "copy" / "config.json").read_bytes() == (tmp_path / "policy" / "config.json").read_bytes()
-
-
 @contextlib.contextmanager
 def open_worker(checkpoint: Path, role: Role, scratch: Path) -> Iterator[MegatronWorker]:
-    given = (ParallelConfig(), OptimizerConfig(lr=1e-2), Dtype.float32, AlgoConfig(), 1.0, 32, 10_000)
-    worker = MegatronWorker(WorkerSpec(role, str(checkpoint), *given), 0, 1, f"file://{scratch}/{role.value}.init")
+    worker = MegatronWorker(
+        build_spec(checkpoint, role, optimizer=OptimizerConfig(lr=1e-2)), 0, 1, f"file://{scratch}/{role.value}.init"
+    )
     try:
         yield worker
     finally:

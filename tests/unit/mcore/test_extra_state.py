@@ -1,4 +1,4 @@
-"""What Transformer Engine calls the extra state of a module, a pickle, is neither saved nor read."""
+"""What a checkpoint holds of a model and its random states: never the pickles of Transformer Engine."""
 
 from pathlib import Path
 from typing import Any
@@ -59,3 +59,23 @@ def test_a_checkpoint_has_no_state_of_fp8_products_and_none_is_read_from_one() -
 def test_weights_that_a_checkpoint_lacks_are_named() -> None:
     with pytest.raises(CheckpointError, match=r"c: does not hold what the model has: experts\.weight"):
         _put_weights(Path("c"), [Chunk()], {"0": {"linear.weight": torch.ones(2)}})
+
+
+def test_on_a_cpu_the_states_of_a_gpus_generator_are_left_out() -> None:
+    from megatron.core import tensor_parallel
+
+    from megarl.mcore.state import _put_random_state, _take_random_state
+
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    tracker.reset()
+    tracker.add("model-parallel-rng", 3)
+    own = _take_random_state()
+    # A GPU's state is a seed and an offset.
+    foreign = torch.zeros(16, dtype=torch.uint8)
+    other = {"torch": own["torch"], "tracker": dict.fromkeys(own["tracker"], foreign), "cuda": foreign}
+    kind = other if not torch.cuda.is_available() else {key: other[key] for key in ("torch", "tracker")}
+    _put_random_state(kind)
+    found = tracker.get_states()
+    assert all(torch.equal(found[name], state) for name, state in own["tracker"].items())
+    with tracker.fork():
+        torch.rand(1)

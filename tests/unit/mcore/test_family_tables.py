@@ -21,20 +21,26 @@ def read(family: str, **changes: Any) -> Architecture:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("family", "changes", "message"),
     [
-        ({"n_group": 2}, "config.json: n_group is 2; only 1 is supported"),
-        ({"topk_group": 2}, "topk_group is 2"),
-        ({"norm_topk_prob": False}, "norm_topk_prob is False; only True"),
-        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1; only 0"),
-        ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5, num_experts 4"),
-        ({"first_k_dense_replace": 2}, "first_k_dense_replace is 2; it must be below num_hidden_layers, 2"),
-        ({"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
+        ("glm4_moe", {"n_group": 2}, "config.json: n_group is 2; only 1 is supported"),
+        ("glm4_moe", {"topk_group": 2}, "topk_group is 2"),
+        ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob is False; only True"),
+        ("glm4_moe", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1; only 0"),
+        ("glm4_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, num_experts 4"),
+        ("glm4_moe", {"first_k_dense_replace": 2}, "first_k_dense_replace is 2; it must be below num_hidden_layers, 2"),
+        ("glm4_moe", {"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2; only 1"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
+        ("qwen3_moe", {"num_experts_per_tok": 1}, "norm_topk_prob must be false"),
+        ("llama", {"attention_bias": True}, "attention_bias is True"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("llama", {"model_type": "gpt2"}, f"model_type is 'gpt2'; supported: {', '.join(FAMILIES)}"),
     ],
 )
-def test_a_glm4_moe_that_is_not_built_is_refused_by_key(changes: dict[str, Any], message: str) -> None:
+def test_a_model_that_is_not_built_is_refused_by_key(family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read("glm4_moe", **changes)
+        read(family, **changes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

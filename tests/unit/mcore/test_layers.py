@@ -19,6 +19,7 @@ def build_norm(dtype: torch.dtype) -> RMSNorm:
 def test_rms_norm_and_its_gradients_equal_torchs_in_float64(dtype: torch.dtype, tolerance: float) -> None:
     torch.manual_seed(0)
     norm = build_norm(dtype)
+    assert norm.weight.sequence_parallel
     x = torch.randn(5, 3, 24).to(dtype).requires_grad_()
     weights = torch.randn(5, 3, 24)
     out = norm(x)
@@ -45,18 +46,6 @@ def test_swiglu_and_its_gradient_are_megatrons_chain_bit_for_bit(dtype: torch.dt
     out.backward(weights)
     assert torch.equal(out, chain)
     assert torch.equal(x.grad, chain_x.grad)
-
-
-def test_norm_weights_are_marked_for_sequence_parallelism() -> None:
-    assert build_norm(torch.float32).weight.sequence_parallel
-
-
-def test_values_are_float32_also_of_a_bfloat16_model() -> None:
-    head = ValueHead(SimpleNamespace(params_dtype=torch.bfloat16, hidden_size=8))
-    values, bias = head(torch.ones(4, 1, 8, dtype=torch.bfloat16))
-    assert values.dtype is torch.float32
-    assert values.shape == (4, 1, 1)
-    assert bias is None
 
 
 def test_bounded_values_and_their_gradient_by_hand() -> None:

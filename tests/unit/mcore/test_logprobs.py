@@ -1,88 +1,144 @@
+"""Log-probabilities, entropies and the KL over the whole vocabulary, against float64 computations of torch."""
+
+import math
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megarl.mcore import logprobs as module
 from megarl.mcore.logprobs import VocabShard, compute_full_kl, compute_logprobs
 
+QUANTITIES = ("logprobs", "entropy", "full KL")
 
-def reference(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    log_p = torch.log_softmax(logits / temperature, -1)
-    return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+def compute(
+    quantity: str, logits: torch.Tensor, other: torch.Tensor, temperature: float = 1.0, vocab: int | None = None
+) -> list[torch.Tensor]:
+    """The logprobs of the tokens 0, 1, 2 ..., with their entropies, or the KL to the logits `other`"""
+    vocab = vocab or logits.shape[1]
+    shard = VocabShard(0, vocab, None)
+    if quantity == "full KL":
+        return [compute_full_kl(logits, other, temperature, shard)]
+    targets = torch.arange(len(logits)) % vocab
+    found = compute_logprobs(logits, targets, temperature, shard, with_entropy=quantity == "entropy")
+    assert (found[1] is None) == (quantity == "logprobs")
+    return [x for x in found if x is not None]
+
+
+def reference(quantity: str, logits: torch.Tensor, other: torch.Tensor, temperature: float = 1.0) -> list[torch.Tensor]:
+    log_p, log_q = (torch.log_softmax(x / temperature, -1) for x in (logits, other))
+    if quantity == "full KL":
+        return [torch.nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)]
+    logprobs = log_p.gather(1, torch.arange(len(log_p))[:, None] % log_p.shape[1]).squeeze(1)
+    return [logprobs, -(log_p.exp() * log_p).sum(-1)][: 1 + (quantity == "entropy")]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 @pytest.mark.parametrize("chunk", [1, 100, 1 << 20])
-@pytest.mark.parametrize("with_entropy", [False, True])
-def test_values_and_gradient_equal_float64_log_softmax(
-    temperature: float, chunk: int, with_entropy: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("quantity", QUANTITIES)
+def test_values_and_gradient_equal_float64(
+    temperature: float, chunk: int, quantity: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CPU_CHUNK", chunk)
     generator = torch.Generator().manual_seed(0)
     num_tokens, vocab, padded = 11, 37, 64
-    logits = 5 * torch.randn(num_tokens, padded, generator=generator)
-    targets = torch.randint(0, vocab, (num_tokens,), generator=generator)
+    logits, other = 3 * torch.randn(2, num_tokens, padded, generator=generator)
     weights = torch.randn(2, num_tokens, generator=generator)
-
-    ours = logits.clone().requires_grad_()
-    found, entropy = compute_logprobs(ours, targets, temperature, VocabShard(0, vocab, None), with_entropy)
-    exact = logits[:, :vocab].double().requires_grad_()
-    expected, expected_entropy = reference(exact, targets, temperature)
-    assert found.dtype is torch.float32
-    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=2e-6)
-    loss, exact_loss = (found * weights[0]).sum(), (expected * weights[0]).sum()
-    if with_entropy:
-        torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=5e-6)
-        loss, exact_loss = (
-            loss + (entropy * weights[1]).sum(),
-            exact_loss + (expected_entropy * weights[1]).sum(),
-        )
-    else:
-        assert entropy is None
-    loss.backward()
-    exact_loss.backward()
-    torch.testing.assert_close(ours.grad[:, :vocab].double(), exact.grad, rtol=1e-5, atol=2e-6)
+    ours, exact = logits.clone().requires_grad_(), logits[:, :vocab].double().requires_grad_()
+    found = compute(quantity, ours, other, temperature, vocab)
+    expected = reference(quantity, exact, other[:, :vocab].double(), temperature)
+    for one, true in zip(found, expected, strict=True):
+        assert one.dtype is torch.float32
+        torch.testing.assert_close(one.double(), true, rtol=2e-6, atol=5e-6)
+    for values in (found, expected):
+        sum((x * weight).sum() for x, weight in zip(values, weights, strict=False)).backward()
+    atol = 2e-5 if quantity == "full KL" else 2e-6
+    torch.testing.assert_close(ours.grad[:, :vocab].double(), exact.grad, rtol=1e-5, atol=atol)
     assert torch.equal(ours.grad[:, vocab:], torch.zeros(num_tokens, padded - vocab))
 
 
-def test_padding_columns_get_no_probability_however_large() -> None:
-    logits = torch.zeros(3, 8)
-    logits[:, 5:] = 1e4
-    found, _ = compute_logprobs(logits, torch.tensor([0, 1, 4]), 1.0, VocabShard(0, 5, None))
-    torch.testing.assert_close(found, torch.full((3,), -torch.tensor(5.0).log().item()))
+LOGITS = st.floats(-8, 8, width=32)
+
+
+@settings(derandomize=True, max_examples=100)
+@given(st.lists(st.tuples(LOGITS, LOGITS), min_size=1, max_size=9), st.sampled_from([0.5, 1.0, 2.0]))
+def test_a_full_kl_and_its_gradient_equal_plain_python(pairs: list[tuple[float, float]], temperature: float) -> None:
+    x, y = (list(z) for z in zip(*pairs, strict=True))
+    p, q = ([math.exp((v - max(z)) / temperature) for v in z] for z in (x, y))
+    p, q = ([v / math.fsum(z) for v in z] for z in (p, q))
+    logs = [math.log(a) - math.log(b) for a, b in zip(p, q, strict=True)]
+    kl = math.fsum(a * d for a, d in zip(p, logs, strict=True))
+    logits = torch.tensor([x]).requires_grad_()
+    (found,) = compute("full KL", logits, torch.tensor([y]), temperature)
+    found.sum().backward()
+    assert found.item() == pytest.approx(kl, rel=1e-5, abs=1e-5)
+    gradient = [a * (d - kl) / temperature for a, d in zip(p, logs, strict=True)]
+    assert logits.grad[0].tolist() == pytest.approx(gradient, rel=1e-4, abs=2e-5)
+
+
+def test_equal_logits_have_no_kl_and_no_gradient_at_all() -> None:
+    logits = (20 * torch.randn(5, 100, generator=torch.Generator().manual_seed(0))).requires_grad_()
+    (found,) = compute("full KL", logits, logits.detach().clone(), 0.7)
+    found.sum().backward()
+    assert torch.equal(found, torch.zeros(5))
+    assert torch.equal(logits.grad, torch.zeros(5, 100))
+
+
+@pytest.mark.parametrize("quantity", QUANTITIES)
+def test_padding_columns_get_no_probability_however_large(quantity: str) -> None:
+    logits, other = torch.zeros(3, 8), torch.zeros(3, 8)
+    logits[:, 5:], other[:, 6:] = 1e4, -1e4
+    expected = reference(quantity, logits[:, :5], other[:, :5])
+    torch.testing.assert_close(compute(quantity, logits, other, vocab=5), expected)
 
 
 def test_large_logits_neither_overflow_nor_lose_the_entropy() -> None:
-    logits = torch.tensor([[3e4, 3e4, 0.0]])
-    found, entropy = compute_logprobs(logits, torch.tensor([1]), 1.0, VocabShard(0, 3, None), with_entropy=True)
-    assert found.item() == pytest.approx(-0.6931472, abs=1e-5)
+    logprobs, entropy = compute("entropy", torch.tensor([[3e4, 3e4, 0.0]]), torch.zeros(1, 3))
+    assert logprobs.item() == pytest.approx(-0.6931472, abs=1e-5)
     assert entropy.item() == pytest.approx(0.6931472, abs=1e-2)
-
-
-def test_bfloat16_logits_give_float32_logprobs_and_bfloat16_gradients() -> None:
-    logits = torch.randn(4, 16, dtype=torch.bfloat16, requires_grad=True)
-    found, _ = compute_logprobs(logits, torch.arange(4), 1.0, VocabShard(0, 16, None))
-    expected, _ = reference(logits.detach().double(), torch.arange(4), 1.0)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    logits = torch.tensor([[300.0, 0.0]]).requires_grad_()
+    (found,) = compute("full KL", logits, torch.tensor([[0.0, 300.0]]))
     found.sum().backward()
-    assert logits.grad.dtype is torch.bfloat16
+    assert found.item() == pytest.approx(300.0)
+    assert torch.isfinite(logits.grad).all()
 
 
-def test_no_tokens_give_no_logprobs_and_zero_gradient() -> None:
+@pytest.mark.parametrize("quantity", QUANTITIES)
+def test_bfloat16_logits_give_float32_numbers_and_bfloat16_gradients_to_the_policy_alone(quantity: str) -> None:
+    logits, other = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ours, other = logits.clone().requires_grad_(), other.requires_grad_()
+    found = compute(quantity, ours, other)
+    expected = reference(quantity, logits.double(), other.detach().double())
+    torch.testing.assert_close(found, [x.float() for x in expected], rtol=1e-5, atol=1e-5)
+    found[0].sum().backward()
+    assert ours.grad.dtype is torch.bfloat16
+    assert other.grad is None
+
+
+@pytest.mark.parametrize("quantity", QUANTITIES)
+def test_no_tokens_give_no_numbers_and_zero_gradient(quantity: str) -> None:
     logits = torch.zeros(0, 8, requires_grad=True)
-    found, _ = compute_logprobs(logits, torch.zeros(0, dtype=torch.int64), 1.0, VocabShard(0, 8, None))
-    found.sum().backward()
-    assert found.shape == (0,)
+    found = compute(quantity, logits, torch.zeros(0, 8))
+    found[0].sum().backward()
+    assert {x.shape for x in found} == {(0,)}
     assert logits.grad.shape == (0, 8)
 
 
+@pytest.mark.parametrize("quantity", QUANTITIES)
 @pytest.mark.parametrize("temperature", [0.0, -1.0])
-def test_a_temperature_that_is_not_positive_is_refused(temperature: float) -> None:
+def test_a_temperature_that_is_not_positive_is_refused(temperature: float, quantity: str) -> None:
     with pytest.raises(ValueError, match="temperature must be positive"):
-        compute_logprobs(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), temperature, VocabShard(0, 2, None))
+        compute(quantity, torch.zeros(1, 2), torch.zeros(1, 2), temperature)
+
+
+def test_logits_of_another_shape_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"ref_logits: shape \[1, 3\] found; must be that of logits, \[1, 2\]"):
+        compute("full KL", torch.zeros(1, 2), torch.zeros(1, 3))
 
 
 class LargestTensor(TorchDispatchMode):
@@ -98,20 +154,14 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("quantity", ["logprobs", "entropy", "full KL"])
+@pytest.mark.parametrize("quantity", QUANTITIES)
 def test_no_float32_tensor_is_larger_than_a_chunk_forward_or_backward(
     quantity: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vocab, rows_of_a_chunk = 1000, 3
     monkeypatch.setattr(module, "CPU_CHUNK", rows_of_a_chunk * vocab)
     logits = torch.randn(50, vocab, dtype=torch.bfloat16, requires_grad=True)
-    shard, targets = VocabShard(0, vocab, None), torch.arange(50)
     with LargestTensor() as largest:
-        if quantity == "full KL":
-            total = compute_full_kl(logits, logits.detach().flip(0), 0.7, shard).sum()
-        else:
-            found = compute_logprobs(logits, targets, 0.7, shard, with_entropy=quantity == "entropy")
-            total = sum(x.sum() for x in found if x is not None)
-        total.backward()
+        sum(x.sum() for x in compute(quantity, logits, logits.detach().flip(0), 0.7)).backward()
     assert logits.grad.abs().sum() > 0
     assert vocab <= largest.num_elements <= rows_of_a_chunk * vocab

@@ -2,14 +2,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_checkpoints import build_sequences, write_checkpoint
+from tiny_checkpoints import build_sequences, build_spec, write_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from megarl.config.schema.algo import AlgoConfig
-from megarl.config.schema.roles import Dtype, LoraConfig, ParallelConfig
+from megarl.config.schema.roles import LoraConfig
 from megarl.mcore.batch import ContextGroup, build_batch
 from megarl.mcore.microbatches import compute_row_costs, count_tokens, describe_work, pack
-from megarl.mcore.spec import Role, WorkerSpec, read_architecture
+from megarl.mcore.spec import Role, read_architecture
 from megarl.models.architecture import Architecture, Experts
 from megarl.types import Sequences
 
@@ -21,11 +20,6 @@ COUNTS = {"tokens/real": 1.0, "tokens/computed": 1.0}
 def build_architecture(experts: Experts | None = None) -> Architecture:
     flags = {"family": "qwen3", "vocab_size": 50, "qk_norm": True, "tied": False}
     return Architecture(**SIZES, **OTHERS, **flags, experts=experts)
-
-
-def build_spec(role: Role, lora: LoraConfig | None = None) -> WorkerSpec:
-    sizes = {"optimizer": None, "dtype": Dtype.float32, "temperature": 1.0, "response_length": 8}
-    return WorkerSpec(role, "", ParallelConfig(), **sizes, algo=AlgoConfig(), tokens_per_microbatch=64, lora=lora)
 
 
 def one_row(length: int, response: int) -> Sequences:
@@ -87,7 +81,7 @@ def test_at_least_97_percent_of_the_tokens_computed_on_gsm8k_like_lengths_are_re
     counts = [count_tokens(batch, sequences) for batch in batches]
     computed = sum(batch.tokens.numel() * cp for batch in batches)
     sums = {key: float(sum(count[key] for count in counts)) for key in counts[0]}
-    metrics = describe_work({"policy/loss": 1.0, **sums}, build_spec(Role.policy), build_architecture(), sequences)
+    metrics = describe_work({"policy/loss": 1.0, **sums}, build_spec(role=Role.policy), build_architecture(), sequences)
     assert metrics["policy/loss"] == 1.0
     assert metrics["policy/real_tokens_frac"] == int(sequences.lengths.sum()) / computed
     assert metrics["policy/real_tokens_frac"] >= 0.97
@@ -103,14 +97,14 @@ def test_an_optimizer_step_counts_three_forward_passes_of_two_operations_a_multi
     role: Role, with_value_head: bool
 ) -> None:
     sequences, arch = build_sequences(), build_architecture()
-    metrics = describe_work(COUNTS, build_spec(role), arch, sequences)
+    metrics = describe_work(COUNTS, build_spec(role=role), arch, sequences)
     multiply_adds = sum(compute_row_costs(arch, sequences, with_value_head=with_value_head))
     assert metrics[f"{role.value}/model_tflop_sum"] == pytest.approx(6 * multiply_adds / 1e12)
 
 
 def test_a_step_of_adapters_counts_no_products_for_the_gradients_of_frozen_weights() -> None:
-    sequences, counted = one_row(5, 3), COUNTS
-    metrics = describe_work(counted, build_spec(Role.policy, LoraConfig(rank=2)), build_architecture(), sequences)
+    sequences, spec = one_row(5, 3), build_spec(role=Role.policy, lora=LoraConfig(rank=2))
+    metrics = describe_work(COUNTS, spec, build_architecture(), sequences)
     # Two operations for the multiply-adds of `test_the_cost_of_a_row_by_hand`: forward, and by the inputs; attention's
     # two inputs both have gradients.
     linear, attention = 2 * 5 * (240 + 120 + 210) + 3 * 10 * 50, 2 * 12 * 25

@@ -6,32 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_checkpoints import build_spec
 
-from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import Dtype, ParallelConfig
 from megarl.mcore.entries import padded_vocab_size
 from megarl.mcore.hf import CheckpointReader, write_hf_checkpoint, write_safetensors
 from megarl.mcore.model import build_config, check_options
-from megarl.mcore.spec import Role, WorkerSpec, read_architecture
+from megarl.mcore.spec import read_architecture
 from megarl.models.architecture import Architecture
-from megarl.models.families import FAMILIES
 
 CONFIG: dict[str, Any] = {
-    "model_type": "llama",
-    "num_hidden_layers": 4,
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "vocab_size": 100,
-    "tie_word_embeddings": True,
+    **{"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 48, "intermediate_size": 96},
+    **{"num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 100, "tie_word_embeddings": True},
 }
-
-
-def build_spec(directory: Path, megatron: dict[str, Any]) -> WorkerSpec:
-    fields = {"optimizer": None, "algo": AlgoConfig(), "temperature": 1.0, "response_length": 8}
-    sizes = {"tokens_per_microbatch": 64, "megatron": megatron}
-    return WorkerSpec(Role.reference, str(directory), ParallelConfig(), dtype=Dtype.float32, **fields, **sizes)
 
 
 def read(directory: Path, **changes: Any) -> Architecture:
@@ -44,28 +31,10 @@ def test_rope_is_read_in_the_old_and_the_new_spelling(tmp_path: Path) -> None:
     new = read(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
     assert (new.rope_theta, new.rope_factor) == (1e6, None)
     scaling = {
-        "rope_type": "llama3",
-        "factor": 32.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        **{"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
         "original_max_position_embeddings": 8192,
     }
     assert read(tmp_path, rope_theta=5e5, rope_scaling=scaling).rope_factor == 32.0
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model_type": "gpt2"}, f"model_type is 'gpt2'; supported: {', '.join(FAMILIES)}"),
-        ({"attention_bias": True}, "attention_bias is True"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"use_sliding_window": True}, "use_sliding_window is True"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope scaling"),
-    ],
-)
-def test_what_is_not_built_is_refused_by_key(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        read(tmp_path, **changes)
 
 
 def test_a_directory_without_config_is_named(tmp_path: Path) -> None:
@@ -91,26 +60,10 @@ def test_a_directory_without_config_is_named(tmp_path: Path) -> None:
             ParallelConfig(),
             "model.megatron.deterministic_mode: found True; set train.deterministic instead",
         ),
-        (
-            {},
-            ParallelConfig(num_processes=2, tp=2),
-            "parallel.tp: found 2, which does not divide the model's 3 key-value heads; the nearest is 1",
-        ),
-        (
-            {},
-            ParallelConfig(num_processes=4, tp=4),
-            "parallel.tp: found 4, which does not divide the model's 6 attention heads; the nearest is 3",
-        ),
-        (
-            {},
-            ParallelConfig(num_processes=3, pp=3),
-            "parallel.pp: found 3, which does not divide the model's 4 layers; the nearest is 2",
-        ),
-        (
-            {},
-            ParallelConfig(num_processes=2, pp=2, vpp=3),
-            "parallel.vpp: found 3, which does not divide the 2 layers of a stage; the nearest is 2",
-        ),
+        ({}, ParallelConfig(num_processes=2, tp=2), "tp: found 2, .* the model's 3 key-value heads; the nearest is 1"),
+        ({}, ParallelConfig(num_processes=4, tp=4), "tp: found 4, .* the model's 6 attention heads; the nearest is 3"),
+        ({}, ParallelConfig(num_processes=3, pp=3), "parallel.pp: found 3, .* the model's 4 layers; the nearest is 2"),
+        ({}, ParallelConfig(num_processes=2, pp=2, vpp=3), "vpp: found 3, .* 2 layers of a stage; the nearest is 2"),
         ({}, ParallelConfig(sp=True), "parallel.sp: found true with tp 1"),
     ],
 )
@@ -148,9 +101,9 @@ def test_layouts_that_megatron_takes_are_taken(
 def test_a_contradiction_within_megatrons_options_is_found_before_anything_starts(tmp_path: Path) -> None:
     options = {"cpu_offloading": True, "cpu_offloading_num_layers": 99}
     arch = read(tmp_path)
-    (problem,) = check_options(arch, build_spec(tmp_path, options))
+    (problem,) = check_options(arch, build_spec(tmp_path, megatron=options))
     assert problem.startswith("model.megatron: refused by Megatron with this layout")
-    assert check_options(arch, build_spec(tmp_path, {})) == []
+    assert check_options(arch, build_spec(tmp_path)) == []
 
 
 def test_a_kernel_that_megatron_looks_for_in_vain_is_a_message_too(tmp_path: Path) -> None:
@@ -158,7 +111,7 @@ def test_a_kernel_that_megatron_looks_for_in_vain_is_a_message_too(tmp_path: Pat
     from megatron.core.transformer.moe import moe_utils
 
     if getattr(moe_utils, "fused_permute", None) is None:
-        (problem,) = check_options(read(tmp_path), build_spec(tmp_path, {"moe_permute_fusion": True}))
+        (problem,) = check_options(read(tmp_path), build_spec(tmp_path, megatron={"moe_permute_fusion": True}))
         assert problem.startswith("model.megatron: refused by Megatron with this layout")
 
 
@@ -183,11 +136,7 @@ def test_a_checkpoint_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert list(target.parent.iterdir()) == []
     for value in (1.0, 2.0):
         write_hf_checkpoint(target, source, [("a", torch.full((2,), value))])
-    assert sorted(file.name for file in target.iterdir()) == [
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-    ]
+    assert {file.name for file in target.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
     with CheckpointReader(target) as reader:
         assert reader.read("a").tolist() == [2.0, 2.0]
         with pytest.raises(KeyError, match="has no tensor b"):
@@ -204,16 +153,6 @@ def test_config_json_names_the_dtype_of_the_weights_by_which_transformers_loads_
     write_hf_checkpoint(tmp_path / "written", tmp_path, [("model.norm.weight", torch.ones(2, dtype=dtype))])
     written = json.loads((tmp_path / "written" / "config.json").read_text())
     assert written == {key: str(dtype).removeprefix("torch."), "model_type": "llama"}
-
-
-def test_large_checkpoints_are_cut_into_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.mcore.hf.MAX_FILE_BYTES", 100)
-    (tmp_path / "config.json").write_text("{}")
-    tensors = {f"t{number}": torch.full((20,), float(number)) for number in range(3)}
-    write_hf_checkpoint(tmp_path / "cut", tmp_path, tensors.items())
-    assert len(list((tmp_path / "cut").glob("*.safetensors"))) == 3
-    with CheckpointReader(tmp_path / "cut") as reader:
-        assert all(torch.equal(reader.read(name), tensor) for name, tensor in tensors.items())
 
 
 def test_tensors_of_a_file_that_is_written_are_not_held_while_the_next_are_made(tmp_path: Path) -> None:

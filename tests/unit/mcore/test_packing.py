@@ -2,7 +2,6 @@ import itertools
 import math
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -102,24 +101,6 @@ def test_ranks_and_microbatches_are_balanced_by_tokens_without_costs() -> None:
     totals = total_costs(ranks, lengths)
     assert max(totals) - min(totals) <= 50
     assert len(ranks[0]) == -(-sum(lengths) // (1024 * 4))
-
-
-def test_no_rank_waits_for_the_one_with_the_longest_responses() -> None:
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.empty(128).log_normal_(7.5, 0.8, generator=generator).clamp(max=16_000).long().tolist()
-    costs = [length + length**2 / 16_000 for length in lengths]
-
-    def slowest_over_mean(ranks: list[list[list[int]]]) -> float:
-        totals = total_costs(ranks, costs)
-        return max(totals) * len(totals) / sum(totals)
-
-    assert slowest_over_mean(pack(lengths, 16_384, 8, costs)) < 1.01
-    assert slowest_over_mean(pack(lengths, 16_384, 8)) > 1.1
-
-
-def test_a_sequence_over_the_budget_is_alone() -> None:
-    ranks = pack([500, 10, 10, 10], 100, 1)
-    assert ranks == [[[0], [1, 2, 3]]]
 
 
 def test_fewer_rows_than_ranks_leave_ranks_with_an_empty_microbatch() -> None:

@@ -1,18 +1,17 @@
 """What a step makes of its micro-batches, and the targets of their tokens: one process without another."""
 
 from dataclasses import fields, replace
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tiny_checkpoints import build_samples, build_sequences, write_checkpoint
+from tiny_checkpoints import build_samples, build_sequences, build_spec, write_checkpoint
 
 from megarl.algo.losses import LossOutput, TokenTargets
-from megarl.config.schema.algo import AlgoConfig
-from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig
+from megarl.config.schema.roles import OptimizerConfig
 from megarl.mcore.batch import build_batch
-from megarl.mcore.spec import Role, WorkerSpec
+from megarl.mcore.spec import Role
 from megarl.mcore.step import accumulate, add_rounding, build_targets, collect_rows, run_schedule
 from megarl.mcore.worker import MegatronWorker
 
@@ -98,15 +97,10 @@ def test_random_errors_are_within_their_unit_and_of_their_seed_and_go_with_their
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("worker")
     write_checkpoint(path / "qwen3")
-    made = MegatronWorker(build_spec(path / "qwen3"), 0, 1, f"file://{path}/init")
+    optimizer = OptimizerConfig(lr=1e-2, clip_grad=1.0)
+    made = MegatronWorker(build_spec(path / "qwen3", Role.policy, optimizer=optimizer), 0, 1, f"file://{path}/init")
     yield made
     made.close()
-
-
-def build_spec(checkpoint: Path) -> WorkerSpec:
-    optimizer = OptimizerConfig(lr=1e-2, clip_grad=1.0)
-    given = (str(checkpoint), ParallelConfig(), optimizer, Dtype.float32, AlgoConfig(), 1.0, 32, 10_000)
-    return WorkerSpec(Role.policy, *given)
 
 
 def test_gradients_are_the_undivided_sum_over_micro_batches_and_outputs_keep_their_order(worker: Any) -> None:
@@ -141,3 +135,17 @@ def test_a_pass_without_gradients_leaves_none(worker: Any) -> None:
     batch = build_batch(build_sequences(), [0])
     run_schedule(worker.model, [batch], lambda out, _: (out.sum(), None), forward_only=True)
     assert not any(bool(x.main_grad.any()) for x in worker.chunks[0].parameters())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the correction is of the CPU")
+@pytest.mark.parametrize("name", ["dist_reduce_scatter_func", "dist_all_gather_func"])
+def test_a_lone_rank_leaves_its_buffer_where_it_is(name: str) -> None:
+    from megatron.core.distributed import param_and_grad_buffer
+
+    buffer = torch.arange(6.0)
+    collective = getattr(param_and_grad_buffer, name)
+    # Without torch.distributed, a collective of Gloo would raise.
+    assert collective(buffer.view(6), buffer, group=SimpleNamespace(size=lambda: 1), async_op=False) is None
+    assert torch.equal(buffer, torch.arange(6.0))
+    with pytest.raises((ValueError, RuntimeError, TypeError)):
+        collective(torch.empty(6), buffer, group=SimpleNamespace(size=lambda: 1), async_op=False)

@@ -1,10 +1,9 @@
 """critic.trainable=mlp and policy.lora: which weights those are, in both kinds of layers and every family."""
 
 import pytest
+from tiny_checkpoints import build_spec
 
-from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import (
-    Dtype,
     Fp8,
     LoraConfig,
     LoraLayers,
@@ -15,34 +14,28 @@ from megarl.config.schema.roles import (
 )
 from megarl.mcore.entries import list_entries
 from megarl.mcore.model import is_mlp
-from megarl.mcore.spec import Role, WorkerSpec, check_role_fields
+from megarl.mcore.spec import Role, check_role_fields
 from megarl.models.families import FAMILIES
 from megarl.plan.job import describe_random
 
-LAYER = "decoder.layers.3."
-
 
 @pytest.mark.parametrize(
-    "name",
+    ("is_trained", "names"),
     [
-        *("mlp.linear_fc1.weight", "mlp.linear_fc2.bias", "mlp.shared_experts.linear_fc2.weight"),
-        *("mlp.experts.local_experts.7.linear_fc1.weight", "mlp.experts.linear_fc2.weight12"),
+        (True, ("mlp.linear_fc1.weight", "mlp.linear_fc2.bias", "mlp.shared_experts.linear_fc2.weight")),
+        (True, ("mlp.experts.local_experts.7.linear_fc1.weight", "mlp.experts.linear_fc2.weight12")),
+        (
+            False,
+            ("mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc2.post_layernorm.weight", "pre_mlp_layernorm.weight"),
+        ),
+        (False, ("mlp.router.weight", "mlp.router.expert_bias", "mlp.shared_experts.gate_weight")),
+        (False, ("self_attention.linear_qkv.weight", "self_attention.linear_proj.weight", "input_layernorm.weight")),
     ],
 )
-def test_projections_of_mlps_and_experts_are_trained(name: str) -> None:
-    assert is_mlp(LAYER + name)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc2.post_layernorm.weight", "pre_mlp_layernorm.weight"),
-        *("mlp.router.weight", "mlp.router.expert_bias", "mlp.shared_experts.gate_weight"),
-        *("self_attention.linear_qkv.weight", "self_attention.linear_proj.weight", "input_layernorm.weight"),
-    ],
-)
-def test_norms_routers_gates_and_attention_are_frozen(name: str) -> None:
-    assert not is_mlp(LAYER + name)
+def test_mlps_and_experts_are_trained_and_norms_routers_gates_and_attention_are_frozen(
+    is_trained: bool, names: tuple[str, ...]
+) -> None:
+    assert {is_mlp(f"decoder.layers.3.{name}") for name in names} == {is_trained}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -61,10 +54,7 @@ def test_in_every_family_they_are_the_gate_up_and_down_projections(family: str) 
 def test_stages_that_would_train_experts_alone_are_refused(family: str, pp: int, refused: bool) -> None:
     arch = describe_random(RandomModelConfig(family=family, num_layers=4))
     parallel = ParallelConfig(num_processes=pp, pp=pp)
-    optimizer = OptimizerConfig()
-    spec = WorkerSpec(
-        Role.critic, "x", parallel, optimizer, Dtype.float32, AlgoConfig(), 1.0, 8, 64, trainable=Trainable.mlp
-    )
+    spec = build_spec(role=Role.critic, parallel=parallel, optimizer=OptimizerConfig(), trainable=Trainable.mlp)
     assert bool(list(check_role_fields(arch, spec))) is refused
 
 
@@ -83,6 +73,6 @@ def test_adapters_are_refused_by_name_where_they_cannot_be_trained(
     family: str, lora: LoraConfig, fp8: Fp8 | None, messages: list[str]
 ) -> None:
     arch = describe_random(RandomModelConfig(family=family, num_layers=4))
-    common = (ParallelConfig(), OptimizerConfig(), Dtype.float32, AlgoConfig(), 1.0, 8, 64)
-    found = list(check_role_fields(arch, WorkerSpec(Role.policy, "x", *common, lora=lora, fp8=fp8)))
+    spec = build_spec(role=Role.policy, optimizer=OptimizerConfig(), lora=lora, fp8=fp8)
+    found = list(check_role_fields(arch, spec))
     assert [text.startswith(message) for text, message in zip(found, messages, strict=True)] == [True] * len(messages)

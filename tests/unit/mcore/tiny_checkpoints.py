@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from megarl.config.schema.roles import RandomModelConfig
+from megarl.config.schema.algo import AlgoConfig
+from megarl.config.schema.roles import Dtype, ParallelConfig, RandomModelConfig
+from megarl.mcore.spec import Role, WorkerSpec
 from megarl.models.families import FAMILIES, build_random_fields
 from megarl.types import Sequences, TrainingSamples
 
@@ -42,6 +44,14 @@ def build_fields(family: str) -> dict[str, Any]:
 def find_constants(model: Any) -> list[torch.Tensor]:
     """The buffers that are a part of the checkpoint."""
     return [buffer for name, buffer in model.named_buffers() if name in model.state_dict()]
+
+
+def build_spec(checkpoint: object = "unused", role: Role = Role.reference, **changes: Any) -> WorkerSpec:
+    fields: dict[str, Any] = {
+        **{"parallel": ParallelConfig(), "optimizer": None, "dtype": Dtype.float32, "algo": AlgoConfig()},
+        **{"temperature": 1.0, "response_length": 32, "tokens_per_microbatch": 10_000},
+    }
+    return WorkerSpec(role, str(checkpoint), **{**fields, **changes})
 
 
 def build_sequences(num_rows: int = 9, seed: int = 0, longest: int = 20) -> Sequences:
