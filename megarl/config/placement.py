@@ -250,7 +250,7 @@ def read_allocation(environment: Mapping[str, str]) -> Allocation:
         raise ConfigError(["SLURM_JOB_ID: not set, so this is no job; sbatch slurm/train.sh starts one"])
     counts = []
     for name, default, least in (("SLURM_JOB_NUM_NODES", "", 1), ("SLURM_GPUS_ON_NODE", "0", 0)):
-        text = environment.get(name, default)
+        text = environment.get(name) or default
         if not text.isdecimal() or int(text) < least:
             raise ConfigError([f"{name}: found {text!r}; it must be a number, {least} or more"])
         counts.append(int(text))

@@ -99,7 +99,7 @@ LossAggMode = Enum(
 )
 
 
-# The `algo` group: an algorithm as a set of values; config/checks/algo.py says which contradict one another.
+# The `algo` group: an algorithm as a set of values; config/checks/config.py says which contradict one another.
 
 ADAPTIVE = "adaptive"
 """`lambda_policy` as a function of the response's length (VAPO)."""
