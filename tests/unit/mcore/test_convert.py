@@ -156,24 +156,30 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_nothing_is_left(
     assert list(tmp_path.iterdir()) == [hf]
 
 
-def test_a_damaged_byte_is_found_by_its_checksum(megatron: Path, tmp_path: Path) -> None:
-    path = megatron / "__0_0.distcp"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"damaged: __0_0\.distcp"):
-        convert(megatron, tmp_path / "back")
+def change_middle(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
-@pytest.mark.parametrize("damage", [lambda content: content[:-100], lambda content: b"x" * len(content), None])
-def test_without_checksums_a_damaged_file_is_refused_too(damage: Any, megatron: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("damage", "verify", "message"),
+    [
+        (change_middle, True, r"damaged: __0_0\.distcp"),
+        (lambda content: content[:-100], False, "megatron"),
+        (lambda content: b"x" * len(content), False, "megatron"),
+        (None, False, "megatron"),
+    ],
+)
+def test_a_damaged_file_is_refused_with_checksums_and_without(
+    damage: Callable[[bytes], bytes] | None, verify: bool, message: str, megatron: Path, tmp_path: Path
+) -> None:
     path = megatron / "__0_0.distcp"
     if damage is None:
         path.unlink()
     else:
         path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises((CheckpointError, FileNotFoundError), match=str(megatron)):
-        convert(megatron, tmp_path / "back", verify=False)
+    with pytest.raises((CheckpointError, FileNotFoundError), match=message):
+        convert(megatron, tmp_path / "back", verify=verify)
     assert sorted(x.name for x in tmp_path.iterdir()) == ["hf", "megatron"]
 
 
@@ -242,20 +248,13 @@ def test_an_interruption_leaves_neither_a_target_nor_parts_of_it(
     assert sorted(x.name for x in tmp_path.iterdir()) == ["hf", "megatron"]
 
 
-def test_the_comparison_names_the_one_tensor_that_differs_and_by_how_much(hf: Path, megatron: Path) -> None:
+def test_the_comparison_names_the_one_tensor_that_differs_and_refuses_other_shapes(hf: Path, megatron: Path) -> None:
     assert compare_tensors(open_source(hf), open_source(megatron)) == []
-
-    def add(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[QUERY][1, 1] += 0.5
-
-    change(hf, add)
+    change(hf, lambda tensors: tensors[QUERY][1, 1].add_(0.5))
     assert compare_tensors(open_source(hf), open_source(megatron)) == [f"{QUERY}: differs by up to 0.5"]
-
-
-def test_the_comparison_refuses_models_of_other_shapes(hf: Path, megatron: Path, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "wide", "llama", intermediate_size=128)
+    write_checkpoint(hf, "llama", intermediate_size=128)
     with pytest.raises(CheckpointError, match=r"down_proj\.weight is \[64, 128\], .* it is \[64, 96\]"):
-        compare_tensors(open_source(tmp_path / "wide"), open_source(megatron))
+        compare_tensors(open_source(hf), open_source(megatron))
 
 
 @pytest.mark.parametrize("place", ["hf", "hf/megatron", "."])

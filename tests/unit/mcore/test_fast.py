@@ -71,19 +71,21 @@ def test_each_way_is_off_alone_where_its_condition_does_not_hold(
 
 
 @on_cpu
-def test_model_megatron_decides_where_it_is_given(archs: dict[str, Architecture]) -> None:
-    config = build_config(archs["qwen3"], ParallelConfig(), Dtype.float32, {"bias_activation_fusion": True})
-    assert config.bias_activation_fusion
-    assert not build_config(archs["qwen3"], ParallelConfig(), Dtype.float32, {}).bias_activation_fusion
-
-
-@on_cpu
-@pytest.mark.parametrize("field", ["activation_func_clamp_value", "glu_linear_offset"])
-def test_mlps_have_the_local_activation_unless_another_one_is_asked_for(
-    archs: dict[str, Architecture], field: str
+@pytest.mark.parametrize(
+    ("megatron", "is_fused", "is_local"),
+    [
+        ({}, False, True),
+        ({"bias_activation_fusion": True}, True, None),
+        ({"activation_func_clamp_value": 1.0}, False, False),
+        ({"glu_linear_offset": 1.0}, False, False),
+    ],
+)
+def test_mlps_have_the_local_activation_unless_another_one_or_its_fusion_is_asked_for(
+    archs: dict[str, Architecture], megatron: dict[str, Any], is_fused: bool, is_local: bool | None
 ) -> None:
-    assert build_config(archs["qwen3"], ParallelConfig(), Dtype.float32, {}).use_te_activation_func
-    assert not build_config(archs["qwen3"], ParallelConfig(), Dtype.float32, {field: 1.0}).use_te_activation_func
+    config = build_config(archs["qwen3"], ParallelConfig(), Dtype.float32, megatron)
+    assert config.bias_activation_fusion == is_fused
+    assert is_local is None or config.use_te_activation_func == is_local
 
 
 def test_fused_rope_of_interleaved_positions_is_refused_on_every_machine(archs: dict[str, Architecture]) -> None:

@@ -31,9 +31,7 @@ def test_the_cost_of_a_row_by_hand() -> None:
     body = 2 * (5 * (240 + 120 + 210) + 12 * 25)
     assert compute_row_costs(build_architecture(), one_row(5, 3)) == [body + 3 * 10 * 50]
     assert compute_row_costs(build_architecture(), one_row(5, 3), with_value_head=True) == [body + 3 * 10]
-
-
-def test_of_a_mixture_the_experts_of_a_token_and_the_router_count() -> None:
+    # Of a mixture the experts of a token and the router count.
     experts = Experts(num_experts=8, top_k=2, ffn_size=6, normalized=True)
     body = 2 * (5 * (240 + 120 + 2 * 3 * 10 * 6 + 10 * 8) + 12 * 25)
     assert compute_row_costs(build_architecture(experts), one_row(5, 3)) == [body + 3 * 10 * 50]

@@ -98,21 +98,18 @@ def test_layouts_that_megatron_takes_are_taken(
     assert config.overlap_p2p_comm == (parallel.vpp > 1) == (not config.batch_p2p_comm)
 
 
-def test_a_contradiction_within_megatrons_options_is_found_before_anything_starts(tmp_path: Path) -> None:
-    options = {"cpu_offloading": True, "cpu_offloading_num_layers": 99}
-    arch = read(tmp_path)
-    (problem,) = check_options(arch, build_spec(tmp_path, megatron=options))
-    assert problem.startswith("model.megatron: refused by Megatron with this layout")
-    assert check_options(arch, build_spec(tmp_path)) == []
-
-
-def test_a_kernel_that_megatron_looks_for_in_vain_is_a_message_too(tmp_path: Path) -> None:
+def test_what_megatron_itself_refuses_is_found_before_anything_starts(tmp_path: Path) -> None:
     """Megatron-Core 0.16.1 raises ImportError for permute fusion where Transformer Engine is missing."""
     from megatron.core.transformer.moe import moe_utils
 
+    arch = read(tmp_path)
+    refused: list[dict[str, Any]] = [{"cpu_offloading": True, "cpu_offloading_num_layers": 99}]
     if getattr(moe_utils, "fused_permute", None) is None:
-        (problem,) = check_options(read(tmp_path), build_spec(tmp_path, megatron={"moe_permute_fusion": True}))
+        refused.append({"moe_permute_fusion": True})
+    for options in refused:
+        (problem,) = check_options(arch, build_spec(tmp_path, megatron=options))
         assert problem.startswith("model.megatron: refused by Megatron with this layout")
+    assert check_options(arch, build_spec(tmp_path)) == []
 
 
 def test_the_padded_vocabulary_is_the_same_for_layouts_that_are_powers_of_two() -> None:

@@ -33,18 +33,17 @@ def test_given_experts_are_weighed_by_the_softmax_of_the_routers_own_scores_over
     assert torch.equal(routes, expected > 0)
 
 
-def test_without_normalization_the_weights_are_the_softmax_over_all_experts() -> None:
-    weights, routes = route(LOGITS, GIVEN, use_pre_softmax=True)
-    expected = LOGITS.softmax(-1) * routes
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_given_experts_have_the_softmax_over_all_or_sigmoids_without_a_correction_bias(with_bias: bool) -> None:
+    if with_bias:
+        bias = torch.tensor([0.0, 0.0, 9.0, 0.0])
+        weights, routes = route(LOGITS, GIVEN, score_function="sigmoid", expert_bias=bias)
+        scores = LOGITS.sigmoid() * routes
+        expected = scores / scores.sum(-1, keepdim=True)
+    else:
+        weights, routes = route(LOGITS, GIVEN, use_pre_softmax=True)
+        expected = LOGITS.softmax(-1) * routes
     torch.testing.assert_close(weights, expected)
-    assert routes.nonzero().tolist() == [[0, 1], [0, 3], [1, 1], [1, 3], [2, 0], [2, 2]]
-
-
-def test_a_correction_bias_neither_chooses_nor_weighs_given_experts() -> None:
-    bias = torch.tensor([0.0, 0.0, 9.0, 0.0])
-    weights, routes = route(LOGITS, GIVEN, score_function="sigmoid", expert_bias=bias)
-    scores = LOGITS.sigmoid() * routes
-    torch.testing.assert_close(weights, scores / scores.sum(-1, keepdim=True))
     assert routes.nonzero().tolist() == [[0, 1], [0, 3], [1, 1], [1, 3], [2, 0], [2, 2]]
 
 

@@ -98,24 +98,34 @@ def test_recomputed_blocks_must_fit_the_layers(
 H100, B200, ADA, A100 = (9, 0), (10, 0), (8, 9), (8, 0)
 
 
+FP8 = "reference.fp8: found hybrid; it needs"
+FLOAT32 = "reference.dtype: found float32 with reference.parallel.cp=2;"
+
+
 @pytest.mark.parametrize(
-    ("recipe", "with_te", "capability", "message"),
+    ("recipe", "dtype", "cp", "with_te", "capability", "message"),
     [
-        ("tensorwise", False, H100, "reference.fp8: found hybrid; it needs Transformer Engine, which is not installed"),
-        ("tensorwise", True, None, "reference.fp8: found hybrid; it needs a GPU and there is none here"),
-        ("tensorwise", True, A100, "compute capability 8.9 or more, and this one has 8.0; null computes without it"),
-        ("blockwise", True, ADA, "reference.fp8_recipe may be tensorwise here"),
-        ("mxfp8", True, H100, "has 9.0; reference.fp8_recipe may be tensorwise or blockwise here"),
-        ("tensorwise", True, H100, None),
-        ("tensorwise", True, ADA, None),
-        ("blockwise", True, H100, None),
-        ("mxfp8", True, B200, None),
+        ("tensorwise", "bfloat16", 1, False, H100, f"{FP8} Transformer Engine, which is not installed"),
+        ("tensorwise", "bfloat16", 1, True, None, f"{FP8} a GPU and there is none here"),
+        ("tensorwise", "bfloat16", 1, True, A100, "8.9 or more, and this one has 8.0; null computes without it"),
+        ("blockwise", "bfloat16", 1, True, ADA, "reference.fp8_recipe may be tensorwise here"),
+        ("mxfp8", "bfloat16", 1, True, H100, "has 9.0; reference.fp8_recipe may be tensorwise or blockwise here"),
+        ("tensorwise", "bfloat16", 1, True, H100, None),
+        ("tensorwise", "bfloat16", 1, True, ADA, None),
+        ("blockwise", "bfloat16", 1, True, H100, None),
+        ("mxfp8", "bfloat16", 1, True, B200, None),
+        (None, "float32", 2, True, H100, FLOAT32),
+        (None, "bfloat16", 2, True, H100, None),
+        (None, "float32", 1, True, H100, None),
+        (None, "float32", 2, False, H100, None),
+        (None, "float32", 2, True, None, None),
     ],
 )
-def test_fp8_is_refused_where_it_cannot_be_computed(
-    recipe: str, with_te: bool, capability: tuple[int, int] | None, message: str | None
+def test_what_transformer_engine_cannot_compute_here_is_refused(
+    recipe: str | None, dtype: str, cp: int, with_te: bool, capability: tuple[int, int] | None, message: str | None
 ) -> None:
-    spec = build_spec(fp8=Fp8.hybrid, fp8_recipe=Fp8Recipe(recipe), dtype=Dtype.bfloat16)
+    fp8 = {"fp8": Fp8.hybrid, "fp8_recipe": Fp8Recipe(recipe)} if recipe else {}
+    spec = build_spec(dtype=Dtype(dtype), parallel=ParallelConfig(num_processes=cp, cp=cp), **fp8)
     problems = list(check_engine(spec, with_te, capability, in_worker=True))
     assert len(problems) == (message is not None)
     assert message is None or message in problems[0]
@@ -158,23 +168,3 @@ def test_without_transformer_engine_fp8_is_an_error_before_and_in_the_worker(
     assert next(check_role_fields(arch, spec)).startswith(message)
     with pytest.raises(ValueError, match=message):
         MegatronWorker(spec, 0, 1, f"file://{tmp_path}/init")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "cp", "with_te", "capability", "is_refused"),
-    [
-        (Dtype.float32, 2, True, (9, 0), True),
-        (Dtype.bfloat16, 2, True, (9, 0), False),
-        (Dtype.float32, 1, True, (9, 0), False),
-        (Dtype.float32, 2, False, (9, 0), False),
-        (Dtype.float32, 2, True, None, False),
-    ],
-)
-def test_transformer_engine_has_no_context_parallelism_in_float32(
-    dtype: Dtype, cp: int, with_te: bool, capability: tuple[int, int] | None, is_refused: bool
-) -> None:
-    spec = build_spec(dtype=dtype, parallel=ParallelConfig(num_processes=cp, cp=cp))
-    problems = list(check_engine(spec, with_te, capability, in_worker=True))
-    assert len(problems) == is_refused
-    if is_refused:
-        assert problems[0].startswith("reference.dtype: found float32 with reference.parallel.cp=2;")
