@@ -70,3 +70,17 @@ def test_a_value_head_in_bfloat16_bounds_its_values_in_float32() -> None:
     values = head(hidden)[0]
     assert values.dtype is torch.float32
     assert torch.equal(values, squash(z, 0.0, 1.0))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the correction is of the CPU")
+@pytest.mark.parametrize("name", ["dist_reduce_scatter_func", "dist_all_gather_func"])
+def test_a_lone_rank_leaves_its_buffer_where_it_is(name: str) -> None:
+    from megatron.core.distributed import param_and_grad_buffer
+
+    buffer = torch.arange(6.0)
+    collective = getattr(param_and_grad_buffer, name)
+    # Without torch.distributed, a collective of Gloo would raise.
+    assert collective(buffer.view(6), buffer, group=SimpleNamespace(size=lambda: 1), async_op=False) is None
+    assert torch.equal(buffer, torch.arange(6.0))
+    with pytest.raises((ValueError, RuntimeError, TypeError)):
+        collective(torch.empty(6), buffer, group=SimpleNamespace(size=lambda: 1), async_op=False)

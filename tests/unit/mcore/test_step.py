@@ -1,7 +1,6 @@
 """What a step makes of its micro-batches, and the targets of their tokens: one process without another."""
 
 from dataclasses import fields, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,17 +134,3 @@ def test_a_pass_without_gradients_leaves_none(worker: Any) -> None:
     batch = build_batch(build_sequences(), [0])
     run_schedule(worker.model, [batch], lambda out, _: (out.sum(), None), forward_only=True)
     assert not any(bool(x.main_grad.any()) for x in worker.chunks[0].parameters())
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the correction is of the CPU")
-@pytest.mark.parametrize("name", ["dist_reduce_scatter_func", "dist_all_gather_func"])
-def test_a_lone_rank_leaves_its_buffer_where_it_is(name: str) -> None:
-    from megatron.core.distributed import param_and_grad_buffer
-
-    buffer = torch.arange(6.0)
-    collective = getattr(param_and_grad_buffer, name)
-    # Without torch.distributed, a collective of Gloo would raise.
-    assert collective(buffer.view(6), buffer, group=SimpleNamespace(size=lambda: 1), async_op=False) is None
-    assert torch.equal(buffer, torch.arange(6.0))
-    with pytest.raises((ValueError, RuntimeError, TypeError)):
-        collective(torch.empty(6), buffer, group=SimpleNamespace(size=lambda: 1), async_op=False)
