@@ -55,11 +55,13 @@ def test_gathered_numbers_are_in_the_order_of_the_response_tokens(owners: list[i
     assert torch.equal(gathered[shares[0].order], tokens)
 
 
-@pytest.mark.parametrize(("cp", "multiple"), [(2, 1), (3, 1), (2, 4)])
+@pytest.mark.parametrize(("cp", "multiple"), [(1, 1), (2, 1), (3, 1), (2, 4)])
 def test_ranks_share_the_tokens_and_every_response_token_has_one_predictor(cp: int, multiple: int) -> None:
     sequences, rows = build_sequences(), [4, 1, 7, 0]
     batches, (whole,) = build_batches(rows, cp, multiple), build_batches(rows, 1)
     texts = sequences.tokens.split(sequences.lengths.tolist())
+    assert whole.num_rows == 4
+    assert whole.targets.numel() == int(sequences.response_lengths[rows].sum())
     pairs = [
         (token, position)
         for batch in batches
@@ -74,7 +76,8 @@ def test_ranks_share_the_tokens_and_every_response_token_has_one_predictor(cp: i
     for batch in batches:
         assert torch.equal(batch.targets, whole.targets)
         assert torch.equal(batch.columns, whole.columns)
-        for number, predictor in zip(batch.share.mine.tolist(), batch.params.predictors.tolist(), strict=True):
+        mine = range(batch.targets.numel()) if batch.share is None else batch.share.mine.tolist()
+        for number, predictor in zip(mine, batch.params.predictors.tolist(), strict=True):
             row = int(batch.rows[batch.token_rows[number]])
             position = int(sequences.prompt_lengths[row] + batch.columns[number])
             assert batch.positions[0, predictor] == position - 1
@@ -111,27 +114,6 @@ def test_no_rows_make_padding_on_every_rank(cp: int) -> None:
         assert batch.num_rows == 0
         assert batch.targets.numel() == batch.own_targets.numel() == 0
         assert batch.gather(torch.zeros(0)).numel() == 0
-
-
-def test_every_response_token_has_its_predictor_row_and_column() -> None:
-    sequences = build_sequences()
-    batch = build_batch(sequences, [4, 1, 7])
-    rows = sequences.tokens.split(sequences.lengths.tolist())
-    packed = batch.tokens[0]
-    assert batch.num_rows == 3
-    assert batch.targets.numel() == int(sequences.response_lengths[[4, 1, 7]].sum())
-    for place, row, column, target, predictor in zip(
-        batch.token_rows,
-        batch.rows[batch.token_rows],
-        batch.columns,
-        batch.targets,
-        batch.params.predictors,
-        strict=True,
-    ):
-        position = int(sequences.prompt_lengths[row] + column)
-        assert rows[row][position] == target == packed[predictor + 1]
-        assert batch.positions[0, predictor] == position - 1
-        assert batch.rows[place] == row
 
 
 def test_rows_are_packed_longest_first_without_gaps() -> None:

@@ -17,6 +17,7 @@ from megarl.files import CheckpointError, load_manifest
 from megarl.mcore import convert as conversion
 from megarl.mcore.convert import compare_tensors, open_source
 from megarl.mcore.spec import Role
+from megarl.models.families import FAMILIES
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 
@@ -55,15 +56,7 @@ def test_a_converted_model_keeps_the_settings_of_its_run(hf: Path, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("family", "tied"),
-    [
-        ("llama", False),
-        ("llama", True),
-        ("qwen2", False),
-        ("qwen3", True),
-        ("qwen3_moe", False),
-        ("glm4", False),
-        ("glm4_moe", False),
-    ],
+    [*((family, False) for family in FAMILIES), ("llama", True), ("qwen3", True)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_there_and_back_is_bit_equal(family: str, tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
