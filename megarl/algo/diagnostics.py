@@ -257,7 +257,7 @@ class GapSummary(RatioSummary):
 #
 # Suffixes: B samples, K rows of a block, R its generated tokens, N responses with a token.
 
-_ROUNDING = 1e-12
+_SQUARED_ROUNDING = 1e-12
 """Mean squares up to this share of the largest squared outcome or error of a first state are rounding."""
 
 
@@ -318,7 +318,7 @@ class SignalSummary:
         lengths_N, groups_N = (x[self._lengths_B > 0] for x in (self._lengths_B, self._groups_B))
         counts_N4 = find_quarter_ends(lengths_N).minimum(lengths_N[:, None] - 1)
         counts_N4 = counts_N4.diff(dim=1, prepend=torch.zeros(len(counts_N4), 1, dtype=torch.int64))
-        smallest = _ROUNDING * float(parts["first_outcome"].square().maximum(parts["first_error"]).max())
+        smallest = _SQUARED_ROUNDING * float(parts["first_outcome"].square().maximum(parts["first_error"]).max())
         signal_4, power_4, num_4 = parts["signal"].sum(0), parts["power"].sum(0), counts_N4.sum(0)
         metrics = _divide_by_quarter("advantage/signal_frac", signal_4, power_4, num_4 * smallest)
         name, compared_N, error_N = _compute_baseline_error(parts["first_outcome"], groups_N)

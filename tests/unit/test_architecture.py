@@ -256,6 +256,19 @@ def test_no_module_is_a_drawer_for_odds_and_ends() -> None:
     )
 
 
+def test_no_module_gives_one_name_to_two_things() -> None:
+    problems = []
+    for path in list_sources("megarl", "tools"):
+        targets = [
+            target
+            for node in ast.parse(path.read_text()).body
+            for target in getattr(node, "targets", [getattr(node, "target", None)])
+        ]
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+        problems += [f"{path.relative_to(ROOT)}: {name}" for name in sorted(set(names)) if names.count(name) > 1]
+    report_problems(problems)
+
+
 def test_few_lines_outside_of_cpu_ask_whether_there_is_cuda() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
