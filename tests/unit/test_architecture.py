@@ -262,6 +262,7 @@ def test_no_module_gives_one_name_to_two_things() -> None:
         targets = [
             target
             for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.Assign | ast.AnnAssign)
             for target in getattr(node, "targets", [getattr(node, "target", None)])
         ]
         names = [target.id for target in targets if isinstance(target, ast.Name)]
