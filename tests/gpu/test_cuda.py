@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from layout_runs import build_spec, launch
-from memory_runs import run_roles
+from layout_runs import build_spec, launch_each, run_role
 from tiny_checkpoints import write_checkpoint
 
 from megarl.config.schema.roles import Dtype, Fp8, Fp8Recipe, Offload, OptimizerConfig, Recompute
@@ -42,7 +41,7 @@ def cpu(checkpoint: Path) -> dict[str, Any]:
     """In a process that sees no GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        return launch(1, run_roles, build_specs(checkpoint))
+        return launch_each(1, run_role, build_specs(checkpoint))
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +57,7 @@ def cuda(checkpoint: Path) -> dict[str, Any]:
     }
     for kind, changes in kinds.items():
         specs |= {f"{role}-{kind}": spec for role, spec in build_specs(checkpoint, **changes).items()}
-    return launch(1, run_roles, specs)
+    return launch_each(1, run_role, specs)
 
 
 def find_gradient_difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
@@ -137,7 +136,7 @@ def test_torchs_adam_is_the_fused_one_also_after_a_load(cuda: dict[str, Any], ki
 @pytest.mark.parametrize("recipe", [Fp8Recipe.blockwise, Fp8Recipe.tensorwise])
 def test_fp8_stays_near_bfloat16(checkpoint: Path, cuda: dict[str, Any], recipe: Fp8Recipe) -> None:
     spec = build_spec(Role.policy, checkpoint, dtype=Dtype.bfloat16, fp8=Fp8.hybrid, fp8_recipe=recipe)
-    found = launch(1, run_roles, {"fp8": spec})["fp8"]
+    found = launch_each(1, run_role, {"fp8": spec})["fp8"]
     assert not torch.equal(found["before"], cuda["policy-bfloat16"]["before"])
     assert (found["before"] - cuda["policy-bfloat16"]["before"]).abs().max() < 0.5
 
@@ -152,6 +151,6 @@ def test_fused_kernels_compute_what_the_plain_ones_do_up_to_rounding(cuda: dict[
 
 def test_deterministic_kernels_give_the_same_weights_again(checkpoint: Path) -> None:
     spec = build_spec(Role.policy, checkpoint, dtype=Dtype.bfloat16, deterministic=True, tokens_per_microbatch=60)
-    first, second = (launch(1, run_roles, {"deterministic": spec})["deterministic"] for _ in range(2))
+    first, second = (launch_each(1, run_role, {"deterministic": spec})["deterministic"] for _ in range(2))
     assert first["checksum"] == second["checksum"]
     assert first["metrics"] == second["metrics"]

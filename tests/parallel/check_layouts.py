@@ -3,10 +3,10 @@
     python tests/parallel/check_layouts.py [--processes 4] [--rows N] [key=value ...]
 
 For the configuration that `megarl train key=value ...` would run: policy and critic take three Adam steps on one
-synthetic minibatch of its sizes (random tokens, ragged lengths, old log-probs and values near the model's own) under
-every layout that fits 1, 2 ... N processes and that the model and Megatron allow; each is compared with one process,
-within the bounds of `compare_layouts`. No server is started. Adam's epsilon is 1e-5 at least: a smaller one turns
-rounding in tiny gradients into whole steps. In bfloat16 rounding alone is large, and only gross faults show.
+minibatch of random tokens under every layout that fits 1, 2 ... N processes and that the model and Megatron allow; each
+is compared with one process, by its losses, gradients and updates. A layout changes who computes what, and nothing of
+the result but rounding. No server is started. Adam's epsilon is 1e-5 at least: a smaller one turns rounding in tiny
+gradients into whole steps. In bfloat16 rounding alone is large, and only gross faults show.
 
 Exit code: 0 all equal, 1 some differ, 2 the configuration is refused.
 """
@@ -17,12 +17,16 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+sys.path += [str(Path(__file__).parents[1] / "unit" / room) for room in ("mcore", "algo")]
 
 import torch
-from compare_layouts import Bounds, LayoutDifference, compare_runs, describe_layout, run_layouts
+from layout_runs import launch_each
+from tiny_checkpoints import build_samples
 from torch import Tensor
 
 from megarl.config.checks.config import check_config
@@ -31,22 +35,130 @@ from megarl.config.load import load_config
 from megarl.config.overrides import take_config_dirs
 from megarl.config.schema.roles import Dtype, ParallelConfig
 from megarl.config.schema.root import Config
-from megarl.mcore.spec import (
-    Role,
-    WorkerSpec,
-    check_layout,
-    check_role_fields,
-)
+from megarl.mcore.entries import VALUE_HEAD
+from megarl.mcore.hf import CheckpointReader, write_safetensors
+from megarl.mcore.spec import Role, WorkerSpec, check_layout, check_role_fields, read_architecture
 from megarl.models.architecture import Architecture
 from megarl.models.checkpoint import load_tokenizer
 from megarl.run.inputs import load_models, load_specs
-from megarl.types import Sequences, TrainingSamples
+from megarl.types import Metrics, TrainingSamples
 
-NUM_STEPS = 3
 LEAST_EPS = 1e-5
-BOUNDS = {Dtype.float32: Bounds(), Dtype.bfloat16: Bounds(loss=2e-2, gradient=1e-1, update=5e-1)}
-HEADER = "| | layout | processes | loss | grad norm | loss differs | gradient differs | update differs | largest | |"
-RULE = "| --- " * 10 + "|"
+FLOAT32 = {"loss": 1e-6, "gradient norm": 1e-5, "gradient": 1e-5, "update": 1e-3}
+"""Up to which a relative difference is rounding: of mean |L_t|, of the norm before clipping, of a tensor's gradient in
+the first step, of what all steps together changed"""
+BOUNDS = {Dtype.float32: FLOAT32, Dtype.bfloat16: dict.fromkeys(FLOAT32, 1e-1) | {"loss": 2e-2, "update": 5e-1}}
+
+
+@dataclass(frozen=True)
+class LayoutRun:
+    """What one role computed in one layout."""
+
+    role: Role
+    metrics: list[Metrics]
+    """of each optimizer step"""
+    directory: Path
+    """DIRECTORY/before, /gradient (of the first step) and /after: Hugging Face checkpoints"""
+
+    def list_metrics(self, name: str, default: str = "") -> list[float]:
+        role = self.role.value
+        return [step.get(f"{role}/{name}", step.get(f"{role}/{default}")) for step in self.metrics]
+
+    def read(self, kind: str) -> dict[str, Tensor]:
+        with CheckpointReader(self.directory / kind) as reader:
+            return {name: reader.read(name) for name in sorted(reader.names)}
+
+
+def describe_layout(parallel: ParallelConfig) -> str:
+    """A short name: tp2-sp-pp2, one."""
+    sizes = {name: getattr(parallel, name) for name in ("tp", "sp", "pp", "vpp", "cp", "dp", "ep", "etp")}
+    parts = ["sp" if name == "sp" else f"{name}{size}" for name, size in sizes.items() if size is True or size > 1]
+    return "-".join(parts) or "one"
+
+
+def take_steps(worker: Any, directory: Path, samples: TrainingSamples, num_steps: int) -> list[Metrics]:
+    worker.export_weights(directory / "before")
+    worker.export_gradient(samples, directory / "gradient")
+    metrics: list[Metrics] = worker.update(samples, [torch.arange(samples.sequences.num_samples)] * num_steps)
+    worker.export_weights(directory / "after")
+    return metrics
+
+
+def run_layouts(
+    specs: Mapping[str, WorkerSpec], samples: TrainingSamples, num_steps: int, scratch: Path
+) -> dict[str, LayoutRun]:
+    """Run the same `num_steps` optimizer steps over all samples under each spec; results under `scratch`.
+
+    A critic whose checkpoint has no value head gets a random one: its own head of zeros would leave all other gradients
+    at zero. Layouts of as many processes run one after the other in one group of processes.
+    """
+    scratch.mkdir(parents=True, exist_ok=True)
+    specs = {name: _start_with_value_head(spec, scratch) for name, spec in specs.items()}
+    metrics: dict[str, list[Metrics]] = {}
+    for size in sorted({spec.parallel.num_processes for spec in specs.values()}):
+        group = {name: spec for name, spec in specs.items() if spec.parallel.num_processes == size}
+        metrics |= launch_each(size, take_steps, group, samples, num_steps, scratch=str(scratch))
+    return {name: LayoutRun(spec.role, metrics[name], scratch / name) for name, spec in specs.items()}
+
+
+def _start_with_value_head(spec: WorkerSpec, scratch: Path) -> WorkerSpec:
+    """The spec; of a critic without a value head, with a copy of its checkpoint that has one."""
+    source = Path(spec.checkpoint).resolve()
+    with CheckpointReader(source) as reader:
+        if spec.role is not Role.critic or VALUE_HEAD in reader:
+            return spec
+        tensors = {name: reader.read(name) for name in reader.names}
+    directory = scratch / f"critic-{source.name}"
+    if not directory.exists():
+        directory.mkdir()
+        for file in source.iterdir():
+            if "safetensors" not in file.name:
+                (directory / file.name).symlink_to(file)
+        size = read_architecture(source).hidden_size
+        tensors[VALUE_HEAD] = torch.randn(1, size, generator=torch.Generator().manual_seed(spec.seed)) / size**0.5
+        write_safetensors(directory, tensors.items())
+    return replace(spec, checkpoint=str(directory))
+
+
+def compare_runs(run: LayoutRun, reference: LayoutRun) -> dict[str, float]:
+    """The largest relative differences: of loss, gradient norm, gradient (with the name of its tensor) and update."""
+    losses = zip(run.list_metrics("loss"), reference.list_metrics("loss"), strict=True)
+    # Terms of either sign cancel in a loss, not in this. A critic's are never negative.
+    sizes, norms = reference.list_metrics("loss_size", "loss"), reference.list_metrics("grad_norm")
+    gradients, expected = run.read("gradient"), reference.read("gradient")
+    assert gradients.keys() == expected.keys(), "runs of other models"
+    each = {name: _compare(gradients[name], tensor) for name, tensor in expected.items()}
+    worst = max(each, key=each.__getitem__)
+    changes = []
+    for one in (run, reference):
+        before, after = one.read("before"), one.read("after")
+        changes.append(torch.cat([(after[name].double() - before[name].double()).flatten() for name in after]))
+    return {
+        "loss": max(_no_nan(abs(a - b) / size) for (a, b), size in zip(losses, sizes, strict=True)),
+        "gradient norm": max(
+            _no_nan(abs(a - b) / b) for a, b in zip(run.list_metrics("grad_norm"), norms, strict=True)
+        ),
+        f"gradient of {worst}": each[worst],
+        "update": _compare(*changes),
+    }
+
+
+def _compare(found: Tensor, expected: Tensor) -> float:
+    """||difference|| / ||expected||; 0 where both are 0."""
+    difference, size = (found.double() - expected.double()).norm().item(), expected.double().norm().item()
+    return 0.0 if difference == size == 0 else _no_nan(difference / size) if size else float("inf")
+
+
+def _no_nan(number: float) -> float:
+    return number if number == number else float("inf")
+
+
+def find_problems(differences: Mapping[str, float], bounds: Mapping[str, float] = FLOAT32) -> list[str]:
+    """What is beyond its bound; empty: the layout computes the same."""
+    pairs = ((what, found, bounds[what.partition(" of ")[0]]) for what, found in differences.items())
+    return [
+        f"{what}: differs by {found:.2g}; the bound is {bound:.2g}" for what, found, bound in pairs if found > bound
+    ]
 
 
 def list_divisors(number: int) -> list[int]:
@@ -77,116 +189,51 @@ def propose(num_processes: int) -> Iterator[ParallelConfig]:
                 yield ParallelConfig(num_processes=num_processes, tp=tp, sp=sp, pp=pp, cp=cp, ep=ep, etp=etp)
 
 
-def find_layout_problems(
-    config: Config, architecture: Architecture, spec: WorkerSpec, layout: ParallelConfig
-) -> list[str]:
-    """Why `megarl train` would refuse the layout for the role of `spec`; empty: it fits."""
+def is_allowed(config: Config, architecture: Architecture, spec: WorkerSpec, layout: ParallelConfig) -> bool:
+    """Whether `megarl train` would take the layout for the role of `spec`."""
     role = spec.role.value
     node = replace(getattr(config, role), parallel=layout)
-    return [
-        *check_config(replace(config, **{role: node})),
-        *check_layout(architecture, layout, f"{role}.parallel"),
-        *check_role_fields(architecture, replace(spec, parallel=layout)),
-    ]
-
-
-def make_sequences(config: Config, checkpoint: Path, vocab_size: int, num_rows: int) -> Sequences:
-    """Random tokens that text has (the embedding of padding may be zero, where the gradient of a norm is enormous);
-    prompts and responses of any length up to the configured ones, a pair of the longest.
-    """
-    tokenizer = load_tokenizer(checkpoint)
-    ids = set(range(min(len(tokenizer), vocab_size))) - set(tokenizer.all_special_ids)
-    generator = torch.Generator().manual_seed(config.seed)
-    longest = (config.data.prompt_length, config.rollout.response_length)
-    prompts, responses = (torch.randint(1, most + 1, (num_rows,), generator=generator) for most in longest)
-    prompts[0], responses[0] = longest
-    picked = torch.randint(0, len(ids), (int((prompts + responses).sum()),), generator=generator)
-    return Sequences(torch.tensor(sorted(ids))[picked], prompts + responses, prompts)
-
-
-def make_samples(sequences: Sequences, logprobs: Tensor, values: Tensor | None, seed: int) -> TrainingSamples:
-    """Targets near what the models say (both float32 [B, T]), so that ratios are near 1 and little is clipped."""
-    generator = torch.Generator().manual_seed(seed)
-    exists = torch.arange(logprobs.shape[1]) < sequences.response_lengths[:, None]
-    mask = exists & (torch.rand(exists.shape, generator=generator) > 0.1)
-    mask[:, 0] = True
-
-    def near(center: Tensor | float, deviation: float) -> Tensor:
-        return (center + deviation * torch.randn(exists.shape, generator=generator)) * exists
-
-    old_logprobs = near(logprobs, 0.1)
-    return TrainingSamples(
-        sequences=sequences,
-        mask=mask,
-        loss_mask=mask & (torch.rand(len(mask), generator=generator) > 0.1)[:, None],
-        positive=torch.rand(len(mask), generator=generator) > 0.5,
-        advantages=near(0.0, 1.0),
-        rollout_logprobs=near(old_logprobs, 0.01),
-        old_logprobs=old_logprobs,
-        sampling_logprobs=near(old_logprobs, 0.01),
-        ref_logprobs=near(logprobs, 0.1),
-        old_values=None if values is None else near(values, 0.1),
-        returns=None if values is None else near(values, 0.5),
+    problems = itertools.chain(
+        check_config(replace(config, **{role: node})),
+        check_layout(architecture, layout, f"{role}.parallel"),
+        check_role_fields(architecture, replace(spec, parallel=layout)),
     )
-
-
-def evaluate_alone(spec: WorkerSpec, sequences: Sequences, scratch: Path) -> Tensor:
-    """float32 [B, T] log-probs or values of the response tokens by one process, this one."""
-    from megarl.mcore.worker import MegatronWorker
-
-    init_method = f"file://{scratch}/{spec.role.value}-alone.init"
-    worker = MegatronWorker(replace(spec, parallel=ParallelConfig()), 0, 1, init_method)
-    try:
-        critic = spec.role is Role.critic
-        return (worker.values(sequences) if critic else worker.logprobs(sequences, spec.temperature)).values
-    finally:
-        worker.close()
-
-
-def check_role(
-    spec: WorkerSpec, layouts: list[ParallelConfig], samples: TrainingSamples, scratch: Path
-) -> Iterator[tuple[str, int, LayoutDifference]]:
-    """Name, processes and difference of each layout, the first of one process; as soon as those of as many are done."""
-    alone = replace(spec, optimizer=replace(spec.optimizer, eps=max(spec.optimizer.eps, LEAST_EPS)))
-    reference = None
-    for size, group in itertools.groupby(layouts, lambda layout: layout.num_processes):
-        specs = {describe_layout(layout): replace(alone, parallel=layout) for layout in group}
-        runs = run_layouts(specs, samples, NUM_STEPS, scratch / f"{spec.role.value}-{size}", spec.deadline_s)
-        reference = reference or runs["one"]
-        yield from ((name, size, compare_runs(run, reference)) for name, run in runs.items())
+    return next(iter(problems), None) is None
 
 
 def check_all(overrides: list[str], num_processes: int, num_rows: int | None) -> tuple[int, list[str]]:
     """Prints the table as it grows. The number of layouts, and which of them differ."""
     config = load_config(overrides)
     models = load_models(config)
-    trained = [spec for role, spec in load_specs(config, models).items() if role is not Role.reference]
+    tokenizer = load_tokenizer(models.checkpoint)
+    # The embedding of padding may be zero, where the gradient of a norm is enormous.
+    ids = torch.tensor(sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids)))
+    samples = build_samples(num_rows or config.train.minibatch_size)
+    samples = replace(samples, sequences=replace(samples.sequences, tokens=ids[samples.sequences.tokens % len(ids)]))
+    names = ("loss", "gradient norm", "gradient", "update")
+    print(f"| | layout | processes | {' | '.join(names)} | |", "| --- " * 8 + "|", sep="\n")
     count, wrong = 0, []
-    with tempfile.TemporaryDirectory(prefix="megarl-layouts-") as directory:
-        scratch, rows = Path(directory), num_rows or config.train.minibatch_size
-        sequences = make_sequences(config, models.checkpoint, models.architecture.vocab_size, rows)
-        found = {spec.role: evaluate_alone(spec, sequences, scratch) for spec in trained}
-        samples = make_samples(sequences, found[Role.policy], found.get(Role.critic), config.seed)
-        print(f"{sequences.num_samples} sequences, {int(sequences.lengths.sum())} tokens", HEADER, RULE, sep="\n")
-        for spec in trained:
-            arch = models.critic_architecture if spec.role is Role.critic else models.architecture
-            layouts = list_layouts(
-                num_processes,
-                arch.num_layers,
-                lambda layout, spec=spec, arch=arch: not find_layout_problems(config, arch, spec, layout),
-            )
-            for name, size, difference in check_role(spec, layouts, samples, scratch):
-                problems = difference.find_problems(BOUNDS[spec.dtype])
-                count, wrong = count + 1, wrong + [f"{spec.role.value} {name}"] * bool(problems)
-                print(write_row(spec.role, name, size, difference, problems), flush=True)
+    for role, spec in load_specs(config, models).items():
+        if spec.optimizer is None:
+            continue
+        spec = replace(spec, optimizer=replace(spec.optimizer, eps=max(spec.optimizer.eps, LEAST_EPS)))
+        arch = models.critic_architecture if role is Role.critic else models.architecture
+        layouts = list_layouts(
+            num_processes,
+            arch.num_layers,
+            lambda layout, spec=spec, arch=arch: is_allowed(config, arch, spec, layout),
+        )
+        specs = {describe_layout(layout): replace(spec, parallel=layout) for layout in layouts}
+        with tempfile.TemporaryDirectory(prefix="megarl-layouts-") as scratch:
+            runs = run_layouts(specs, samples, 3, Path(scratch))
+            for name, run in runs.items():
+                differences = compare_runs(run, runs["one"])
+                problems = find_problems(differences, BOUNDS[spec.dtype])
+                count, wrong = count + 1, wrong + [f"{role.value} {name}"] * bool(problems)
+                cells = [role.value, name, str(specs[name].parallel.num_processes)]
+                cells += [f"{difference:.1e}" for difference in differences.values()]
+                print(f"| {' | '.join([*cells, '; '.join(problems) or 'equal'])} |", flush=True)
     return count, wrong
-
-
-def write_row(role: Role, name: str, size: int, found: LayoutDifference, problems: list[str]) -> str:
-    differences = (found.loss_difference, found.gradient_difference, found.update_difference)
-    cells = [f"{found.loss:.6g}", f"{found.grad_norm:.6g}"]
-    cells += [f"{difference:.1e}" for difference in (*differences, found.parameter_difference)]
-    return f"| {' | '.join([role.value, name, str(size), *cells, '; '.join(problems) or 'equal'])} |"
 
 
 def main() -> None:

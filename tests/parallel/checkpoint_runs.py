@@ -7,19 +7,13 @@ from unittest import mock
 
 import lazy_adam
 import torch
-from layout_runs import build_spec
+from layout_runs import build_spec, collect, working
 from tiny_checkpoints import build_samples
 
 from megarl.mcore.spec import Role, WorkerSpec
 from megarl.tools.gpu.measured import measuring_peaks
 
 ROWS = [torch.arange(12)]
-
-
-def build_worker(spec: WorkerSpec, rank: int, world_size: int, init: Path) -> Any:
-    from megarl.mcore.worker import MegatronWorker
-
-    return MegatronWorker(spec, rank, world_size, f"file://{init}")
 
 
 def find_storages(worker: Any) -> set[int]:
@@ -39,8 +33,7 @@ def save_and_load(rank: int, world_size: int, spec: WorkerSpec, is_lazy: bool, s
     others = [folder for folder in root.glob("*-stepped") if folder.name != f"{name}-stepped"]
     states = {key: root / f"{name}-{key}" for key in ("fresh", "stepped")}
     result: dict[str, Any] = {"other": {}}
-    worker = build_worker(spec, rank, world_size, root / f"{name}.init")
-    try:
+    with working(spec, rank, world_size, root / name) as worker:
         for key, num_steps in (("fresh", 0), ("stepped", 2)):
             worker.update(build_samples(), ROWS * num_steps)
             saved = worker.checksum()
@@ -50,18 +43,13 @@ def save_and_load(rank: int, world_size: int, spec: WorkerSpec, is_lazy: bool, s
             worker.load(states[key])
             result[key]["again"] = worker.checksum()
         result["kind"] = type(worker.optimizer.chained_optimizers[0].optimizer).__name__
-    finally:
-        worker.close()
     for key, folder in [*states.items(), *[("other", folder) for folder in others]]:
-        worker = build_worker(spec, rank, world_size, root / f"{name}-{key}.init")
-        try:
+        with working(spec, rank, world_size, root / f"{name}-{key}") as worker:
             places = find_storages(worker)
             worker.load(folder)
             loaded, kept = worker.checksum(), places == find_storages(worker)
             metrics = worker.update(build_samples(), ROWS)
             result[key] |= {"loaded": loaded, "kept": kept, "continued": worker.checksum(), "after": metrics}
-        finally:
-            worker.close()
     return result
 
 
@@ -78,14 +66,11 @@ def save_in_buckets(rank: int, world_size: int, checkpoint: Path, scratch: str) 
         optimizer = OptimizerConfig(lr=1e-2, eps=1e-3, clip_grad=0.0, overlap_grad_reduce=size is not None)
         spec = build_spec(Role.policy, checkpoint, "dp2", optimizer=optimizer)
         config = partial(model.DistributedDataParallelConfig, bucket_size=size)
-        with mock.patch.object(model, "DistributedDataParallelConfig", config):
-            worker = build_worker(spec, rank, world_size, Path(scratch) / f"{name}.init")
-        try:
+        patched = mock.patch.object(model, "DistributedDataParallelConfig", config)
+        with patched, working(spec, rank, world_size, Path(scratch) / name) as worker:
             worker.update(build_samples(), ROWS * 2)
             worker.save(Path(scratch) / name)
             num_buckets = sum(len(buffer.buckets) for buffer in worker.model[0].buffers)
-        finally:
-            worker.close()
         if rank == 0:
             torch.distributed.init_process_group(
                 "gloo", init_method=f"file://{scratch}/read-{name}", rank=0, world_size=1
@@ -101,14 +86,9 @@ def measure_saves(rank: int, world_size: int, runs: dict[str, WorkerSpec], scrat
     """Bytes of each rank's tensors at the peak of a save, beside those that are there before it."""
     results: dict[str, list[int]] = {}
     for name, spec in runs.items():
-        worker = build_worker(spec, rank, world_size, Path(scratch) / f"{name}.init")
-        try:
+        with working(spec, rank, world_size, Path(scratch) / name) as worker:
             with measuring_peaks() as meter, meter.phase("save"):
                 worker.begin_save(Path(scratch) / name)
             worker.finish_save()
-            found: list[Any] = [None] * world_size
-            torch.distributed.all_gather_object(found, meter.peaks["save"])
-            results[name] = found
-        finally:
-            worker.close()
+            results[name] = collect(meter.peaks["save"])
     return results

@@ -1,6 +1,6 @@
-"""check_layouts.py: which layouts it proposes, real updates under every layout of two processes, its exit codes.
+"""check_layouts.py: which layouts it proposes, real updates under every layout of two processes, what it calls equal.
 
-Four processes: test_equal_layouts.py, the same comparison.
+Four processes: test_layouts.py, the same comparison.
 """
 
 import subprocess
@@ -9,9 +9,10 @@ from pathlib import Path
 
 import check_layouts
 import pytest
-from compare_layouts import describe_layout
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import torch
+from check_layouts import LayoutRun, compare_runs, describe_layout, find_problems
+from safetensors.torch import save_file
+from torch import Tensor
 
 from megarl.config.load import load_config
 from megarl.config.schema.roles import ParallelConfig
@@ -19,52 +20,30 @@ from megarl.mcore.spec import Role
 from megarl.run.inputs import load_models, load_specs
 
 TWO = {"one", "dp2", "cp2", "pp2", "pp2-vpp2", "tp2", "tp2-sp"}
+WEIGHTS = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([[1.0]])}
+GRADIENT = {"a": torch.tensor([0.6, 0.8]), "b": torch.tensor([[10.0]])}
 
 
 def list_names(role: Role, num_processes: int, *overrides: str) -> set[str]:
     """Of the layouts that fit the role."""
     config = load_config(["model=tiny", *overrides])
     models = load_models(config)
-    spec = load_specs(config, models)[role]
+    spec, arch = load_specs(config, models)[role], models.architecture
     layouts = check_layouts.list_layouts(
-        num_processes,
-        models.architecture.num_layers,
-        lambda layout: not check_layouts.find_layout_problems(config, models.architecture, spec, layout),
+        num_processes, arch.num_layers, lambda layout: check_layouts.is_allowed(config, arch, spec, layout)
     )
     names = [describe_layout(layout) for layout in layouts]
     assert len(set(names)) == len(names), "two layouts with one name"
     return set(names)
 
 
-@settings(max_examples=50)
-@given(num_processes=st.integers(1, 12), num_layers=st.integers(1, 8))
-def test_every_layout_is_proposed_once_and_its_processes_divide_the_given_number(
-    num_processes: int, num_layers: int
-) -> None:
-    layouts = check_layouts.list_layouts(
-        num_processes, num_layers, lambda layout: layout.num_processes % layout.tp == 0
-    )
-    assert all(num_processes % layout.num_processes == 0 for layout in layouts)
-    assert len({repr(layout) for layout in layouts}) == len(layouts)
-    sizes = [layout.num_processes for layout in layouts]
-    assert sizes == sorted(sizes)
-    assert layouts[0] == ParallelConfig()
-
-
 def test_four_processes_have_the_mixtures_and_nothing_that_the_model_does_not_divide_into() -> None:
     names = list_names(Role.policy, 4, "model.random.num_layers=4")
     mixtures = {"pp2-dp2", "tp2-cp2", "tp2-sp-pp2", "tp2-sp-pp2-vpp2", "pp2-cp2", "tp2-sp-cp2", "cp2-dp2", "cp4", "dp4"}
-    assert names > TWO | mixtures | {"pp4"}
     # Four ranks share two key-value heads by holding each twice.
-    assert {"tp4", "tp4-sp"} < names
+    assert names > TWO | mixtures | {"pp4", "tp4", "tp4-sp"}
     # Four layers do not make eight pieces, a dense model has no experts.
     assert not any("ep" in name or name == "pp4-vpp2" for name in names)
-
-
-def test_a_layout_with_too_few_samples_for_its_ranks_is_left_out() -> None:
-    names = list_names(Role.policy, 4, "train.samples_per_minibatch=2")
-    assert "dp2" in names
-    assert "dp4" not in names
 
 
 @pytest.mark.parametrize(("role", "fits"), [(Role.policy, False), (Role.critic, True)])
@@ -86,14 +65,48 @@ def test_policy_and_critic_compute_the_same_under_every_layout_of_two_processes(
     assert code == 0, "\n".join([*lines, errors])
     rows = [line.strip("| ").split(" | ") for line in lines if line.startswith(("| policy", "| critic"))]
     assert {(row[0], row[1]) for row in rows} == {(role, name) for role in ("policy", "critic") for name in TWO}
-    assert len(rows) == 14
     assert all(row[-1] == "equal" for row in rows)
-    assert all(float(row[4]) > 0 for row in rows), "a gradient that is zero everywhere is equal to anything"
     assert lines[-1] == "equal: all 14 compute what one process computes"
-    assert {line.count("|") for line in lines if line.startswith("|")} == {11}
 
 
 def test_a_wrong_key_ends_it_with_code_2_before_anything_starts() -> None:
     code, lines, errors = run_command("model=tiny", "algo.clip_hgh=0.3")
     assert (code, lines) == (2, [])
     assert "algo.clip_hgh" in errors
+
+
+def write_run(
+    directory: Path, gradient: dict[str, Tensor] = GRADIENT, step: float = 0.1, loss: float = 1.0, norm: float = 10.05
+) -> LayoutRun:
+    kinds = {"before": WEIGHTS, "gradient": gradient, "after": {k: v + step for k, v in WEIGHTS.items()}}
+    for kind, tensors in kinds.items():
+        (directory / kind).mkdir(parents=True)
+        save_file(tensors, directory / kind / "model.safetensors")
+    metrics = [{"policy/loss": loss, "policy/loss_size": 2.0, "policy/grad_norm": norm}] * 3
+    return LayoutRun(Role.policy, metrics, directory)
+
+
+def test_differences_are_relative_to_the_size_of_what_is_compared(tmp_path: Path) -> None:
+    reference = write_run(tmp_path / "reference")
+    assert find_problems(compare_runs(reference, reference)) == []
+    gradient = {"a": torch.tensor([0.6, 0.8 + 1e-4]), "b": torch.tensor([[10.0 + 2e-4]])}
+    other = write_run(tmp_path / "other", gradient, step=0.2, loss=1.5, norm=10.05 * 1.1)
+    # |1.5 - 1| of a mean |L_t| of 2; ||a|| is 1, so that a is worse than b; every weight moved 0.2 instead of 0.1.
+    expected = {"loss": 0.25, "gradient norm": 0.1, "gradient of a": 1e-4, "update": 1.0}
+    assert compare_runs(other, reference) == pytest.approx(expected, rel=1e-2)
+
+
+def test_what_is_beyond_its_bound_is_named_and_nan_is_beyond_every_bound(tmp_path: Path) -> None:
+    reference = write_run(tmp_path / "reference")
+    other = write_run(tmp_path / "other", {"a": GRADIENT["a"], "b": GRADIENT["b"] * (1 + 3e-5)})
+    (problem,) = find_problems(compare_runs(other, reference))
+    assert problem == "gradient of b: differs by 3e-05; the bound is 1e-05"
+    gradient = {"a": torch.tensor([torch.nan, 0.0]), "b": GRADIENT["b"]}
+    bad = write_run(tmp_path / "bad", gradient, step=float("nan"), loss=float("nan"), norm=float("nan"))
+    problems = find_problems(compare_runs(bad, reference))
+    assert [problem.split(":")[0] for problem in problems] == ["loss", "gradient norm", "gradient of a", "update"]
+
+
+def test_a_layout_has_a_short_name() -> None:
+    parallel = ParallelConfig(num_processes=8, tp=2, sp=True, pp=2, vpp=3)
+    assert describe_layout(parallel) == "tp2-sp-pp2-vpp3-dp2"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import reference
 import torch
-from layout_runs import build_conversations, build_spec, find_gradients, launch
+from layout_runs import build_conversations, build_spec, find_gradients, launch_each
 from tiny_checkpoints import compute_padded_kl, write_checkpoint
 
 from megarl.config.schema.algo import AlgoConfig, KLConfig, KLEstimator, LossAggMode, MismatchConfig, MismatchCorrection
@@ -46,7 +46,7 @@ def runs(start: tuple[Path, Any]) -> dict[str, Any]:
         role.value: build_spec(role, start[0], algo=ALGO, optimizer=optimizer, tokens_per_microbatch=60)
         for role in roles
     }
-    return launch(1, find_gradients, specs)
+    return launch_each(1, find_gradients, specs)
 
 
 def as_lists(samples: TrainingSamples) -> SimpleNamespace:

@@ -2,12 +2,12 @@
 
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from convert_runs import load_all, train_and_save_all
-from layout_runs import build_spec, launch_in
+from layout_runs import build_spec, launch_each, load_converted, save_and_export
 from safetensors.torch import load_file
 from tiny_checkpoints import write_checkpoint
 
@@ -47,9 +47,8 @@ def root() -> Iterator[Path]:
         for family in OTHER.keys() - {"critic"}:
             write_checkpoint(root / f"start-{family}", family, tied=family == "qwen3", num_hidden_layers=4)
             (root / f"start-{family}" / "chat_template.jinja").write_text("{{ messages }}")
-        launch_in(
-            scratch, 4, train_and_save_all, build_specs(root, {x: EXPERTS if "moe" in x else DENSE for x in OTHER})
-        )
+        saved = build_specs(root, {x: EXPERTS if "moe" in x else DENSE for x in OTHER})
+        launch_each(4, save_and_export, saved, scratch=scratch)
         yield root
 
 
@@ -82,9 +81,12 @@ def test_ranks_of_another_layout_load_what_was_converted_and_train_on_from_it(ro
         source = open_source(root / name / "export")
         convert(source, root / name / "converted")
         assert compare_tensors(source, open_source(root / name / "converted")) == []
-    results = launch_in(str(root), 2, load_all, build_specs(root, OTHER))
-    for name, found in results.items():
-        fresh, loaded, trained = found["converted"]
+    specs = build_specs(root, OTHER)
+    starts = {name: (replace(spec, checkpoint=str(root / name / "export")), False) for name, spec in specs.items()}
+    started = launch_each(2, load_converted, starts, scratch=str(root))
+    converted = launch_each(2, load_converted, {x: (spec, True) for x, spec in specs.items()}, scratch=str(root))
+    for name, found in converted.items():
+        fresh, loaded, trained = found["sums"]
         assert fresh != loaded, name
-        assert [loaded, trained] == found["export"][1:], name
+        assert [loaded, trained] == started[name]["sums"][1:], name
         assert "without an optimizer's state" in found["refusal"], name

@@ -5,16 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from compare_layouts import LayoutRun, compare_runs, run_layouts
-from layout_runs import build_spec, launch
-from moe_runs import evaluate_layouts
-from piece_runs import Held, describe_layouts, flatten
+from check_layouts import LayoutRun, compare_runs, find_problems, run_layouts
+from layout_runs import Held, build_spec, evaluate_once, flatten, hold_pieces, launch_each
 from safetensors.torch import load_file
 from tiny_checkpoints import build_samples, build_sequences, padded_reference_logprobs, write_checkpoint
 from tool_loading import load_tool
 
 from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig
-from megarl.mcore.hf import CheckpointReader
 from megarl.mcore.spec import Role, check_layout, read_architecture
 from megarl.models.families import FAMILIES
 from megarl.sync.plan import TensorSlice
@@ -29,6 +26,19 @@ LAYOUTS = {
     "ep2": ParallelConfig(num_processes=2, ep=2),
     "tp2_sp_ep2": ParallelConfig(num_processes=2, tp=2, sp=True, ep=2),
 }
+FOUR = {
+    "tp2_pp2": ParallelConfig(num_processes=4, tp=2, sp=True, pp=2),
+    "vpp2_dp2": ParallelConfig(num_processes=4, pp=2, vpp=2),
+    "tp4": ParallelConfig(num_processes=4, tp=4, sp=True),
+    "tp2_cp2": ParallelConfig(num_processes=4, tp=2, cp=2, sp=True),
+    "pp2_ep2": ParallelConfig(num_processes=4, pp=2, ep=2),
+    "tp2_ep2_etp2": ParallelConfig(num_processes=4, tp=2, sp=True, ep=2, etp=2),
+    "tp2_ep4": ParallelConfig(num_processes=4, tp=2, sp=True, ep=4),
+    "uneven": ParallelConfig(num_processes=4, pp=2),
+}
+PIECES = {"deep": ("tp2_pp2", "vpp2_dp2", "tp4", "tp2_cp2"), "qwen3_moe": ("pp2_ep2", "tp2_ep2_etp2", "tp2_ep4")}
+"""Layouts of four processes, of which only the pieces are compared"""
+UNEVEN = {"num_layers_in_first_pipeline_stage": 1}
 OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-5, weight_decay=0.1, clip_grad=1e9)
 # Four layers on two stages: where the first two are dense, a stage has no expert at all.
 DENSE_STAGE = {"num_hidden_layers": 4, "first_k_dense_replace": 2}
@@ -43,10 +53,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, An
     root = tmp_path_factory.mktemp("families")
     found = {name: (root / name, write_checkpoint(root / name, name)) for name in FAMILIES}
     found["glm4_moe-dense_stage"] = (root / "dense", write_checkpoint(root / "dense", "glm4_moe", **DENSE_STAGE))
+    found["deep"] = (root / "deep", write_checkpoint(root / "deep", "qwen2", tied=True, num_hidden_layers=4))
     return found
 
 
-NAMES = [*FAMILIES, "glm4_moe-dense_stage"]
+NAMES = [*FAMILIES, "glm4_moe-dense_stage", "deep"]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +69,7 @@ def evaluated(models: dict[str, tuple[Path, Any]]) -> dict[str, torch.Tensor]:
         for layout, parallel in LAYOUTS.items()
         if fits(path, parallel)
     }
-    return launch(1, evaluate_layouts, one) | launch(2, evaluate_layouts, two)
+    return launch_each(1, evaluate_once, one) | launch_each(2, evaluate_once, two)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +80,13 @@ def held(models: dict[str, tuple[Path, Any]]) -> dict[str, dict[int, Held]]:
         for layout, parallel in LAYOUTS.items()
         if fits(path, parallel)
     }
-    return launch(2, describe_layouts, specs)
+    further = {
+        f"{name}-{layout}": build_spec(Role.reference, models[name][0], parallel=FOUR[layout])
+        for name, layouts in PIECES.items()
+        for layout in layouts
+    }
+    further["deep-uneven"] = build_spec(Role.reference, models["deep"][0], parallel=FOUR["uneven"], megatron=UNEVEN)
+    return launch_each(2, hold_pieces, specs) | launch_each(4, hold_pieces, further)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +100,7 @@ def runs(models: dict[str, tuple[Path, Any]], tmp_path_factory: pytest.TempPathF
                     changes = {"parallel": parallel, "tokens_per_microbatch": 60, "optimizer": OPTIMIZER}
                     specs[f"{name}-{role.value}-{layout}"] = build_spec(role, path, **changes)
     specs["bfloat16"] = build_spec(Role.policy, models["glm4_moe"][0], optimizer=OPTIMIZER, dtype=Dtype.bfloat16)
-    return run_layouts(specs, build_samples(), 2, tmp_path_factory.mktemp("runs"), deadline_s=120.0)
+    return run_layouts(specs, build_samples(), 2, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -104,11 +121,10 @@ def test_export_is_bit_equal_from_any_layout(
     source = load_file(models[name][0] / "model.safetensors")
     for key, run in runs.items():
         if key.startswith((f"{name}-policy-", f"{name}-critic-")):
-            with CheckpointReader(run.directory / "before") as reader:
-                critic = "-critic-" in key
-                kept = source.keys() - {"lm_head.weight"} if critic else source.keys()
-                assert set(reader.names) == kept | ({"score.weight"} if critic else set()), key
-                assert all(torch.equal(reader.read(tensor), source[tensor]) for tensor in kept), key
+            exported, critic = run.read("before"), "-critic-" in key
+            kept = source.keys() - {"lm_head.weight"} if critic else source.keys()
+            assert exported.keys() == kept | ({"score.weight"} if critic else set()), key
+            assert all(torch.equal(exported[tensor], source[tensor]) for tensor in kept), key
 
 
 @pytest.mark.parametrize("role", ["policy", "critic"])
@@ -118,17 +134,14 @@ def test_every_layout_trains_alike(name: str, role: str, runs: dict[str, LayoutR
     compared = [key for key in runs if key.startswith(f"{name}-{role}-") and key != f"{name}-{role}-one"]
     assert len(compared) >= 3
     for key in compared:
-        difference = compare_runs(runs[key], one)
-        assert difference.find_problems() == [], (key, difference)
+        assert find_problems(compare_runs(runs[key], one)) == [], key
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_training_moves_every_weight_but_the_constants(name: str, runs: dict[str, LayoutRun]) -> None:
-    run = runs[f"{name}-policy-one"]
-    with CheckpointReader(run.directory / "before") as before, CheckpointReader(run.directory / "after") as after:
-        for tensor in before.names:
-            is_constant = tensor.endswith("e_score_correction_bias")
-            assert torch.equal(before.read(tensor), after.read(tensor)) is is_constant, tensor
+    before, after = (runs[f"{name}-policy-one"].read(when) for when in ("before", "after"))
+    for tensor in before:
+        assert torch.equal(before[tensor], after[tensor]) is tensor.endswith("e_score_correction_bias"), tensor
 
 
 def test_the_correction_bias_stays_in_float32_and_as_it_is_in_a_bfloat16_model(
@@ -138,9 +151,9 @@ def test_the_correction_bias_stays_in_float32_and_as_it_is_in_a_bfloat16_model(
     bias = load_file(models["glm4_moe"][0] / "model.safetensors")[name]
     assert not bias.equal(bias.bfloat16().float())
     for directory in ("before", "after"):
-        with CheckpointReader(runs["bfloat16"].directory / directory) as reader:
-            assert reader.read(name).equal(bias)
-            assert reader.read("model.layers.1.mlp.gate.weight").dtype is torch.bfloat16
+        found = runs["bfloat16"].read(directory)
+        assert found[name].equal(bias)
+        assert found["model.layers.1.mlp.gate.weight"].dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -153,7 +166,7 @@ def test_every_rank_holds_what_is_predicted_and_that_part_of_the_checkpoint(
         found_name, _, layout = key.rpartition("-")
         if found_name != name:
             continue
-        predicted = predict_ranks(arch, LAYOUTS[layout])
+        predicted = predict_ranks(arch, (LAYOUTS | FOUR)[layout], UNEVEN if layout == "uneven" else {})
         assert ranks.keys() == predicted.keys()
         for rank, pieces in ranks.items():
             assert {piece for piece, _ in pieces} == {flatten(piece) for piece in predicted[rank]}, (key, rank)

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from fast_runs import run_ways
-from layout_runs import build_spec, launch
+from layout_runs import build_spec, launch, run_ways
 from tiny_checkpoints import write_checkpoint
 
 from megarl.config.schema.roles import Offload, OptimizerConfig, ParallelConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from layout_runs import build_spec, launch, launch_in, load_and_train, train_all, train_and_save
+from layout_runs import ALL_ROWS, build_spec, launch_each, load_and_train, train, train_and_save
 from safetensors.torch import load_file
 from tiny_checkpoints import build_sequences, compute_padded_kl, padded_reference_logprobs, write_checkpoint
 
@@ -22,7 +22,6 @@ CHECKPOINTS = {
     "llama": ("llama", False),
     "llama_tied": ("llama", True),
 }
-SOME_ROWS = list(range(12))
 SPLIT_LAYOUTS = ("tp2_sp", "pp2", "vpp2", "dp2", "cp2")
 TRAINED = ((Role.policy, "llama_tied"), (Role.critic, "qwen3"))
 PARTLY = {"trainable": Trainable.mlp, "value_range": (-1.0, 2.0)}
@@ -46,26 +45,22 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pat
 def one(checkpoints: dict[str, tuple[Path, Any]]) -> dict[str, Any]:
     """Runs of one process: policy of every family, critics, cuts into micro-batches."""
     paths = {name: path for name, (path, _) in checkpoints.items()}
-    runs = {f"policy-{name}": (build_spec(Role.policy, paths[name]), SOME_ROWS) for name in CHECKPOINTS}
-    runs["critic-qwen3"] = (build_spec(Role.critic, paths["qwen3"]), SOME_ROWS)
+    runs = {f"policy-{name}": (build_spec(Role.policy, paths[name]), ALL_ROWS) for name in CHECKPOINTS}
+    runs["critic-qwen3"] = (build_spec(Role.critic, paths["qwen3"]), ALL_ROWS)
     ways = {"": {}, "-recompute": {"recompute": Recompute.full}, "-offload": {"offload": Offload.all}}
     for way, fields in ways.items():
-        runs[f"critic-qwen3-partly{way}"] = (build_spec(Role.critic, paths["qwen3"], **PARTLY, **fields), SOME_ROWS)
-    # Each sequence alone; less than the sequences need together.
-    for tokens in (1, 110):
-        spec = build_spec(Role.policy, paths["qwen3"], tokens_per_microbatch=tokens)
-        runs[f"policy-qwen3-cut{tokens}"] = (spec, SOME_ROWS)
-    runs["policy-small_vocab"] = (build_spec(Role.policy, paths["small_vocab"]), SOME_ROWS)
+        runs[f"critic-qwen3-partly{way}"] = (build_spec(Role.critic, paths["qwen3"], **PARTLY, **fields), ALL_ROWS)
+    runs["policy-small_vocab"] = (build_spec(Role.policy, paths["small_vocab"]), ALL_ROWS)
     runs["policy-qwen3-row"] = (build_spec(Role.policy, paths["qwen3"]), [0])
     for role, name in TRAINED:
         spec = build_spec(role, paths[name], tokens_per_microbatch=60)
         runs[f"{role.value}-{name}-reordered"] = (spec, [7, 3, 11, 0, 5, 1, 9, 2, 10, 6, 4, 8])
     for name in ("qwen3", "small_vocab"):
-        runs[f"policy-{name}-full_kl"] = (build_spec(Role.policy, paths[name], algo=FULL_KL), SOME_ROWS)
+        runs[f"policy-{name}-full_kl"] = (build_spec(Role.policy, paths[name], algo=FULL_KL), ALL_ROWS)
     spec = build_spec(Role.policy, paths["qwen3"], algo=FULL_KL, tokens_per_microbatch=60)
-    runs["policy-qwen3-full_kl-cut60"] = (spec, SOME_ROWS)
-    runs["policy-qwen3-bf16"] = (build_spec(Role.policy, paths["qwen3"], dtype=Dtype.bfloat16), SOME_ROWS)
-    return launch(1, train_all, runs)
+    runs["policy-qwen3-full_kl-cut60"] = (spec, ALL_ROWS)
+    runs["policy-qwen3-bf16"] = (build_spec(Role.policy, paths["qwen3"], dtype=Dtype.bfloat16), ALL_ROWS)
+    return launch_each(1, train, runs)
 
 
 @pytest.fixture(scope="module")
@@ -75,21 +70,21 @@ def two(checkpoints: dict[str, tuple[Path, Any]]) -> dict[str, Any]:
     for role, name in TRAINED:
         for layout in SPLIT_LAYOUTS:
             spec = build_spec(role, checkpoints[name][0], layout, tokens_per_microbatch=60)
-            runs[f"{role.value}-{name}-{layout}"] = (spec, SOME_ROWS)
+            runs[f"{role.value}-{name}-{layout}"] = (spec, ALL_ROWS)
     for layout in SPLIT_LAYOUTS:
         spec = build_spec(Role.critic, checkpoints["qwen3"][0], layout, tokens_per_microbatch=60, **PARTLY)
-        runs[f"critic-qwen3-partly-{layout}"] = (spec, SOME_ROWS)
+        runs[f"critic-qwen3-partly-{layout}"] = (spec, ALL_ROWS)
     runs["policy-small_vocab-tp2"] = (
         build_spec(Role.policy, checkpoints["small_vocab"][0], "tp2"),
-        SOME_ROWS,
+        ALL_ROWS,
     )
     runs["policy-qwen3-row-dp2"] = (build_spec(Role.policy, checkpoints["qwen3"][0], "dp2"), [0])
     for layout in ("tp2", "tp2_sp", "dp2", "cp2"):
         spec = build_spec(Role.policy, checkpoints["qwen3"][0], layout, algo=FULL_KL, tokens_per_microbatch=60)
-        runs[f"policy-qwen3-full_kl-{layout}"] = (spec, SOME_ROWS)
+        runs[f"policy-qwen3-full_kl-{layout}"] = (spec, ALL_ROWS)
     spec = build_spec(Role.policy, checkpoints["small_vocab"][0], "tp2", algo=FULL_KL)
-    runs["policy-small_vocab-full_kl-tp2"] = (spec, SOME_ROWS)
-    return launch(2, train_all, runs)
+    runs["policy-small_vocab-full_kl-tp2"] = (spec, ALL_ROWS)
+    return launch_each(2, train, runs)
 
 
 def assert_same_training(run: dict[str, Any], reference: dict[str, Any], weight_tolerance: float = 2e-6) -> None:
@@ -129,31 +124,12 @@ def test_exported_weights_are_the_loaded_ones_bit_by_bit(
     assert all(torch.equal(exported[key], source[key]) for key in source)
 
 
-@pytest.mark.parametrize("layout", SPLIT_LAYOUTS)
-@pytest.mark.parametrize(("role", "name"), TRAINED)
-def test_export_is_bit_equal_from_any_layout(
-    role: Role, name: str, layout: str, checkpoints: dict[str, tuple[Path, Any]], two: dict[str, Any]
-) -> None:
-    source = load_file(checkpoints[name][0] / "model.safetensors")
-    exported = two[f"{role.value}-{name}-{layout}"]["before"]["weights"]
-    critic = role is Role.critic
-    # A value head stands where the output layer stood.
-    kept = source.keys() - {"lm_head.weight"} if critic else source.keys()
-    assert exported.keys() == kept | ({"score.weight"} if critic else set())
-    assert all(torch.equal(exported[key], source[key]) for key in kept)
-
-
 def test_training_moves_every_weight(checkpoints: dict[str, tuple[Path, Any]], one: dict[str, Any]) -> None:
     """Otherwise equality after training would show little."""
     for name in CHECKPOINTS:
         run = one[f"policy-{name}"]
         for key, tensor in run["after"]["weights"].items():
             assert (tensor - run["before"]["weights"][key]).abs().max() > 1e-4, key
-
-
-@pytest.mark.parametrize("tokens", [1, 110])
-def test_training_does_not_depend_on_the_cut_into_microbatches(tokens: int, one: dict[str, Any]) -> None:
-    assert_same_training(one[f"policy-qwen3-cut{tokens}"], one["policy-qwen3"])
 
 
 @pytest.mark.parametrize(("role", "name"), TRAINED)
@@ -253,34 +229,23 @@ def test_bfloat16_stays_near_float32(one: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("role", "fields", "layouts"),
+    [(Role.policy, {}, SPLIT_LAYOUTS), (Role.critic, PARTLY, ("tp2_sp", "pp2", "dp2"))],
+)
 def test_loading_continues_identically_also_under_other_layouts(
-    checkpoints: dict[str, tuple[Path, Any]],
+    role: Role, fields: dict[str, Any], layouts: tuple[str, ...], checkpoints: dict[str, tuple[Path, Any]]
 ) -> None:
-    path = checkpoints["qwen3"][0]
-    with tempfile.TemporaryDirectory() as scratch:
-        saved = launch_in(scratch, 1, train_and_save, build_spec(Role.policy, path))
-        same = launch_in(scratch, 1, load_and_train, {"one": build_spec(Role.policy, path)})["one"]
-        layouts = {layout: build_spec(Role.policy, path, layout) for layout in SPLIT_LAYOUTS}
-        others = launch_in(scratch, 2, load_and_train, layouts)
-    check_continued(saved, same, others)
-
-
-def test_a_partly_trained_critic_continues_identically_also_under_other_layouts(
-    checkpoints: dict[str, tuple[Path, Any]],
-) -> None:
-    path = checkpoints["qwen3"][0]
-    with tempfile.TemporaryDirectory() as scratch:
-        saved = launch_in(scratch, 1, train_and_save, build_spec(Role.critic, path, **PARTLY))
-        same = launch_in(scratch, 1, load_and_train, {"one": build_spec(Role.critic, path, **PARTLY)})["one"]
-        layouts = {layout: build_spec(Role.critic, path, layout, **PARTLY) for layout in ("tp2_sp", "pp2", "dp2")}
-        others = launch_in(scratch, 2, load_and_train, layouts)
-        recorded = json.loads((Path(scratch) / "state" / "hf" / "config.json").read_text())
-    check_continued(saved, same, others)
-    assert recorded["megarl_value_range"] == [-1.0, 2.0]
-
-
-def check_continued(saved: dict[str, Any], same: dict[str, Any], others: dict[str, Any]) -> None:
     """Bit by bit in the layout that saved, up to rounding in others."""
+    path = checkpoints["qwen3"][0]
+    specs = {layout: build_spec(role, path, layout, **fields) for layout in ("one", *layouts)}
+    one = {"one": specs.pop("one")}
+    with tempfile.TemporaryDirectory() as scratch:
+        saved = launch_each(1, train_and_save, one, scratch=scratch)["one"]
+        same = launch_each(1, load_and_train, one, scratch=scratch)["one"]
+        others = launch_each(2, load_and_train, specs, scratch=scratch)
+        recorded = json.loads((Path(scratch) / "state" / "hf" / "config.json").read_text())
+    assert recorded.get("megarl_value_range") == ([-1.0, 2.0] if fields else None)
     assert same["fresh"] != saved["checksum"] == same["checksum"]
     assert same["metrics"] == saved["metrics"]
     for name, tensor in saved["after"]["weights"].items():

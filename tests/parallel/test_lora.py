@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from layout_runs import LAYOUTS, build_spec, launch, launch_in
-from lora_runs import find_gradient, load_states, train_layouts
+from layout_runs import LAYOUTS, build_spec, continue_adapters, find_gradient, launch_each, train_adapters
 from safetensors.torch import load_file
 from tiny_checkpoints import build_sequences, padded_reference_logprobs, write_checkpoint
 
@@ -50,8 +49,8 @@ def root() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def runs(root: Path) -> dict[str, Any]:
-    found: dict[str, Any] = launch_in(str(root), 1, train_layouts, build_specs(root, two=False))
-    return found | launch_in(str(root), 2, train_layouts, build_specs(root, two=True))
+    found: dict[str, Any] = launch_each(1, train_adapters, build_specs(root, two=False), scratch=str(root))
+    return found | launch_each(2, train_adapters, build_specs(root, two=True), scratch=str(root))
 
 
 def test_before_the_first_step_the_policy_is_its_checkpoint(root: Path, runs: dict[str, Any]) -> None:
@@ -100,7 +99,7 @@ def test_the_adapters_gradient_follows_from_the_gradient_of_the_whole_weights(
     name: str, root: Path, runs: dict[str, Any]
 ) -> None:
     # Of W + s B A with the gradient G of W: dB = s G A', dA = s B' G, summed over the weights that share an A.
-    full = launch(1, find_gradient, build_spec(Role.policy, root / name / "after"))
+    full = launch_each(1, find_gradient, {"full": build_spec(Role.policy, root / name / "after")})["full"]
     adapter, found = runs[name]["adapter"], runs[name]["gradient"]
     for layer in range(4):
         for room, parts in (*GROUPS, ("self_attn", "o"), ("mlp", ("down",))):
@@ -127,7 +126,7 @@ def test_every_layout_trains_the_same_adapters(name: str, runs: dict[str, Any]) 
 def test_a_saved_state_goes_on_in_any_layout(name: str, root: Path, runs: dict[str, Any]) -> None:
     kind, saved = name.partition("-")[0], runs[name]
     specs = {key: spec for key, spec in build_specs(root, two=True).items() if key.startswith(kind)}
-    found = launch(2, load_states, specs, str(root / name))
+    found = launch_each(2, continue_adapters, specs, str(root / name))
     for key, own in found.items():
         for tensor, expected in saved["after"]["weights"].items():
             torch.testing.assert_close(own["loaded"]["weights"][tensor], expected, rtol=0, atol=1e-7)

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from layout_runs import build_spec, launch
-from memory_runs import run_roles
+from layout_runs import build_spec, launch_each, run_role
 from tiny_checkpoints import write_checkpoint
 
 from megarl.config.schema.roles import Dtype, Offload, Recompute, RecomputeMethod
@@ -44,7 +43,7 @@ def one(checkpoint: Path) -> dict[str, Any]:
         specs[f"{role.value}-{name}"] = spec
     for name, changes in OFFLOAD.items():
         specs[f"bf16-{name}"] = build_spec(Role.policy, checkpoint, dtype=Dtype.bfloat16, **changes)
-    return launch(1, run_roles, specs)
+    return launch_each(1, run_role, specs)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +51,7 @@ def two(checkpoint: Path) -> dict[str, Any]:
     names = ["none", *TOGETHER]
     specs = {f"tp-{name}": build_spec(Role.policy, checkpoint, "tp2_sp", **RECOMPUTE[name]) for name in names}
     specs |= {f"dp-{name}": build_spec(Role.critic, checkpoint, "dp2", **OFFLOAD[name]) for name in OFFLOAD}
-    return launch(2, run_roles, specs)
+    return launch_each(2, run_role, specs)
 
 
 def assert_same_gradient(found: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from compare_layouts import Bounds, LayoutRun, compare_runs, run_layouts
-from layout_runs import build_spec, launch, launch_in, load_and_train, train_and_save
-from moe_runs import evaluate_layouts
+from check_layouts import LayoutRun, compare_runs, find_problems, run_layouts
+from layout_runs import build_spec, evaluate_once, launch_each, load_and_train, train_and_save
 from tiny_checkpoints import build_samples, build_sequences, padded_reference_logprobs, write_checkpoint
 
 from megarl.config.schema.roles import OptimizerConfig, ParallelConfig, Recompute, Trainable
-from megarl.mcore.hf import CheckpointReader
 from megarl.mcore.spec import Role
 
 AUX_COEF, Z_COEF = 0.1, 0.01
@@ -65,12 +63,7 @@ def runs(start: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> d
     for name in MLP_LAYOUTS:
         fields = {"parallel": LAYOUTS[name], "tokens_per_microbatch": 60, "trainable": Trainable.mlp}
         specs[f"mlp-{name}"] = build(Role.critic, **fields)
-    return run_layouts(specs, build_samples(), 3, tmp_path_factory.mktemp("runs"), deadline_s=120.0)
-
-
-def read_gradient(run: LayoutRun) -> dict[str, torch.Tensor]:
-    with CheckpointReader(run.directory / "gradient") as reader:
-        return {name: reader.read(name).double() for name in reader.names}
+    return run_layouts(specs, build_samples(), 3, tmp_path_factory.mktemp("runs"))
 
 
 def compute_terms(model: Any) -> tuple[torch.Tensor, torch.Tensor, float]:
@@ -94,35 +87,32 @@ def compute_terms(model: Any) -> tuple[torch.Tensor, torch.Tensor, float]:
 
 @pytest.mark.parametrize("name", [*CUTS, *LAYOUTS, RECOMPUTED])
 def test_every_layout_and_cut_trains_a_mixture_of_experts_alike(name: str, runs: dict[str, LayoutRun]) -> None:
-    difference = compare_runs(runs[name], runs["one"])
-    assert difference.find_problems(Bounds()) == [], difference
+    assert find_problems(compare_runs(runs[name], runs["one"])) == []
 
 
 @pytest.mark.parametrize("name", ["dp2_ep2", "tp2_sp_ep2", "pp2_dp2_ep2"])
 def test_every_layout_trains_a_critic_with_experts_alike(name: str, runs: dict[str, LayoutRun]) -> None:
-    difference = compare_runs(runs[f"critic-{name}"], runs["critic-one"])
-    assert difference.find_problems(Bounds()) == [], difference
+    assert find_problems(compare_runs(runs[f"critic-{name}"], runs["critic-one"])) == []
 
 
 @pytest.mark.parametrize("name", MLP_LAYOUTS)
 def test_every_layout_trains_the_experts_of_a_critic_alone_alike(name: str, runs: dict[str, LayoutRun]) -> None:
     run = runs[f"mlp-{name}"]
-    difference = compare_runs(run, runs["mlp-one"])
-    assert difference.find_problems(Bounds()) == [], difference
-    with CheckpointReader(run.directory / "before") as before, CheckpointReader(run.directory / "after") as after:
-        moved = {key for key in after.names if not torch.equal(before.read(key), after.read(key))}
-        assert moved == {key for key in after.names if is_expert_or_head(key)}
+    assert find_problems(compare_runs(run, runs["mlp-one"])) == []
+    before, after = run.read("before"), run.read("after")
+    moved = {key for key in after if not torch.equal(before[key], after[key])}
+    assert moved == {key for key in after if is_expert_or_head(key)}
 
 
 def test_the_gradient_of_trained_weights_is_that_of_a_critic_which_is_trained_whole(runs: dict[str, LayoutRun]) -> None:
-    whole, partly = read_gradient(runs["critic-one"]), read_gradient(runs["mlp-one"])
+    whole, partly = runs["critic-one"].read("gradient"), runs["mlp-one"].read("gradient")
     trained = {name: tensor for name, tensor in partly.items() if is_expert_or_head(name)}
     assert all(torch.equal(tensor, whole[name]) for name, tensor in trained.items())
     assert not any(partly[name].any() for name in partly.keys() - trained.keys())
     assert all(whole[name].any() for name in partly.keys() - trained.keys())
     norm = torch.stack([tensor.square().sum() for tensor in trained.values()]).sum().sqrt().item()
-    assert runs["mlp-one"].grad_norms[0] == pytest.approx(norm, rel=1e-5)
-    assert runs["critic-one"].grad_norms[0] > 1.01 * norm
+    assert runs["mlp-one"].list_metrics("grad_norm")[0] == pytest.approx(norm, rel=1e-5)
+    assert runs["critic-one"].list_metrics("grad_norm")[0] > 1.01 * norm
 
 
 def is_expert_or_head(name: str) -> bool:
@@ -136,7 +126,7 @@ def test_the_load_balancing_terms_add_their_own_gradient(start: tuple[Path, Any]
     (2 * (AUX_COEF * balance + Z_COEF * z)).backward()
     # The experts of a checkpoint have names of their own, those of transformers' model are stacked.
     expected = {name: param.grad for name, param in model.named_parameters() if ".experts." not in name}
-    with_terms, without = read_gradient(runs["one"]), read_gradient(runs["one_without_terms"])
+    with_terms, without = runs["one"].read("gradient"), runs["one_without_terms"].read("gradient")
     compared = 0
     for name, gradient in expected.items():
         if gradient is None:
@@ -173,7 +163,7 @@ def test_logprobs_are_those_of_transformers_in_every_layout(normalized: bool, tm
     expected = padded_reference_logprobs(model, build_sequences(seed=5), 0.8)
     names = ("dp2_ep2", "tp2_sp_etp2", "tp2_sp_ep2")
     specs = {name: build_spec(Role.reference, tmp_path / "model", parallel=LAYOUTS[name]) for name in names}
-    for name, found in launch(2, evaluate_layouts, specs).items():
+    for name, found in launch_each(2, evaluate_once, specs).items():
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
@@ -183,9 +173,9 @@ def test_a_mixture_of_experts_continues_from_a_checkpoint_of_another_layout(star
 
     others = {name: build(LAYOUTS[name]) for name in ("dp2_ep2", "tp2_sp_ep2", "tp2_sp_etp2")}
     with tempfile.TemporaryDirectory() as scratch:
-        saved = launch_in(scratch, 2, train_and_save, build(LAYOUTS["dp2_ep2"]))
-        loaded = launch_in(scratch, 2, load_and_train, others)
-        loaded |= launch_in(scratch, 1, load_and_train, {"one": build(ParallelConfig())})
+        (saved,) = launch_each(2, train_and_save, {"saved": build(LAYOUTS["dp2_ep2"])}, scratch=scratch).values()
+        loaded = launch_each(2, load_and_train, others, scratch=scratch)
+        loaded |= launch_each(1, load_and_train, {"one": build(ParallelConfig())}, scratch=scratch)
     assert loaded["dp2_ep2"]["checksum"] == saved["checksum"]
     for name, run in loaded.items():
         for tensor_name, tensor in saved["after"]["weights"].items():

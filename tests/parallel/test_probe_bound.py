@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.backend import Done
-from layout_runs import LAYOUTS, build_spec, launch, round_probe
+from layout_runs import LAYOUTS, build_spec, launch_each, round_probe
 from tiny_checkpoints import write_checkpoint
 from torch import Tensor
 
@@ -52,7 +52,7 @@ def runs(checkpoints: dict[str, tuple[Path, Any]], texts: dict[str, tuple[int, .
     one = {f"{family}-one": build(family, ParallelConfig()) for family in FAMILIES}
     two = {f"qwen3-{name}": build("qwen3", parallel) for name, parallel in SPLIT.items()}
     two |= {f"qwen3_moe-{name}": build("qwen3_moe", parallel) for name, parallel in EXPERTS.items()}
-    return launch(1, round_probe, one, texts) | launch(2, round_probe, two, texts)
+    return launch_each(1, round_probe, one, texts) | launch_each(2, round_probe, two, texts)
 
 
 class Policy:

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from layout_runs import build_spec, launch
-from moe_runs import give_experts, replay_layouts, replay_own_routes
+from layout_runs import build_spec, give_experts, launch, launch_each, replay, replay_own_routes
 from tiny_checkpoints import build_sequences, padded_reference_logprobs, write_checkpoint
 
 from megarl.config.schema.roles import ParallelConfig, Recompute
@@ -48,7 +47,7 @@ def runs(start: tuple[Path, Any]) -> dict[str, Any]:
 
     single = {"one": build(tokens_per_microbatch=10_000), "cut": build(), "chosen": build(router_replay=False)}
     pairs = {name: build(**changes) for name, changes in LAYOUTS.items() if changes}
-    return launch(1, replay_layouts, single) | launch(2, replay_layouts, pairs)
+    return launch_each(1, replay, single) | launch_each(2, replay, pairs)
 
 
 def force_experts(model: Any, experts: torch.Tensor, counts: list[int]) -> None:
@@ -127,8 +126,8 @@ def test_experts_stay_with_their_layers_where_the_first_ones_are_dense(dense_fir
         return build_spec(Role.policy, dense_first, router_replay=True, tokens_per_microbatch=60, **changes)
 
     names = ("pp2_recompute", "vpp2", "cp2_recompute")
-    (one,) = launch(1, replay_layouts, {"one": build()}).values()
-    for found in launch(2, replay_layouts, {name: build(**LAYOUTS[name]) for name in names}).values():
+    (one,) = launch_each(1, replay, {"one": build()}).values()
+    for found in launch_each(2, replay, {name: build(**LAYOUTS[name]) for name in names}).values():
         torch.testing.assert_close(found["logprobs"], one["logprobs"], rtol=0, atol=1e-5)
         assert_equal(found, one)
         assert found["metrics"][0]["policy/moe_routing_agreement"] == one["metrics"][0]["policy/moe_routing_agreement"]

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from layout_runs import build_spec, launch, train_all_reusing
+from layout_runs import build_spec, launch_each, train_reusing
 from tiny_checkpoints import write_checkpoint
 
 from megarl.config.schema.algo import AlgoConfig, MismatchConfig, MismatchCorrection
-from megarl.mcore.spec import Role
+from megarl.mcore.spec import Role, WorkerSpec
 
 ORDER = [7, 3, 11, 0, 5, 1, 9, 2, 10, 6, 4, 8]
 ALGORITHMS = {
@@ -27,8 +27,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def check(runs: dict[str, list[dict[str, Any]]]) -> None:
-    for name, (given, own) in runs.items():
+def check(num_processes: int, specs: dict[str, WorkerSpec]) -> None:
+    runs = {f"{name}-{own}": (spec, ORDER, own) for name, spec in specs.items() for own in (False, True)}
+    found: dict[str, Any] = launch_each(num_processes, train_reusing, runs)
+    for name in specs:
+        given, own = found[f"{name}-False"], found[f"{name}-True"]
         torch.testing.assert_close(own["own"], given["before"], atol=1e-5, rtol=1e-5, msg=name)
         assert given["own"] is None
         for key, gradient in given["gradient"].items():
@@ -43,7 +46,7 @@ def test_the_gradient_and_the_metrics_of_one_process_are_those_with_a_pass(check
         name: build_spec(Role.policy, checkpoint, algo=algo, tokens_per_microbatch=tokens)
         for name, algo in ALGORITHMS.items()
     }
-    check(launch(1, train_all_reusing, {name: (spec, ORDER) for name, spec in specs.items()}))
+    check(1, specs)
 
 
 def test_every_layout_returns_the_rows_of_the_update_in_their_own_order(checkpoint: Path) -> None:
@@ -51,4 +54,4 @@ def test_every_layout_returns_the_rows_of_the_update_in_their_own_order(checkpoi
         layout: build_spec(Role.policy, checkpoint, layout, algo=ALGORITHMS["grpo"], tokens_per_microbatch=60)
         for layout in ("tp2_sp", "pp2", "vpp2", "dp2", "cp2")
     }
-    check(launch(2, train_all_reusing, {layout: (spec, ORDER) for layout, spec in specs.items()}))
+    check(2, specs)
