@@ -196,16 +196,6 @@ _LINEARS = {
 }
 
 
-@dataclass(frozen=True)
-class AdapterFactors:
-    """A and B of one weight, whole or this rank's part."""
-
-    a: Tensor
-    """[rank, columns]"""
-    b: Tensor
-    """[parts, rows / parts, rank]; two parts, gate and up, of a stacked weight"""
-
-
 def has_adapter(entry: Entry, layers: Iterable[LoraLayers]) -> bool:
     return any(_LINEARS[kind].search(entry.name) for kind in layers)
 
@@ -213,11 +203,6 @@ def has_adapter(entry: Entry, layers: Iterable[LoraLayers]) -> bool:
 def name_adapter(entry: Entry) -> str:
     """Of decoder.layers.3.mlp.linear_fc1.weight: 3-mlp-linear_fc1."""
     return "-".join(entry.name.split(".")[2:-1])
-
-
-def has_adapters(keys: Iterable[str]) -> bool:
-    """Whether there are adapters among the keys of a checkpoint of Megatron's."""
-    return any(key.startswith(PREFIX) for key in keys)
 
 
 def count_layer(arch: Architecture, lora: LoraConfig, tp: int) -> int:
@@ -229,12 +214,6 @@ def count_layer(arch: Architecture, lora: LoraConfig, tp: int) -> int:
             is_row = entry.split is Split.columns
             count += lora.rank * (columns // tp + rows if is_row else columns + rows // tp)
     return count
-
-
-def merge(weight: Tensor, factors: AdapterFactors, scale: float) -> Tensor:
-    """weight + scale * B A, computed in float32, in the weight's dtype."""
-    product = factors.b.detach().flatten(0, 1).float() @ factors.a.detach().float()
-    return torch.add(weight.detach().float(), product, alpha=scale).to(weight.dtype)
 
 
 def to_peft(entry: Entry, a: Sequence[Tensor], b: Sequence[Tensor], arch: Architecture) -> Iterable[tuple[str, Tensor]]:

@@ -24,12 +24,10 @@ from torch.nn import functional as F
 from megarl.config.schema.roles import LoraConfig
 from megarl.mcore.bridge import named_entries
 from megarl.mcore.entries import (
-    AdapterFactors,
     Entry,
     PeftAdapter,
     build_peft_config,
     has_adapter,
-    merge,
     name_adapter,
     to_peft,
 )
@@ -54,6 +52,7 @@ class Adapter(torch.nn.Module):
         self.entry, self.scale = entry, lora.alpha / lora.rank
         self.splits_columns = entry.split is Split.columns
         self.sequence_parallel: bool = config.sequence_parallel
+        # [rank, columns], and B as [parts, rows / parts, rank]; two parts, gate and up, of a stacked weight.
         self.a = torch.nn.Parameter(self._draw(lora.rank, columns, seed).to(weight.dtype))
         # As in the paper, the product is 0 at the start.
         self.b = torch.nn.Parameter(torch.zeros(parts, rows // parts, lora.rank, dtype=weight.dtype))
@@ -71,10 +70,6 @@ class Adapter(torch.nn.Module):
         whole.uniform_(-bound, bound, generator=torch.Generator().manual_seed(number))
         return whole.chunk(tp, dim=1)[parallel_state.get_tensor_model_parallel_rank() if tp > 1 else 0].contiguous()
 
-    @property
-    def factors(self) -> AdapterFactors:
-        return AdapterFactors(self.a, self.b)
-
     def forward(self, x: Tensor) -> Tensor:
         low = F.linear(x, self.a)
         if self.splits_columns:
@@ -87,8 +82,9 @@ class Adapter(torch.nn.Module):
         return self.scale * F.linear(low, self.b.flatten(0, 1))
 
     def merge(self, weight: Tensor) -> Tensor:
-        """This rank's part of the merged weight."""
-        return merge(weight, self.factors, self.scale)
+        """This rank's part of weight + scale * B A, computed in float32, in the weight's dtype."""
+        product = self.b.detach().flatten(0, 1).float() @ self.a.detach().float()
+        return torch.add(weight.detach().float(), product, alpha=self.scale).to(weight.dtype)
 
     def gradient(self) -> Tensor:
         """dB A + B dA, scaled: float32, in the weight's shape; how the merged weight moves along the gradient."""

@@ -247,28 +247,21 @@ def check_options(arch: Architecture, spec: WorkerSpec) -> list[str]:
 
 def _check_fields(megatron: dict[str, Any], own: dict[str, Any]) -> list[str]:
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    decided = {key: f"set policy.{name} and critic.{name} instead" for key, name in ROLE_KEYS.items()}
+    decided["deterministic_mode"] = "set train.deterministic instead"
+    in_dtype = "weights are kept in the role's dtype, in which they are sent to the servers, offloaded and saved"
+    decided |= {key: f"{in_dtype}; it must be false" for key in ("fp8_param", "fp4_param") if megatron.get(key)}
+    decided |= {key: f"the checkpoint, the layout or the dtype decides it: {value!r}" for key, value in own.items()}
+    if megatron.get("fp4") and not find_kernels().te:
+        decided["fp4"] = "it needs Transformer Engine, which is not usable here"
     problems = list(check_expert_options(megatron, with_experts="num_moe_experts" in own))
     for key, value in megatron.items():
         if key not in known:
             nearest = find_nearest_key(key, known)
             hint = f"; did you mean {nearest}?" if nearest else ""
             problems.append(f"model.megatron.{key}: not a field of Megatron's TransformerConfig{hint}")
-        elif key in ROLE_KEYS:
-            name = ROLE_KEYS[key]
-            problems.append(f"model.megatron.{key}: found {value!r}; set policy.{name} and critic.{name} instead")
-        elif key == "deterministic_mode":
-            problems.append(f"model.megatron.{key}: found {value!r}; set train.deterministic instead")
-        elif key in own:
-            problems.append(
-                f"model.megatron.{key}: decided by the checkpoint, the role's layout and dtype, or here ({own[key]!r})"
-            )
-        elif key in ("fp8_param", "fp4_param") and value:
-            problems.append(
-                f"model.megatron.{key}: found {value!r}; weights are kept in the role's dtype, in which they are"
-                " sent to the servers, offloaded and saved; it must be false"
-            )
-        elif key == "fp4" and value and not find_kernels().te:
-            problems.append(f"model.megatron.{key}: needs Transformer Engine, which is not usable here")
+        elif key in decided:
+            problems.append(f"model.megatron.{key}: found {value!r}; {decided[key]}")
     return problems
 
 

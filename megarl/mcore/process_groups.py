@@ -27,15 +27,10 @@ def initialize(
 ) -> None:
     """Join the role's process group and build Megatron's groups in it.
 
-    gpu: UUID of the GPU that this process was started for. Raises ValueError for a layout that world_size does not
-    divide into, RuntimeError where this rank has another GPU or that of another rank, and torch's DistStoreError or
+    gpu: UUID of the GPU that this process was started for. Raises RuntimeError for a layout that world_size does not
+    divide into, and where this rank has another GPU or that of another rank, and torch's DistStoreError or
     DistNetworkError where not all ranks come within the deadline.
     """
-    if world_size != parallel.num_processes or world_size % (parallel.tp * parallel.pp * parallel.cp):
-        raise ValueError(
-            f"{world_size} processes for parallel.num_processes={parallel.num_processes}, tp={parallel.tp}, "
-            f"pp={parallel.pp}, cp={parallel.cp}: num_processes must be a multiple of tp * pp * cp"
-        )
     machine = find_machine()
     found = machine.take(rank, gpu)
     timeout = timedelta(seconds=deadline_s)

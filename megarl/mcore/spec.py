@@ -305,11 +305,6 @@ def check_router_replay(arch: Architecture, megatron: Mapping[str, Any]) -> Iter
     """One message for each reason why the policy cannot replay its routes. megatron: model.megatron."""
     if arch.experts is None:
         yield "rollout.router_replay: found true, but the model has no experts; it must be false"
-    if megatron.get("moe_router_fusion"):
-        yield (
-            "model.megatron.moe_router_fusion: found true with rollout.router_replay, whose experts the fused router"
-            " does not take; it must be false"
-        )
 
 
 def _check_recompute(role: str, arch: Architecture, spec: WorkerSpec) -> Iterator[str]:

@@ -22,7 +22,7 @@ from megarl.config.schema.roles import ParallelConfig
 from megarl.files import CheckpointError
 from megarl.mcore.checkpoint_format import CONTENT, holds_optimizer, load_metadata
 from megarl.mcore.device import find_machine
-from megarl.mcore.entries import has_adapters
+from megarl.mcore.entries import PREFIX
 from megarl.mcore.model import PackedGPT
 
 
@@ -133,7 +133,8 @@ def load_weights(directory: Path, chunks: Sequence[PackedGPT]) -> None:
     Raises CheckpointError where `directory` holds no checkpoint, Megatron's CheckpointingException or KeyError for one
     of another model.
     """
-    if has_adapters(load_metadata(directory).state_dict_metadata) and not any(hasattr(c, "adapters") for c in chunks):
+    keys = load_metadata(directory).state_dict_metadata
+    if any(key.startswith(PREFIX) for key in keys) and not any(hasattr(chunk, "adapters") for chunk in chunks):
         raise CheckpointError(
             f"{directory}: has LoRA adapters beside its weights; tools/convert_checkpoint.py merges them"
         )

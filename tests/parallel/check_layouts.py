@@ -155,10 +155,12 @@ def _no_nan(number: float) -> float:
 
 def find_problems(differences: Mapping[str, float], bounds: Mapping[str, float] = FLOAT32) -> list[str]:
     """What is beyond its bound; empty: the layout computes the same."""
-    pairs = ((what, found, bounds[what.partition(" of ")[0]]) for what, found in differences.items())
-    return [
-        f"{what}: differs by {found:.2g}; the bound is {bound:.2g}" for what, found, bound in pairs if found > bound
-    ]
+    problems = []
+    for what, found in differences.items():
+        bound = bounds[what.partition(" of ")[0]]
+        if found > bound:
+            problems.append(f"{what}: differs by {found:.2g}; the bound is {bound:.2g}")
+    return problems
 
 
 def list_divisors(number: int) -> list[int]:

@@ -46,7 +46,11 @@ def test_a_directory_without_config_is_named(tmp_path: Path) -> None:
     ("megatron", "parallel", "message"),
     [
         ({"attention_dropot": 0.1}, ParallelConfig(), "did you mean attention_dropout"),
-        ({"num_layers": 3}, ParallelConfig(), "model.megatron.num_layers: decided by the checkpoint"),
+        (
+            {"num_layers": 3},
+            ParallelConfig(),
+            "num_layers: found 3; the checkpoint, the layout or the dtype",
+        ),
         (
             {"fp8": "hybrid"},
             ParallelConfig(),
@@ -54,7 +58,7 @@ def test_a_directory_without_config_is_named(tmp_path: Path) -> None:
         ),
         ({"fp8_param": True}, ParallelConfig(), "model.megatron.fp8_param: found True; weights are kept in the role's"),
         ({"fp4_param": True}, ParallelConfig(), "model.megatron.fp4_param: found True; weights are kept in the role's"),
-        ({"fp4": "e2m1"}, ParallelConfig(), "model.megatron.fp4: needs Transformer Engine"),
+        ({"fp4": "e2m1"}, ParallelConfig(), "model.megatron.fp4: found .e2m1.; it needs Transformer Engine"),
         (
             {"deterministic_mode": True},
             ParallelConfig(),

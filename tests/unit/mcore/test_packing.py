@@ -1,7 +1,6 @@
 import itertools
 import math
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -105,15 +104,3 @@ def test_ranks_and_microbatches_are_balanced_by_tokens_without_costs() -> None:
 
 def test_fewer_rows_than_ranks_leave_ranks_with_an_empty_microbatch() -> None:
     assert sorted(pack([5], 100, 3)) == [[[]], [[]], [[0]]]
-
-
-@pytest.mark.parametrize(("lengths", "budget", "ranks"), [([1], 0, 1), ([1], 1, 0), ([3, 0], 10, 1)])
-def test_bad_numbers_are_refused(lengths: list[int], budget: int, ranks: int) -> None:
-    with pytest.raises(ValueError, match=r"at least 1|row 1 has none"):
-        pack(lengths, budget, ranks)
-
-
-@pytest.mark.parametrize("costs", [[1.0], [1.0, 0.0], [1.0, math.inf], [1.0, math.nan]])
-def test_costs_are_one_positive_number_a_row(costs: list[float]) -> None:
-    with pytest.raises(ValueError, match="costs"):
-        pack([3, 4], 10, 1, costs)

@@ -250,32 +250,8 @@ def test_a_norm_comes_from_a_rank_that_sends_to_the_server_rank_anyway() -> None
     assert set(plan.copies) == {(1, 0), (0, 1)}
 
 
-def test_pairs_of_ranks_take_turns_and_each_side_sees_its_buckets_in_one_order() -> None:
-    arch = build_architecture("qwen3", num_kv_heads=8)
-    targets = {rank: predict_server_rank(arch, 2, rank) for rank in range(2)}
-    dtypes = dict.fromkeys((piece.tensor for piece in targets[0]), "float32")
-    plan = build_plan(predict_ranks(arch, ParallelConfig(num_processes=4, pp=2)), targets, dtypes)
-    buckets = cut_buckets(plan, 2000)
-    first = buckets[: len(plan.copies)]
-    assert {(bucket.source, bucket.target) for bucket in first} == set(plan.copies)
-    sent: dict[tuple[int, int], list] = defaultdict(list)
-    for bucket in buckets:
-        sent[bucket.source, bucket.target] += bucket.copies
-    for pair, copies in plan.copies.items():
-        assert sum(copy.num_bytes for copy in sent[pair]) == sum(copy.num_bytes for copy in copies)
 
 
-def test_gather_and_broadcast_is_counted_as_shards_to_one_rank_and_the_model_to_every_server_rank() -> None:
-    arch = build_architecture("llama", num_kv_heads=8, tied=True)
-    targets = {rank: predict_server_rank(arch, 2, rank % 2) for rank in range(4)}
-    dtypes = dict.fromkeys((piece.tensor for piece in targets[0]), "bfloat16")
-    sources = predict_ranks(arch, ParallelConfig(num_processes=4, tp=2, pp=2, sp=True))
-    h, layers, ffn, vocab = 16, 4, 24, 70
-    split = layers * (32 * h + 2 * 32 * h + h * 32 + 3 * ffn * h)
-    whole = vocab * h + split + (2 * layers + 1) * h
-    # 64 of the embedding's 70 rows are on the first of two ranks; each second rank sends its part to the first.
-    gathered = split // 2 + 6 * h
-    assert compute_broadcast(sources, targets, dtypes) == 2 * (gathered + 4 * whole)
 
 
 def test_a_server_of_another_model_is_refused_naming_the_tensor() -> None:
@@ -311,14 +287,6 @@ def test_what_a_server_rank_says_it_holds_is_checked_against_the_policys_model()
         predict_server_rank(arch, 3, 0)
 
 
-def test_the_layers_of_a_stage_follow_its_pieces_and_uneven_ends() -> None:
-    layout = ParallelConfig(num_processes=2, pp=2, vpp=2)
-    assert [find_layers(8, layout, stage, {}) for stage in range(2)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    ends = {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 3}
-    four = ParallelConfig(num_processes=4, pp=4)
-    assert [find_layers(8, four, stage, ends) for stage in range(4)] == [[0], [1, 2], [3, 4], [5, 6, 7]]
-    with pytest.raises(ValueError, match="pipeline_model_parallel_layout"):
-        find_layers(8, four, 0, {"pipeline_model_parallel_layout": "x"})
 
 
 def test_the_plan_can_be_read_as_a_table() -> None:
@@ -334,15 +302,8 @@ def test_the_plan_can_be_read_as_a_table() -> None:
     assert lines[-1].startswith("bytes / minimum: 1.0000; gather and broadcast would move ")
 
 
-def test_ranks_of_a_server_that_the_heads_do_not_divide_into_are_refused_with_the_nearest_number() -> None:
-    config = load_config(["model=tiny", "rollout.tp=3"])
-    with pytest.raises(ConfigError, match=r"rollout.tp: found 3, which does not divide .*; the nearest that does is 2"):
-        load_specs(config, load_models(config))
 
 
-def test_a_bucket_size_without_a_link_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"rollout.sync_bucket_mb: .*with rollout.transport=disk"):
-        load_config(["model=tiny", "rollout.transport=disk", "rollout.sync_bucket_mb=8"])
 
 
 DTYPES = [torch.bfloat16, torch.float32]
