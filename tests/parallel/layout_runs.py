@@ -374,7 +374,7 @@ def train_adapters(worker: Any, directory: Path) -> dict[str, Any]:
     }
 
 
-def continue_adapters(worker: Any, directory: Path, saved: str) -> dict[str, Any]:
+def continue_state(worker: Any, directory: Path, saved: str) -> dict[str, Any]:
     """Load SAVED/state and make one step."""
     worker.load(Path(saved) / "state")
     loaded = describe(worker, directory / "loaded")

@@ -18,6 +18,8 @@ from megarl.config.schema.roles import OptimizerConfig
 from megarl.mcore.spec import Role
 from megarl.types import TrainingSamples
 
+pytestmark = pytest.mark.slow
+
 TEMPERATURE = 0.8
 ALGO = AlgoConfig(
     loss_agg_mode=LossAggMode["seq-mean-token-mean"],

@@ -26,6 +26,8 @@ from megarl.mcore.microbatches import compute_row_costs, pack
 from megarl.mcore.spec import Role, WorkerSpec, read_architecture
 from megarl.types import TrainingSamples
 
+pytestmark = pytest.mark.slow
+
 ALGO = AlgoConfig(
     entropy_coef=0.01,
     positive_lm_coef=0.1,

@@ -16,6 +16,8 @@ from megarl.mcore.spec import Role, check_layout, read_architecture
 from megarl.models.families import FAMILIES
 from megarl.sync.plan import TensorSlice
 
+pytestmark = pytest.mark.slow
+
 predict_ranks = load_tool("bench/policy_pieces.py").predict_ranks
 
 LAYOUTS = {

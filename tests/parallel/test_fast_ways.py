@@ -10,6 +10,8 @@ from tiny_checkpoints import write_checkpoint
 from megarl.config.schema.roles import Offload, OptimizerConfig, ParallelConfig
 from megarl.mcore.spec import Role
 
+pytestmark = pytest.mark.slow
+
 DP2 = ParallelConfig(num_processes=2)
 EP2 = ParallelConfig(num_processes=2, ep=2)
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}

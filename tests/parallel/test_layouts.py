@@ -16,6 +16,8 @@ from megarl.config.schema.algo import AlgoConfig, KLConfig, KLEstimator
 from megarl.config.schema.roles import Dtype, Offload, Recompute, Trainable
 from megarl.mcore.spec import Role
 
+pytestmark = pytest.mark.slow
+
 CHECKPOINTS = {
     "qwen3": ("qwen3", False),
     "qwen2_tied": ("qwen2", True),

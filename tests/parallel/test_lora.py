@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from layout_runs import LAYOUTS, build_spec, continue_adapters, find_gradient, launch_each, train_adapters
+from layout_runs import LAYOUTS, build_spec, continue_state, find_gradient, launch_each, train_adapters
 from safetensors.torch import load_file
 from tiny_checkpoints import build_sequences, padded_reference_logprobs, write_checkpoint
 
 from megarl.config.schema.roles import LoraConfig, LoraLayers, ParallelConfig, Recompute
 from megarl.mcore.convert import convert, open_source
 from megarl.mcore.spec import Role, WorkerSpec
+
+pytestmark = pytest.mark.slow
 
 RANK, ALPHA = 3, 12.0
 SCALE = ALPHA / RANK
@@ -126,7 +128,7 @@ def test_every_layout_trains_the_same_adapters(name: str, runs: dict[str, Any]) 
 def test_a_saved_state_goes_on_in_any_layout(name: str, root: Path, runs: dict[str, Any]) -> None:
     kind, saved = name.partition("-")[0], runs[name]
     specs = {key: spec for key, spec in build_specs(root, two=True).items() if key.startswith(kind)}
-    found = launch_each(2, continue_adapters, specs, str(root / name))
+    found = launch_each(2, continue_state, specs, str(root / name))
     for key, own in found.items():
         for tensor, expected in saved["after"]["weights"].items():
             torch.testing.assert_close(own["loaded"]["weights"][tensor], expected, rtol=0, atol=1e-7)

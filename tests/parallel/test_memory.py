@@ -11,6 +11,8 @@ from tiny_checkpoints import write_checkpoint
 from megarl.config.schema.roles import Dtype, Offload, Recompute, RecomputeMethod
 from megarl.mcore.spec import Role
 
+pytestmark = pytest.mark.slow
+
 NUM_LAYERS = 4
 RECOMPUTE = {
     "none": {},

@@ -13,6 +13,8 @@ from tiny_checkpoints import build_samples, build_sequences, padded_reference_lo
 from megarl.config.schema.roles import OptimizerConfig, ParallelConfig, Recompute, Trainable
 from megarl.mcore.spec import Role
 
+pytestmark = pytest.mark.slow
+
 AUX_COEF, Z_COEF = 0.1, 0.01
 TERMS = {"moe_aux_loss_coeff": AUX_COEF, "moe_z_loss_coeff": Z_COEF}
 NUM_EXPERTS, TOP_K = 4, 2

@@ -12,6 +12,8 @@ from tiny_checkpoints import write_checkpoint
 from megarl.config.schema.roles import Dtype
 from megarl.mcore.spec import Role
 
+pytestmark = pytest.mark.slow
+
 ADAMS = ["torch", "lazy"]
 
 

@@ -16,6 +16,8 @@ from megarl.rollout.tensors import build_tensors
 from megarl.task.render import CriticPrompt
 from megarl.types import FinishReason, Prompt, Response, Rollout, RolloutTensors, Sample, Score, TrainingSamples
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = ("tp2_sp", "pp2", "dp2", "cp2")
 TEXT = "answer: {answer}"
 

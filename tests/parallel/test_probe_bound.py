@@ -20,6 +20,8 @@ from megarl.mcore.spec import Role
 from megarl.sync.probe import NUM_ESTIMATES, Probe
 from megarl.types import Sequences
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = ("qwen3", "qwen3_moe")
 LENGTHS = {"text": 64, "long": 256}
 SPLIT = {name: LAYOUTS[name] for name in ("tp2", "tp2_sp", "pp2", "vpp2", "dp2", "cp2")}

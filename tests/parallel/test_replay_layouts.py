@@ -11,6 +11,8 @@ from tiny_checkpoints import build_sequences, padded_reference_logprobs, write_c
 from megarl.config.schema.roles import ParallelConfig, Recompute
 from megarl.mcore.spec import Role
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "cut": {},
     "dp2_ep2": {"parallel": ParallelConfig(num_processes=2, ep=2)},

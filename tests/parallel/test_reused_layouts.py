@@ -11,6 +11,8 @@ from tiny_checkpoints import write_checkpoint
 from megarl.config.schema.algo import AlgoConfig, MismatchConfig, MismatchCorrection
 from megarl.mcore.spec import Role, WorkerSpec
 
+pytestmark = pytest.mark.slow
+
 ORDER = [7, 3, 11, 0, 5, 1, 9, 2, 10, 6, 4, 8]
 ALGORITHMS = {
     "grpo": AlgoConfig(clip_low=0.2, clip_high=0.28, entropy_coef=0.01),

@@ -17,6 +17,8 @@ from megarl.mcore.microbatches import pack
 from megarl.mcore.spec import Role
 from megarl.types import TrainingSamples
 
+pytestmark = pytest.mark.slow
+
 TRAINED = (Role.policy, Role.critic)
 MINIBATCHES = [torch.tensor([5, 0, 11, 3, 8, 2]), torch.tensor([1, 10, 4, 9, 7, 6]), torch.arange(12)]
 DP4_PP2 = ParallelConfig(num_processes=8, pp=2)
