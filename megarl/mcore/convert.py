@@ -19,7 +19,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megarl.config.brought import MODEL_FILE, RUN_FILE
 from megarl.config.errors import ConfigError
 from megarl.config.schema.roles import Dtype, LoraConfig, LoraLayers, ParallelConfig
-from megarl.files import MANIFEST, CheckpointError, find_free, load_manifest, verify_files, write_manifest
+from megarl.files import (
+    MANIFEST,
+    CheckpointError,
+    find_free,
+    load_json_object,
+    load_manifest,
+    verify_files,
+    write_manifest,
+)
 from megarl.mcore import bridge
 from megarl.mcore.batch import build_batch
 from megarl.mcore.checkpoint_format import (
@@ -32,7 +40,7 @@ from megarl.mcore.checkpoint_format import (
     holds_optimizer,
     list_shapes,
 )
-from megarl.mcore.entries import PREFIX, VALUE_HEAD, list_entries, load_config
+from megarl.mcore.entries import CONFIG, FOLDER, PREFIX, VALUE_HEAD, list_entries
 from megarl.mcore.hf import DTYPES as STORED_DTYPES
 from megarl.mcore.hf import (
     CheckpointReader,
@@ -162,12 +170,12 @@ def _open_megatron(directory: Path) -> Source:
 
 
 def _read_lora(directory: Path, adapters: Iterable[str]) -> LoraConfig:
-    try:
-        fields, _ = load_config(directory / DESCRIPTION)
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{directory}: has adapters, and how to merge them cannot be read: {error}") from None
     kinds = {LoraLayers.attention if "-self_attention-" in key else LoraLayers.mlp for key in adapters}
-    return LoraConfig(int(fields["r"]), float(fields["lora_alpha"]), [kind for kind in LoraLayers if kind in kinds])
+    try:
+        fields = load_json_object(directory / DESCRIPTION / FOLDER / CONFIG)
+        return LoraConfig(int(fields["r"]), float(fields["lora_alpha"]), [kind for kind in LoraLayers if kind in kinds])
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{directory}: has adapters, and how to merge them cannot be read: {error}") from None
 
 
 @contextmanager
@@ -221,7 +229,7 @@ def convert(source: Source, target: Path, *, dtype: Dtype | None = None, overwri
             write_safetensors(building, export_tensors(source, chunks))
             copy_description(source.description, building, value_head, dtype=DTYPES[chosen])
             if source.lora is not None:
-                fields, _ = load_config(source.description)
+                fields = load_json_object(source.description / FOLDER / CONFIG)
                 if (adapter := export_peft(chunks, source.arch, fields)) is not None:
                     adapter.write(building)
         # The configuration of the run that wrote the model stays with it.

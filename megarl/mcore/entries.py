@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.config.schema.roles import LoraConfig, LoraLayers
-from megarl.files import load_json_object
 from megarl.models.architecture import Architecture
 from megarl.models.families import list_weights
 from megarl.models.family import Shape, Split, Weight
@@ -257,20 +256,8 @@ class PeftAdapter:
     tensors: Mapping[str, Tensor]
 
     def write(self, checkpoint: Path) -> None:
-        write_config(checkpoint, self.config)
-        save_file(dict(self.tensors), checkpoint / FOLDER / WEIGHTS, {"format": "pt"})
-
-
-def write_config(checkpoint: Path, config: Mapping[str, Any]) -> None:
-    (checkpoint / FOLDER).mkdir(parents=True, exist_ok=True)
-    (checkpoint / FOLDER / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n")
-
-
-def load_config(checkpoint: Path) -> tuple[Mapping[str, Any], float]:
-    """adapter_config.json and alpha / rank. Raises ValueError or FileNotFoundError where they cannot be had."""
-    path = checkpoint / FOLDER / CONFIG
-    fields = load_json_object(path)
-    try:
-        return fields, float(fields["lora_alpha"]) / int(fields["r"])
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise ValueError(f"{path}: r and lora_alpha are needed: {error!r}") from None
+        folder = checkpoint / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG).write_text(json.dumps(dict(self.config), indent=2) + "\n")
+        if self.tensors:
+            save_file(dict(self.tensors), folder / WEIGHTS, {"format": "pt"})

@@ -202,25 +202,6 @@ def _hold(tensors: Iterable[tuple[str, Tensor]], max_file_bytes: int) -> Iterato
     yield held
 
 
-def to_classifier_config(
-    config: dict[str, Any], dtype: torch.dtype, further: Mapping[str, Any] = MappingProxyType({})
-) -> dict[str, Any]:
-    """The config.json of a model with a value head, from that of the model which it was made from.
-
-    further: more keys; those of `config` that are not among them stay.
-    """
-    changed = {
-        **config,
-        **further,
-        "architectures": [f"{FAMILIES[config['model_type']].hf_class}ForSequenceClassification"],
-        "num_labels": 1,
-        "id2label": {"0": "LABEL_0"},
-        "label2id": {"LABEL_0": 0},
-    }
-    changed.pop("torch_dtype", None)
-    return {**changed, "dtype": str(dtype).removeprefix("torch.")}
-
-
 def check_critic_checkpoint(directory: Path, critic: Architecture, policy: Architecture, longest: int) -> list[str]:
     """Why a checkpoint cannot be a critic of the policy; one message each, what was found and what would be right.
 
@@ -397,7 +378,14 @@ def replace_directory(directory: Path) -> Iterator[Path]:
     try:
         yield building
         building.chmod(0o755)
-        _publish(building, directory)
+        if directory.exists():
+            # A rename cannot replace a full directory: an older one is moved aside first.
+            old = Path(tempfile.mkdtemp(prefix=f".{directory.name}-old-", dir=directory.parent))
+            os.rename(directory, old / directory.name)
+            os.rename(building, directory)
+            shutil.rmtree(old)
+        else:
+            os.rename(building, directory)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
@@ -421,28 +409,20 @@ def copy_description(
         for file in source.glob(pattern):
             if file.name != INDEX:
                 shutil.copyfile(file, target / file.name)
-    if value_head is not None:
-        path = target / "config.json"
-        fields = to_classifier_config(load_json_object(path), value_head, critic_fields)
-        path.write_text(json.dumps(fields, indent=2) + "\n")
-    if dtype is not None:
-        _set_dtype(target, dtype)
-
-
-def _set_dtype(directory: Path, dtype: torch.dtype) -> None:
-    path, name = directory / "config.json", str(dtype).removeprefix("torch.")
+    if value_head is None and dtype is None:
+        return
+    path = target / "config.json"
     config = load_json_object(path)
+    if value_head is not None:
+        config |= {
+            **critic_fields,
+            "architectures": [f"{FAMILIES[config['model_type']].hf_class}ForSequenceClassification"],
+            "num_labels": 1,
+            "id2label": {"0": "LABEL_0"},
+            "label2id": {"LABEL_0": 0},
+        }
+        config.pop("torch_dtype", None)
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    if config.get(key) != name:
+    name = str(dtype or value_head).removeprefix("torch.")
+    if value_head is not None or config.get(key) != name:
         path.write_text(json.dumps({**config, key: name}, indent=2) + "\n")
-
-
-def _publish(building: Path, directory: Path) -> None:
-    """Rename into place; an older directory is moved aside first: a rename cannot replace a full one."""
-    if directory.exists():
-        old = Path(tempfile.mkdtemp(prefix=f".{directory.name}-old-", dir=directory.parent))
-        os.rename(directory, old / directory.name)
-        os.rename(building, directory)
-        shutil.rmtree(old)
-    else:
-        os.rename(building, directory)

@@ -19,7 +19,7 @@ from megarl.mcore import bridge, process_groups
 from megarl.mcore.batch import PackedBatch, build_batch
 from megarl.mcore.checkpoint_format import DESCRIPTION
 from megarl.mcore.device import find_machine
-from megarl.mcore.entries import Entry, write_config
+from megarl.mcore.entries import Entry, PeftAdapter
 from megarl.mcore.hf import copy_description, write_hf_checkpoint
 from megarl.mcore.layers import choose_overlap, describe_fast_ways, find_layers
 from megarl.mcore.logprobs import VocabShard, build_vocab_shard, compute_full_kl, compute_logprobs
@@ -220,7 +220,8 @@ class MegatronWorker:
             value_head = dtype if self.spec.role is Role.critic else None
             copy_description(Path(self.spec.checkpoint), target, value_head, self.spec.critic_fields, dtype)
             if self.peft_config:
-                write_config(target, self.peft_config)
+                # The adapters themselves are among the weights.
+                PeftAdapter(self.peft_config, {}).write(target)
 
         write_on_first_rank(describe)
 

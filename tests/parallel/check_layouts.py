@@ -25,7 +25,7 @@ from typing import Any
 sys.path += [str(Path(__file__).parents[1] / "unit" / room) for room in ("mcore", "algo")]
 
 import torch
-from layout_runs import launch_each
+from layout_runs import evaluate, gather, launch_each, within_vocabulary
 from tiny_checkpoints import build_samples
 from torch import Tensor
 
@@ -44,9 +44,9 @@ from megarl.run.inputs import load_models, load_specs
 from megarl.types import Metrics, TrainingSamples
 
 LEAST_EPS = 1e-5
-FLOAT32 = {"loss": 1e-6, "gradient norm": 1e-5, "gradient": 1e-5, "update": 1e-3}
+FLOAT32 = {"loss": 1e-6, "gradient norm": 1e-5, "gradient": 1e-5, "update": 1e-3, "evaluation": 2e-5}
 """Up to which a relative difference is rounding: of mean |L_t|, of the norm before clipping, of a tensor's gradient in
-the first step, of what all steps together changed"""
+the first step, of what all steps together changed; an absolute one of log-probs, entropies and values after them"""
 BOUNDS = {Dtype.float32: FLOAT32, Dtype.bfloat16: dict.fromkeys(FLOAT32, 1e-1) | {"loss": 2e-2, "update": 5e-1}}
 
 
@@ -59,6 +59,8 @@ class LayoutRun:
     """of each optimizer step"""
     directory: Path
     """DIRECTORY/before, /gradient (of the first step) and /after: Hugging Face checkpoints"""
+    evaluations: list[Tensor]
+    """float32 [B, T] log-probs, entropies and, with a reference, KL of a policy; values of a critic; after the steps"""
 
     def list_metrics(self, name: str, default: str = "") -> list[float]:
         role = self.role.value
@@ -76,12 +78,19 @@ def describe_layout(parallel: ParallelConfig) -> str:
     return "-".join(parts) or "one"
 
 
-def take_steps(worker: Any, directory: Path, samples: TrainingSamples, num_steps: int) -> list[Metrics]:
+def take_steps(worker: Any, directory: Path, samples: TrainingSamples, num_steps: int) -> dict[str, Any]:
+    samples = replace(samples, sequences=within_vocabulary(samples.sequences, worker))
+    sequences, rows = samples.sequences, torch.arange(samples.sequences.num_samples)
     worker.export_weights(directory / "before")
     worker.export_gradient(samples, directory / "gradient")
-    metrics: list[Metrics] = worker.update(samples, [torch.arange(samples.sequences.num_samples)] * num_steps)
+    metrics = worker.update(samples, [rows] * num_steps)
     worker.export_weights(directory / "after")
-    return metrics
+    evaluations = [evaluate(worker, sequences)[0]]
+    if worker.spec.role is Role.policy:
+        evaluations.append(gather(worker.entropies(sequences, 0.8), sequences)[0])
+    if worker.reference is not None:
+        evaluations.append(gather(worker.reference_kl(sequences, 0.8), sequences)[0])
+    return {"metrics": metrics, "evaluations": evaluations}
 
 
 def run_layouts(
@@ -94,11 +103,14 @@ def run_layouts(
     """
     scratch.mkdir(parents=True, exist_ok=True)
     specs = {name: _start_with_value_head(spec, scratch) for name, spec in specs.items()}
-    metrics: dict[str, list[Metrics]] = {}
+    found: dict[str, Any] = {}
     for size in sorted({spec.parallel.num_processes for spec in specs.values()}):
         group = {name: spec for name, spec in specs.items() if spec.parallel.num_processes == size}
-        metrics |= launch_each(size, take_steps, group, samples, num_steps, scratch=str(scratch))
-    return {name: LayoutRun(spec.role, metrics[name], scratch / name) for name, spec in specs.items()}
+        found |= launch_each(size, take_steps, group, samples, num_steps, scratch=str(scratch))
+    return {
+        name: LayoutRun(spec.role, found[name]["metrics"], scratch / name, found[name]["evaluations"])
+        for name, spec in specs.items()
+    }
 
 
 def _start_with_value_head(spec: WorkerSpec, scratch: Path) -> WorkerSpec:
@@ -121,7 +133,7 @@ def _start_with_value_head(spec: WorkerSpec, scratch: Path) -> WorkerSpec:
 
 
 def compare_runs(run: LayoutRun, reference: LayoutRun) -> dict[str, float]:
-    """The largest relative differences: of loss, gradient norm, gradient (with the name of its tensor) and update."""
+    """The largest differences, by the names of `FLOAT32`; with the name of the tensor whose gradient differs most."""
     losses = zip(run.list_metrics("loss"), reference.list_metrics("loss"), strict=True)
     # Terms of either sign cancel in a loss, not in this. A critic's are never negative.
     sizes, norms = reference.list_metrics("loss_size", "loss"), reference.list_metrics("grad_norm")
@@ -140,6 +152,10 @@ def compare_runs(run: LayoutRun, reference: LayoutRun) -> dict[str, float]:
         ),
         f"gradient of {worst}": each[worst],
         "update": _compare(*changes),
+        "evaluation": max(
+            _no_nan((found - other).abs().max().item())
+            for found, other in zip(run.evaluations, reference.evaluations, strict=True)
+        ),
     }
 
 
@@ -212,8 +228,7 @@ def check_all(overrides: list[str], num_processes: int, num_rows: int | None) ->
     ids = torch.tensor(sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids)))
     samples = build_samples(num_rows or config.train.minibatch_size)
     samples = replace(samples, sequences=replace(samples.sequences, tokens=ids[samples.sequences.tokens % len(ids)]))
-    names = ("loss", "gradient norm", "gradient", "update")
-    print(f"| | layout | processes | {' | '.join(names)} | |", "| --- " * 8 + "|", sep="\n")
+    print(f"| | layout | processes | {' | '.join(FLOAT32)} | |", "| --- " * 9 + "|", sep="\n")
     count, wrong = 0, []
     for role, spec in load_specs(config, models).items():
         if spec.optimizer is None:

@@ -83,7 +83,7 @@ def write_run(
         (directory / kind).mkdir(parents=True)
         save_file(tensors, directory / kind / "model.safetensors")
     metrics = [{"policy/loss": loss, "policy/loss_size": 2.0, "policy/grad_norm": norm}] * 3
-    return LayoutRun(Role.policy, metrics, directory)
+    return LayoutRun(Role.policy, metrics, directory, [torch.full((2, 3), loss)])
 
 
 def test_differences_are_relative_to_the_size_of_what_is_compared(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_differences_are_relative_to_the_size_of_what_is_compared(tmp_path: Path
     gradient = {"a": torch.tensor([0.6, 0.8 + 1e-4]), "b": torch.tensor([[10.0 + 2e-4]])}
     other = write_run(tmp_path / "other", gradient, step=0.2, loss=1.5, norm=10.05 * 1.1)
     # |1.5 - 1| of a mean |L_t| of 2; ||a|| is 1, so that a is worse than b; every weight moved 0.2 instead of 0.1.
-    expected = {"loss": 0.25, "gradient norm": 0.1, "gradient of a": 1e-4, "update": 1.0}
+    expected = {"loss": 0.25, "gradient norm": 0.1, "gradient of a": 1e-4, "update": 1.0, "evaluation": 0.5}
     assert compare_runs(other, reference) == pytest.approx(expected, rel=1e-2)
 
 
@@ -104,7 +104,13 @@ def test_what_is_beyond_its_bound_is_named_and_nan_is_beyond_every_bound(tmp_pat
     gradient = {"a": torch.tensor([torch.nan, 0.0]), "b": GRADIENT["b"]}
     bad = write_run(tmp_path / "bad", gradient, step=float("nan"), loss=float("nan"), norm=float("nan"))
     problems = find_problems(compare_runs(bad, reference))
-    assert [problem.split(":")[0] for problem in problems] == ["loss", "gradient norm", "gradient of a", "update"]
+    assert [problem.split(":")[0] for problem in problems] == [
+        "loss",
+        "gradient norm",
+        "gradient of a",
+        "update",
+        "evaluation",
+    ]
 
 
 def test_a_layout_has_a_short_name() -> None:

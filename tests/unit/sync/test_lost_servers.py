@@ -18,8 +18,8 @@ from generation import generate_groups
 
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.run import RolloutConfig
-from megarl.interfaces import UNPUBLISHED, DeadlineError, SyncError
-from megarl.rollout.client import SGLangClient, find_cause, run_in_parallel
+from megarl.interfaces import UNPUBLISHED, SyncError
+from megarl.rollout.client import SGLangClient
 from megarl.rollout.engine import SGLangEngine
 from megarl.sync.sync import DiskSync
 from megarl.types import Prompt
@@ -197,8 +197,6 @@ def test_a_lost_server_shows_its_exit_status_once_it_is_known(checkpoint, monkey
         assert min(b - a for a, b in itertools.pairwise(times)) > 0.25
 
 
-
-
 def test_cancelling_ends_a_rollout_of_another_thread_without_asking_again(checkpoint):
     caught = []
 
@@ -288,7 +286,3 @@ def test_one_servers_failure_does_not_wait_for_another_server(tmp_path):
         with pytest.raises(SyncError, match=bad.url):
             build_sync([slow, bad], tmp_path).publish(3)
         assert time.monotonic() - started < 5
-
-
-
-

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,12 @@ from tool_loading import load_tool
 from torch import Tensor
 
 from megarl.config.checks.config import check_parallel
-from megarl.config.errors import ConfigError
-from megarl.config.load import load_config
 from megarl.config.schema.roles import ParallelConfig, RandomModelConfig
 from megarl.mcore.entries import describe, list_entries, to_megatron
 from megarl.mcore.spec import check_layout
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES, build_random_fields, parse_architecture
 from megarl.models.family import Split
-from megarl.run.inputs import load_models, load_specs
 from megarl.sync.pieces import check_server_rank, find_vocab_rows, predict_server_rank
 from megarl.sync.plan import (
     MASK,
@@ -250,10 +246,6 @@ def test_a_norm_comes_from_a_rank_that_sends_to_the_server_rank_anyway() -> None
     assert set(plan.copies) == {(1, 0), (0, 1)}
 
 
-
-
-
-
 def test_a_server_of_another_model_is_refused_naming_the_tensor() -> None:
     arch, other = build_architecture("qwen3"), build_architecture("qwen2")
     targets = {0: predict_server_rank(other, 1, 0)}
@@ -287,8 +279,6 @@ def test_what_a_server_rank_says_it_holds_is_checked_against_the_policys_model()
         predict_server_rank(arch, 3, 0)
 
 
-
-
 def test_the_plan_can_be_read_as_a_table() -> None:
     arch = build_architecture("qwen3")
     targets = {rank: predict_server_rank(arch, 2, rank) for rank in range(2)}
@@ -300,10 +290,6 @@ def test_the_plan_can_be_read_as_a_table() -> None:
     assert lines[0] == "| training rank | server rank | copies | MB |"
     assert any(line.startswith("| 1 | server 0 rank 1 |") for line in lines)
     assert lines[-1].startswith("bytes / minimum: 1.0000; gather and broadcast would move ")
-
-
-
-
 
 
 DTYPES = [torch.bfloat16, torch.float32]

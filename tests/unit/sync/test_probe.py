@@ -13,7 +13,7 @@ from torch import Tensor
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.run import RolloutConfig
 from megarl.interfaces import SyncError
-from megarl.sync.probe import Probe, build_probe_tokens, compute_gaps
+from megarl.sync.probe import Probe, build_probe_tokens
 from megarl.types import Prompt, Sequences
 
 TOKENS = tuple(range(5, 69))
@@ -62,8 +62,6 @@ def publish(probe: Probe, policy: Policy, *found: Tensor) -> float:
     return probe.measure([Client(each) for each in found])  # type: ignore[arg-type]
 
 
-
-
 def test_what_rounding_explains_passes_with_a_few_tokens_far_away_and_a_text_of_unlikely_tokens():
     # Half of the change by random errors to all of it was found; routing flips move single tokens by a nat and more.
     flips = torch.zeros(len(EXPECTED))
@@ -93,8 +91,6 @@ def test_a_mismatch_at_the_first_sync_ends_the_run_and_says_what_to_look_at_and_
     policy = Policy(rounding)
     publish(build_probe(max_probe_logprob_gap=float(accepted)), policy, sound, yarn)
     assert policy.units == []
-
-
 
 
 def test_with_checksums_a_gap_that_grows_after_the_first_sync_is_measured_and_ends_nothing():
@@ -142,8 +138,6 @@ def test_random_errors_have_the_size_of_the_coarser_dtype_and_of_an_fp8_cache():
     assert find_unit(half, Dtype.float32) == find_unit(full, Dtype.bfloat16) == 2.0**-8
     cache = RolloutConfig(dtype=Dtype.bfloat16, sglang={"kv_cache_dtype": "fp8_e4m3"})
     assert find_unit(cache, Dtype.bfloat16) == 2.0**-4
-
-
 
 
 def collect_prompts(*token_ids: Sequence[int]) -> list[Prompt]:

@@ -25,7 +25,6 @@ from megarl.sync.transport import (
     MemoryTransport,
     TransportError,
     Trial,
-    find_node,
     find_refusal,
     open_transport,
     without_watchdog,
@@ -253,8 +252,6 @@ def test_a_server_rank_accepts_memory_whose_pattern_it_reads_and_says_what_it_ca
     assert "non-hexadecimal" in str(find_refusal({5: {"handle": "/etc/passwd", "pattern": ""}}, CPU, GPU))
 
 
-
-
 def test_a_group_that_does_not_meet_is_an_error_at_the_deadline(tmp_path: Path) -> None:
     with pytest.raises(TransportError, match="the 4 ranks of the weight sync did not all join"):
         open_transport(make_spec("group", tmp_path, 1.0), 0, is_source=True, device=CPU)
@@ -275,8 +272,6 @@ def test_a_rank_that_sends_nothing_is_named_at_our_deadline_long_before_the_grou
         assert end._group.options._timeout == timedelta(seconds=20)
     with pytest.raises(TransportError, match=r"a bucket was not received from training rank 0: .*2000ms"):
         target.receive(take_own(0, 0), lambda *_: None)
-
-
 
 
 @pytest.mark.parametrize("before", [None, "0"])
