@@ -65,7 +65,10 @@ def test_a_dense_model_has_neither_expert_parallelism_nor_load_balancing() -> No
     [
         ({"moe_aux_loss_coeff": -0.1}, r"moe_aux_loss_coeff: found -0\.1; it must be a number of 0 or more"),
         ({"moe_z_loss_coeff": [0.1]}, "moe_z_loss_coeff: found"),
-        ({"moe_router_load_balancing_type": "aux_loss"}, "moe_router_load_balancing_type: decided"),
+        (
+            {"moe_router_load_balancing_type": "aux_loss"},
+            "moe_router_load_balancing_type: found 'aux_loss'; the checkpoint",
+        ),
         ({"recompute_modules": ["core_attn", "moe"]}, "recompute_modules: found moe"),
     ],
 )

@@ -9,7 +9,6 @@ import threading
 import time
 from concurrent.futures import CancelledError
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -252,20 +251,6 @@ def test_a_server_whose_weights_are_found_wrong_serves_as_no_version(tmp_path, m
             build_sync([server], tmp_path).publish(3)
         assert [path for path, _ in server.asked] == [*LOAD, CLEAN_UP[0], RAISE, CLEAN_UP[1], RAISE]
         assert server.version == str(UNPUBLISHED)
-
-
-def test_a_server_too_old_for_a_call_is_named_with_both_versions_before_any_weight_moves(tmp_path):
-    with serving({"/begin_weight_update": 404}) as server:
-        sync = build_sync([server], tmp_path, check_processes=build_check(0.0))
-        with pytest.raises(
-            SyncError,
-            match=rf"{server.url} failed at the weight update: .* answered 404: the server, SGLang 0.5.19,"
-            rf" does not know this call; megarl expects SGLang {metadata.version('sglang')}",
-        ):
-            sync.publish(3)
-        assert "/update_weights_from_disk" not in [path for path, _ in server.asked]
-        assert server.version == str(UNPUBLISHED)
-        assert server.asked[-1][0] == CLEAN_UP[1]
 
 
 def test_a_server_that_refuses_the_weights_is_named_and_resumed(tmp_path):
