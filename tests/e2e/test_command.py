@@ -140,7 +140,7 @@ def check_profile(directory: Path) -> None:
 
 @pytest.mark.slow
 def test_a_signal_ends_every_process_and_leaves_nothing(short_path):
-    # SIGUSR1: test_faults.py, SIGTERM: tests/unit/run/test_signals.py.
+    # SIGUSR1: test_faults.py, SIGTERM: tests/unit/run/test_terminal.py.
     number = signal.SIGINT
     run = start(short_path / "run", "train.num_iterations=1000")
     wait_for_line(run, "iteration 1/1000", 400)

@@ -1,6 +1,6 @@
 """Runs over the fakes that are disturbed at one place, and what two equal runs have in common."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fakes.run import World
-from megarl.report.metrics import load_metrics
+from fakes.run import World, load_untimed, reward_length
 from megarl.trainer import Trainer
-from megarl.types import Response
+from megarl.types import Response, RewardFunction
 
 RUN = (
     *("algo=vapo", "algo.value_pretrain.steps=3", "algo.value_pretrain.patience=null", "critic.optimizer.lr=0.1"),
@@ -50,23 +49,33 @@ class Disturbance:
 
 def summarize(run_dir: Path) -> dict[str, Any]:
     """What two equal runs have in common."""
-    timed = ("time/", "perf/")
-    lines = load_metrics(run_dir / "metrics.jsonl")
-    weights = {role: (run_dir / role / "model.safetensors").read_bytes() for role in ("policy", "critic")}
-    return {
-        "metrics.jsonl": [{k: v for k, v in line.items() if not k.startswith(timed)} for line in lines],
-        **weights,
-        "rollouts": (run_dir / "rollouts.jsonl").read_bytes(),
-        "tokens": (run_dir / "tokens.jsonl").read_bytes(),
-    }
+    names = ("policy/model.safetensors", "critic/model.safetensors", "rollouts.jsonl", "tokens.jsonl")
+    files = {name: (run_dir / name).read_bytes() for name in names if (run_dir / name).is_file()}
+    return {"metrics.jsonl": load_untimed(run_dir), **files}
 
 
-def run_disturbed(
-    monkeypatch: pytest.MonkeyPatch, run_dir: Path, disturbance: Disturbance, *overrides: str, **keys: Any
-) -> World:
+def run_disturbed(run_dir: Path, disturbance: Disturbance, *overrides: str) -> World:
     world = World(watch=disturbance.watch, on_token=disturbance.on_token)
-    world.run_job(monkeypatch, run_dir, [*RUN, *overrides], **keys)
+    world.run_job(run_dir, [*RUN, *overrides])
     return world
+
+
+def check_resumed(
+    run_dir: Path, whole: dict[str, Any], run: Sequence[str] = RUN, reward: RewardFunction = reward_length
+) -> None:
+    """The run in `run_dir` goes on to the end of the whole one."""
+    World(reward=reward).run_job(run_dir, run)
+    assert summarize(run_dir) == whole
+
+
+def check_disturbed(
+    folder: Path, run: Sequence[str], disturbance: Disturbance, reward: RewardFunction = reward_length
+) -> None:
+    """A run that `disturbance` ends goes on to the end of one that nobody touched, which is left in folder/whole."""
+    World(reward=reward).run_job(folder / "whole", run)
+    with pytest.raises(type(disturbance.error())):
+        World(disturbance.watch, disturbance.on_token, reward).run_job(folder / "run", run)
+    check_resumed(folder / "run", summarize(folder / "whole"), run, reward)
 
 
 def add_engine_noise(trainer: Trainer, noise: float) -> None:

@@ -16,6 +16,7 @@ from megarl.cluster.opened import Cluster
 from megarl.config.load import load_config
 from megarl.config.schema.root import Config
 from megarl.mcore.spec import Role
+from megarl.report.metrics import load_metrics
 from megarl.report.report import Report, build_report
 from megarl.rollout.journal import Journal
 from megarl.rollout.offload import ServerOffloader
@@ -45,6 +46,16 @@ SMALL = (
 def reward_length(_prompt: Prompt, response: Response) -> Score:
     """Nearly every group's rewards differ, which those of random letters do not."""
     return Score(len(response.token_ids) / 16, len(response.token_ids) > 4)
+
+
+Said = Callable[[], str]
+"""What has been printed since the last call, in one line"""
+
+
+def load_untimed(run_dir: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what differs from run to run."""
+    lines = load_metrics(run_dir / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))} for line in lines]
 
 
 @functools.cache
@@ -143,13 +154,14 @@ class World:
         ):
             yield Trainer(config, replace(components, **replaced))
 
-    def run_job(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path, overrides: Sequence[str], **keys: Any) -> Any:
+    def run_job(self, run_dir: Path, overrides: Sequence[str], **keys: Any) -> Any:
         """`megarl.run.attempts.run_job` of this configuration over the fakes."""
-        monkeypatch.setattr(attempts, "open_resources", self.open_resources)
-        monkeypatch.setattr(attempts, "open_components", self.open_components)
         config, inputs = load(overrides)
-        monkeypatch.setattr(attempts, "load_inputs", lambda _config: inputs)
-        return attempts.run_job(config, run_dir, **keys)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attempts, "open_resources", self.open_resources)
+            patch.setattr(attempts, "open_components", self.open_components)
+            patch.setattr(attempts, "load_inputs", lambda _config: inputs)
+            return attempts.run_job(config, run_dir, **keys)
 
 
 def pretrain(trainer: Trainer) -> list[float]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from fakes.disturbed import RUN, summarize
-from fakes.run import World
+from fakes.run import Said, World
 from metric_table import find_metric
 
 from megarl.report.metrics import MetricsWriter
@@ -23,9 +23,13 @@ def _every_logged_metric_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(MetricsWriter, "write", write_known)
 
 
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    return lambda: " ".join(capsys.readouterr().out.split())
+
+
 @pytest.fixture(scope="module")
 def untouched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     run_dir = tmp_path_factory.mktemp("untouched") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        World().run_job(patch, run_dir, RUN)
+    World().run_job(run_dir, RUN)
     return summarize(run_dir)

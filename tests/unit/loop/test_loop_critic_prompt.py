@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from fakes.backend import FakeBackend
-from fakes.disturbed import RUN, Disturbance, run_disturbed, summarize
-from fakes.run import World, load
+from fakes.disturbed import RUN, Disturbance, check_disturbed
+from fakes.run import Said, World, load
 from fakes.run import pretrain as run_pretraining
 from safetensors.torch import load_file
 
@@ -69,14 +69,12 @@ def test_a_critic_that_reads_the_answer_explains_what_the_prompts_do_not_tell(tm
     assert pretrain(tmp_path / "without", [])[1] < 0.1
 
 
-def test_from_saved_rollouts_the_critic_reads_the_same_text_as_from_fresh_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_from_saved_rollouts_the_critic_reads_the_same_text_as_from_fresh_ones(tmp_path: Path) -> None:
     expected, _ = pretrain(tmp_path, [TEXT, "logger.save_rollouts=true"])
     reads_reward = ("reward=", "reward.")
     given = [*(text for text in GUESS if not text.startswith(reads_reward)), *VAPO, TEXT, "train.num_iterations=0"]
     given.append(f"algo.value_pretrain.rollouts={tmp_path}/rollouts.jsonl")
-    World().run_job(monkeypatch, tmp_path / "offline", given)
+    World().run_job(tmp_path / "offline", given)
     found = load_file(tmp_path / "offline" / "critic" / "model.safetensors")
     assert all(torch.equal(x, expected[name]) for name, x in found.items())
 
@@ -101,7 +99,7 @@ def test_policy_reference_servers_and_journal_never_hold_a_token_of_it(
 
     monkeypatch.setattr(Journal, "save", note)
     seen, world = Seen(monkeypatch), World()
-    world.run_job(monkeypatch, tmp_path, overrides)
+    world.run_job(tmp_path, overrides)
     assert mark not in {token for prompt in prompts for token in prompt}
     for role, verb in (("policy", "logprobs"), ("policy", "update"), ("reference", "logprobs")):
         assert {prompt for each in seen.sequences[role, verb] for prompt, _ in split(each)} <= prompts
@@ -127,7 +125,7 @@ def test_a_run_on_saved_rollouts_gives_the_text_to_the_critic_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = ("algo=ppo", "algo.mismatch.correction=tis", *GUESS)
-    World().run_job(monkeypatch, tmp_path / "one", [*plain, "logger.save_rollouts=true", "train.num_iterations=1"])
+    World().run_job(tmp_path / "one", [*plain, "logger.save_rollouts=true", "train.num_iterations=1"])
     path = tmp_path / "one" / "rollouts.jsonl"
     kept = [text for text in plain if not text.startswith(("data=", "data.", "reward="))]
     overrides = [*kept, "data.prompt_length=8", TEXT, f"rollout.file={path}", "train.num_iterations=2"]
@@ -135,7 +133,7 @@ def test_a_run_on_saved_rollouts_gives_the_text_to_the_critic_alone(
     assert critic_prompt is not None
     prompts = [sample.prompt for rollout in load_rollouts(path) for sample in rollout.samples]
     seen = Seen(monkeypatch)
-    World().run_job(monkeypatch, tmp_path / "two", overrides)
+    World().run_job(tmp_path / "two", overrides)
     for role, verbs, expected in (
         ("policy", ("logprobs", "update"), {prompt.token_ids for prompt in prompts}),
         ("critic", ("values", "update"), set(map(critic_prompt.extend, prompts))),
@@ -144,21 +142,15 @@ def test_a_run_on_saved_rollouts_gives_the_text_to_the_critic_alone(
             assert {prompt for each in seen.sequences[role, verb] for prompt, _ in split(each)} == expected
 
 
-def test_a_run_that_fails_resumes_bit_for_bit_with_the_same_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_fails_resumes_bit_for_bit_with_the_same_text(tmp_path: Path, said: Said) -> None:
     plain = (*RUN, *GUESS, "algo.dynamic_sampling.enabled=true")
     overrides = (*plain, TEXT, "logger.terminal=true")
-    World().run_job(monkeypatch, tmp_path / "one", overrides)
-    assert "before the first prompt the critic alone reads '" in " ".join(capsys.readouterr().out.split())
     failing = Disturbance(lambda: FloatingPointError("nan"), "critic", "update", 6)
-    with pytest.raises(FloatingPointError):
-        run_disturbed(monkeypatch, tmp_path / "two", failing, *overrides)
-    World().run_job(monkeypatch, tmp_path / "two", overrides)
-    assert summarize(tmp_path / "two") == summarize(tmp_path / "one")
-    World().run_job(monkeypatch, tmp_path / "without", plain)
-    curves = [load_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "without")]
+    check_disturbed(tmp_path, overrides, failing)
+    assert "before the first prompt the critic alone reads '" in said()
+    World().run_job(tmp_path / "without", plain)
+    curves = [load_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "without")]
     assert curves[0][3]["critic/loss"] != curves[1][3]["critic/loss"]
     # Value pretraining leaves the policy as it is: it has sampled the same with and without the text.
-    rollouts = [load_rollouts(tmp_path / name / "rollouts.jsonl")[:3] for name in ("one", "without")]
+    rollouts = [load_rollouts(tmp_path / name / "rollouts.jsonl")[:3] for name in ("whole", "without")]
     assert rollouts[0] == rollouts[1]

@@ -43,16 +43,14 @@ def look(run_dir: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("overrides", [(), AHEAD], ids=["waiting", "ahead"])
-def test_nothing_grows_with_the_iterations(
-    overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_grows_with_the_iterations(overrides: tuple[str, ...], tmp_path: Path) -> None:
     run_dir, seen = tmp_path / "run", list[dict[str, int]]()
 
     def watch(role: str, verb: str) -> None:
         if (role, verb) == ("policy", "update"):
             seen.append(look(run_dir) if len(seen) + 1 in (FIRST, LAST) else {})
 
-    World(watch=watch).run_job(monkeypatch, run_dir, [*RUN, *overrides])
+    World(watch=watch).run_job(run_dir, [*RUN, *overrides])
     first, last = seen[FIRST - 1], seen[LAST - 1]
     # Each sample that is kept has several; what is under way ahead of its use varies.
     assert last["objects"] - first["objects"] < 50 * (LAST - FIRST), (first, last)

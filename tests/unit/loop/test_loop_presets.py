@@ -1,5 +1,6 @@
-"""The loop under every preset, over the fakes of its interfaces (tests/fakes)."""
+"""The loop under every preset, what it scores and what it writes, over the fakes of its interfaces (tests/fakes)."""
 
+import json
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
@@ -8,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from fakes.disturbed import add_engine_noise
-from fakes.run import World, reward_length
+from fakes.run import Said, World, load_untimed, reward_length
 from generation import build_collector
 
 from megarl.algo.blocks import NonFiniteError
-from megarl.algo.registry import needs_critic
+from megarl.algo.registry import needs_critic, reuses_logprobs
 from megarl.config.load import list_options
 from megarl.config.schema.algo import needs_reference
 from megarl.report.metrics import load_metrics
@@ -155,7 +156,7 @@ def test_dynamic_sampling_trains_on_groups_of_right_and_wrong_responses_only(tmp
             trainer.source.take(2)
 
 
-def test_a_step_without_a_signal_is_said_in_its_iteration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_without_a_signal_is_said_in_its_iteration(tmp_path: Path, said: Said) -> None:
     """Where all rewards are equal Adam makes a full step of the rounding in the KL's gradient."""
 
     def give_half(_prompt: Prompt, _response: Response) -> Score:
@@ -164,10 +165,10 @@ def test_a_step_without_a_signal_is_said_in_its_iteration(tmp_path: Path, capsys
     given = ["algo=grpo", "train.num_iterations=1", "logger.terminal=true"]
     with World(reward=give_half).open_trainer(tmp_path / "equal", given) as trainer:
         trainer.run()
-    assert "every advantage of this iteration is 0" in " ".join(capsys.readouterr().out.split())
+    assert "every advantage of this iteration is 0" in said()
     with World().open_trainer(tmp_path / "differ", given) as trainer:
         trainer.run()
-    assert "every advantage" not in " ".join(capsys.readouterr().out.split())
+    assert "every advantage" not in said()
 
 
 REPLAY = ("algo=topr", "algo.replay.num_iterations=2", "algo.replay.frac=0.5", ONE_STEP, "train.num_iterations=4")
@@ -278,9 +279,7 @@ def test_another_seed_of_the_run_draws_and_samples_others_and_the_same_repeats(t
         world = World()
         with world.open_trainer(tmp_path / name, ["algo=grpo", *TWO_ITERATIONS, f"seed={seed}"]) as trainer:
             trainer.run()
-        lines = load_metrics(tmp_path / name / "metrics.jsonl")
-        keys = [key for key, _ in world.components[0].engine.asked]
-        return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))} for line in lines], keys
+        return load_untimed(tmp_path / name), [key for key, _ in world.components[0].engine.asked]
 
     first, again, other = run("a", 1), run("b", 1), run("c", 2)
     assert first == again
@@ -314,3 +313,121 @@ def test_the_collector_scores_under_the_key_it_was_asked_with(tmp_path: Path) ->
         prompts = trainer.components.sampler.next_batch(3)
         first, same, other = (collector.sample(prompts, 4, key=key) for key in ("a", "a", "b"))
     assert first == same != other
+
+
+@pytest.mark.parametrize("surrogate", ["dis", "dppo"])
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_without_a_reader_the_policy_does_not_score_and_updates_as_if_it_had(
+    surrogate: str, staleness: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's log-probs are off by 0.1, which both have in their ratios."""
+    given = [f"algo.surrogate={surrogate}", "algo.value_pretrain.steps=0", "train.num_iterations=3"]
+    weights, metrics = [], []
+    for scored in (False, True):
+        if scored:
+            for module in ("megarl.experience", "megarl.algo.targets"):
+                monkeypatch.setattr(f"{module}.reads_old_logprobs", lambda _algo: True)
+        world = World()
+        overrides = ["algo=vapo", *given, f"rollout.max_staleness={staleness}"]
+        with world.open_trainer(tmp_path / str(scored), overrides) as trainer:
+            add_engine_noise(trainer, 0.1)
+            trainer.run()
+            weights.append(trainer.components.policy.copy_weights())
+        assert (("policy", "logprobs") in world.log) == scored
+        metrics.append(load_metrics(tmp_path / str(scored) / "metrics.jsonl")[1:])
+    left_out = {name for line in metrics[1] for name in line} - {name for line in metrics[0] for name in line}
+    assert left_out == {name for name in left_out if name.startswith("mismatch/")}
+    assert "mismatch/kl" in left_out
+    if staleness == 0:  # else the order in which groups are complete is chance's
+        assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+        for name in ("policy/loss", "policy/clip_frac", "policy/grad_norm"):
+            assert [line[name] for line in metrics[0]] == [line[name] for line in metrics[1]]
+
+
+@pytest.mark.parametrize("more", ["algo.kl.in_reward=true", "algo.kl.in_loss=true", "algo.topr.positive_loss_coef=1"])
+def test_the_policy_scores_where_something_reads_its_logprobs(more: str, tmp_path: Path) -> None:
+    world = World()
+    given = ["algo=lite_ppo", "algo.surrogate=dis", more, "train.num_iterations=1"]
+    with world.open_trainer(tmp_path, given) as trainer:
+        trainer.run()
+    assert ("policy", "logprobs") in world.log
+    assert "mismatch/kl" in load_metrics(tmp_path / "metrics.jsonl")[1]
+
+
+@pytest.mark.parametrize("algo", list_options("algo"))
+def test_one_step_with_the_updates_own_logprobs_is_that_with_a_pass_and_logs_the_same(
+    algo: str, tmp_path: Path
+) -> None:
+    given = [f"algo={algo}", "train.num_minibatches=1", "train.num_iterations=2", "train.eval_every=2"]
+    given += ["policy.frozen_iterations=0"] if algo in ("bpco", "sao") else []
+    weights, metrics, scored = [], [], []
+    for reuses in (True, False):
+        world, run_dir = World(), tmp_path / str(reuses)
+        keys = [*given, f"++train.reuse_logprobs={str(reuses).lower()}"] if not reuses else given
+        with world.open_trainer(run_dir, keys) as trainer:
+            expected = reuses_logprobs(trainer.config)
+            add_engine_noise(trainer, 0.1)
+            trainer.run()
+            weights.append(trainer.components.policy.copy_weights())
+        assert (("policy", "updated_logprobs") in world.log) == expected
+        scored.append(("policy", "logprobs") in world.log)
+        metrics.append(load_untimed(run_dir))
+    assert scored[0] <= scored[1]
+    assert all(torch.allclose(weights[0][name], weights[1][name], atol=1e-6) for name in weights[0])
+    for with_own, with_pass in zip(*metrics, strict=True):
+        assert with_own == pytest.approx(with_pass, rel=1e-4, abs=1e-5)
+
+
+RUN = ("algo=vapo", "algo.value_pretrain.enabled=false", "train.num_iterations=2", "train.eval_every=1")
+
+
+def load(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / "tokens.jsonl").read_text().splitlines()]
+
+
+def test_a_run_writes_what_it_learned_from_and_how_its_update_changed_it(tmp_path: Path) -> None:
+    with World().open_trainer(tmp_path, [*RUN, "logger.token_passes=true"]) as trainer:
+        given = []
+        build_targets = trainer.algorithm.build_targets
+
+        def keep(experience: Any, *args: Any, **keys: Any) -> Any:
+            samples, metrics = build_targets(experience, *args, **keys)
+            given.append((experience, samples))
+            return samples, metrics
+
+        trainer.algorithm.build_targets = keep
+        trainer.run()
+        last = trainer.components.policy.logprobs(given[-1][0].sequences, 1.0).result()
+    lines = load(tmp_path)
+    assert [(line["iteration"], line["kind"]) for line in lines] == [
+        *([(0, "heldout")] * 8 + [(1, "train")] * 8 + [(1, "heldout")] * 8 + [(2, "train")] * 8 + [(2, "heldout")] * 8)
+    ]
+    for line in lines:
+        if line["kind"] == "heldout":
+            continue
+        experience, samples = given[line["iteration"] - 1]
+        row, num = line["sample"], line["num_tokens"]
+        expected = {
+            "values": experience.values,
+            "advantages": samples.advantages,
+            "returns": samples.returns,
+            "log_ratios": experience.old_logprobs - experience.rollout_logprobs,
+        }
+        for name, tensor in expected.items():
+            torch.testing.assert_close(torch.tensor(line[name]).float(), tensor[row, :num], rtol=1e-3, atol=1e-6)
+        assert all(0 < entropy < 4 for entropy in line["entropies"])
+        assert any(line["log_changes"])
+        if line["iteration"] == 2:
+            changes = (last - experience.old_logprobs)[row, :num]
+            torch.testing.assert_close(torch.tensor(line["log_changes"]).float(), changes, rtol=1e-3, atol=1e-4)
+
+
+def test_tokens_are_written_from_saved_rollouts_and_not_at_all_where_none_are_asked_for(tmp_path: Path) -> None:
+    given = ["algo=ppo", "algo.mismatch.correction=tis", "train.responses_per_prompt=4", "train.num_iterations=1"]
+    saving = [*given, "logger.save_rollouts=true", "logger.num_token_records=0"]
+    World().run_job(tmp_path / "one", saving)
+    assert not (tmp_path / "one" / "tokens.jsonl").exists()
+    World().run_job(tmp_path / "two", [*given, f"rollout.file={tmp_path}/one/rollouts.jsonl"])
+    lines = load(tmp_path / "two")
+    assert lines
+    assert all(line["age"] == 1 and any(line["advantages"]) for line in lines)

@@ -1,5 +1,6 @@
-"""Value pretraining over the fakes (tests/fakes): the loop's iterations up to 0, sampled or from saved rollouts."""
+"""Iterations in which the critic alone learns, over the fakes (tests/fakes): value pretraining and a frozen policy."""
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -7,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes.run import World, pretrain
+from fakes.disturbed import Killed
+from fakes.run import Said, World, load_untimed, pretrain
 
 from megarl.files import CheckpointError
 from megarl.report.metrics import load_metrics
@@ -48,17 +50,15 @@ def test_it_explains_heldout_returns_and_leaves_the_policy_bit_identical(tmp_pat
     assert world.log.count(("servers", "publish")) == 1
 
 
-def test_a_critic_that_has_learned_nothing_is_said_at_the_end_of_value_pretraining(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_critic_that_has_learned_nothing_is_said_at_the_end_of_value_pretraining(tmp_path: Path, said: Said) -> None:
     given = [*VAPO, "algo.value_pretrain.steps=2", "logger.terminal=true"]
     constant = World(reward=lambda _prompt, _response: Score(0.5, False))
     with constant.open_trainer(tmp_path / "constant", given) as trainer:
         pretrain(trainer)
-    assert "the critic explains nothing after value pretraining" in " ".join(capsys.readouterr().out.split())
+    assert "the critic explains nothing after value pretraining" in said()
     with World(reward=reward_letter).open_trainer(tmp_path / "letter", [*VAPO, STEPS, given[-1]]) as trainer:
         pretrain(trainer)
-    assert "explains nothing" not in " ".join(capsys.readouterr().out.split())
+    assert "explains nothing" not in said()
 
 
 def test_each_step_takes_its_samples_once_in_an_order_of_its_own(tmp_path: Path) -> None:
@@ -81,20 +81,14 @@ def test_it_ends_at_the_explained_variance_aimed_at_and_iteration_1_comes_next(t
     assert len(before) < 49
 
 
-def test_samples_and_minutes_limit_it_too_and_a_resumed_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_and_minutes_limit_it_too_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
     given = [*VAPO, STEPS, "train.num_iterations=1"]
-    limited = World().run_job(monkeypatch, tmp_path / "run", [*given, "train.max_samples=72"])
+    limited = World().run_job(tmp_path / "run", [*given, "train.max_samples=72"])
     assert (limited.num_iterations, limited.limit.key) == (0, "train.max_samples")
     assert load_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["iteration"] == -5
-    World().run_job(monkeypatch, tmp_path / "run", given)
-    World().run_job(monkeypatch, tmp_path / "whole", given)
+    World().run_job(tmp_path / "run", given)
+    World().run_job(tmp_path / "whole", given)
     assert summarize(tmp_path / "run")[1:] == summarize(tmp_path / "whole")[1:]
-
-
-class Killed(BaseException):
-    """The driver is gone: nothing of ours handles it."""
 
 
 def kill() -> None:
@@ -108,8 +102,7 @@ def stop() -> None:
 @pytest.fixture(scope="module")
 def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("online")
-    with pytest.MonkeyPatch.context() as patch:
-        summary = World(reward=reward_letter).run_job(patch, run_dir, ALONE)
+    summary = World(reward=reward_letter).run_job(run_dir, ALONE)
     assert summary.num_iterations == 0
     assert summary.heldout_reward == load_metrics(run_dir / "metrics.jsonl")[-1]["reward/heldout"]
     return run_dir
@@ -119,12 +112,7 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("end", [kill, stop])
 @pytest.mark.parametrize("save_every", [1, 3])
 def test_one_that_is_killed_or_stopped_goes_on_to_the_same_end(
-    save_every: int,
-    end: Callable[[], None],
-    is_online: bool,
-    rollouts: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    save_every: int, end: Callable[[], None], is_online: bool, rollouts: Path, tmp_path: Path
 ) -> None:
     """From saved rollouts it gives what it gives from fresh ones; nothing but the critic runs then."""
     given = [*ALONE[:3], *ALONE[-2:], f"checkpoint.save_every={save_every}"]
@@ -139,11 +127,11 @@ def test_one_that_is_killed_or_stopped_goes_on_to_the_same_end(
 
     run_dir = tmp_path / "run"
     with pytest.raises(Killed if end is kill else Stopped), stopping_on_signals():
-        World(watch, reward=reward_letter).run_job(monkeypatch, run_dir, given)
+        World(watch, reward=reward_letter).run_job(run_dir, given)
     latest = {(1, kill): -4, (3, kill): -6}.get((save_every, end), -3)
     assert (run_dir / "checkpoints" / "latest").read_text() == f"iteration-{latest:06}\n"
     world = World(reward=reward_letter)
-    world.run_job(monkeypatch, run_dir, given)
+    world.run_job(run_dir, given)
     assert sum(each == ("critic", "update") for each in world.log) == -latest
     assert {role for role, _ in world.log} == {"critic", *(("policy", "servers") if is_online else ())}
     assert summarize(run_dir)[:2] == summarize(rollouts)[:2]
@@ -156,19 +144,17 @@ def summarize(run_dir: Path) -> tuple[bytes, list[tuple[float, float]], list[flo
     return (run_dir / "critic" / "model.safetensors").read_bytes(), curve, [line["iteration"] for line in lines]
 
 
-def test_a_critic_that_learned_alone_has_no_policy_to_go_on_with(
-    rollouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_critic_that_learned_alone_has_no_policy_to_go_on_with(rollouts: Path, tmp_path: Path) -> None:
     given = [*VAPO[:-1], STEPS, f"algo.value_pretrain.rollouts={rollouts}/rollouts.jsonl"]
-    World().run_job(monkeypatch, tmp_path, [*given, "train.num_iterations=0"])
+    World().run_job(tmp_path, [*given, "train.num_iterations=0"])
     assert not (tmp_path / "policy").exists()
     with pytest.raises(CheckpointError, match=r"has no policy.*critic\.init=\S*/critic algo\.value_pretrain\.enabled"):
-        World().run_job(monkeypatch, tmp_path, [*given, "train.num_iterations=1"])
+        World().run_job(tmp_path, [*given, "train.num_iterations=1"])
 
 
-def test_training_goes_on_after_it_from_the_pretrained_critic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_after_it_from_the_pretrained_critic(tmp_path: Path) -> None:
     world = World(reward=reward_letter)
-    world.run_job(monkeypatch, tmp_path / "run", [*VAPO, STEPS, "train.num_iterations=1", "checkpoint.save_every=1"])
+    world.run_job(tmp_path / "run", [*VAPO, STEPS, "train.num_iterations=1", "checkpoint.save_every=1"])
     order = [(role, verb) for role, verb in world.log if verb in ("update", "publish")]
     assert order[:2] == [("servers", "publish"), ("critic", "update")]
     assert order.count(("critic", "update")) == 9
@@ -176,3 +162,90 @@ def test_training_goes_on_after_it_from_the_pretrained_critic(tmp_path: Path, mo
     lines = load_metrics(tmp_path / "run" / "metrics.jsonl")
     assert lines[-1]["critic/explained_variance"] > 0.5
     assert len(load_rollouts(tmp_path / "run" / "rollouts.jsonl")) == 9
+
+
+FROZEN = (
+    *("algo=ppo", "critic.optimizer.lr=0.1", "train.num_iterations=4", "train.eval_every=4"),
+    *("policy.frozen_iterations=2", "policy.optimizer.decay=linear", "policy.optimizer.decay_iterations=4"),
+    *(
+        "policy.optimizer.min_lr=0",
+        "policy.optimizer.warmup_steps=0",
+        "critic.optimizer.warmup_steps=0",
+        "logger.save_rollouts=true",
+    ),
+)
+
+
+def read_versions(run_dir: Path) -> dict[int, tuple[int, set[int]]]:
+    """Of each iteration: the trainer's version, and those of the tokens."""
+    found: dict[int, tuple[int, set[int]]] = {}
+    for line in (run_dir / "rollouts.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        tokens = found.setdefault(record["iteration"], (record["weight_version"], set()))[1]
+        tokens.update(record["response"]["weight_versions"])
+    return found
+
+
+def test_in_frozen_iterations_the_critic_alone_learns(tmp_path: Path) -> None:
+    world = World()
+    with world.open_trainer(tmp_path, FROZEN) as trainer:
+        policy, critic = trainer.components.policy, trainer.components.critic
+        start = policy.copy_weights()
+        for iteration in (1, 2):
+            trainer.publish_and_evaluate()
+            before = critic.copy_weights()
+            trainer.train(iteration)
+            assert all(torch.equal(x, start[name]) for name, x in policy.copy_weights().items())
+            assert not any(torch.equal(x, before[name]) for name, x in critic.copy_weights().items())
+        trainer.run()
+        assert trainer.components.sync.published == [0, 1, 2]
+        assert not any(torch.equal(x, start[name]) for name, x in policy.copy_weights().items())
+    lines = load_metrics(tmp_path / "metrics.jsonl")
+    # 2 minibatches, 8 steps of decay from 0.1: the frozen iterations do not count.
+    assert [line.get("policy/lr") for line in lines] == [None, None, None, *map(pytest.approx, (0.08125, 0.05625))]
+    assert all(line["critic/loss"] > 0 for line in lines[1:])
+    assert ["sync/bytes" in line for line in lines] == [True, False, False, True, True]
+    assert read_versions(tmp_path) == {1: (0, {0}), 2: (0, {0}), 3: (0, {0}), 4: (1, {1})}
+
+
+def test_responses_ahead_do_not_become_stale_while_the_policy_is_frozen(tmp_path: Path) -> None:
+    given = ["rollout.max_staleness=2", "algo.mismatch.correction=tis", "train.num_iterations=6"]
+    with World().open_trainer(tmp_path, [*FROZEN, *given, "policy.frozen_iterations=4"]) as trainer:
+        trainer.run()
+    lines = load_metrics(tmp_path / "metrics.jsonl")
+    assert [line["rollout/staleness_max"] for line in lines[1:6]] == [0, 0, 0, 0, 0]
+    assert all(max(tokens) <= version for version, tokens in read_versions(tmp_path).values())
+
+
+def test_servers_that_have_given_their_memory_back_get_the_frozen_weights_again(tmp_path: Path) -> None:
+    found = []
+    for name, given in (("kept", []), ("offloaded", ["rollout.offload=all"])):
+        world = World()
+        world.run_job(tmp_path / name, [*FROZEN, "train.eval_every=1", *given])
+        lines = load_untimed(tmp_path / name)
+        found.append([{k: v for k, v in line.items() if not k.startswith("sync/")} for line in lines])
+    assert found[0] == found[1]
+    assert world.components[0].sync.published == [0, 0, 0, 1, 2]
+
+
+def test_each_batch_is_used_with_the_weight_that_the_batches_before_it_gave(tmp_path: Path) -> None:
+    given = ["algo=ppo", "algo.advantage=tether", "algo.tether.decay=0.5", "algo.tether.initial=0.25"]
+    given += ["critic.optimizer.lr=0.2", "train.num_iterations=5", "train.eval_every=5"]
+    with World().open_trainer(tmp_path, given) as trainer:
+        trainer.run()
+        last = trainer.algorithm.tether_rho
+    lines = load_metrics(tmp_path / "metrics.jsonl")[1:]
+    rho = 0.25
+    for line in lines:
+        assert line["advantage/tether_rho"] == rho
+        rho = 0.5 * rho + 0.5 * line["advantage/tether_rho_batch"]
+    assert last == rho
+    assert len({line["advantage/tether_rho"] for line in lines}) == 5
+
+
+def test_a_return_outside_of_the_range_of_values_is_warned_of(tmp_path: Path) -> None:
+    world = World(reward=lambda _prompt, response: Score(2.0 if len(response) > 1 else 0.0, False))
+    with world.open_trainer(tmp_path, [*FROZEN, "critic.value_range=[0,1]"]) as trainer:
+        trainer.publish_and_evaluate()
+        with pytest.warns(RuntimeWarning, match=r"critic\.value_range: found \[0, 1\] and returns from"):
+            trainer.train(1)

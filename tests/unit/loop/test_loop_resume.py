@@ -1,38 +1,45 @@
-"""Runs that are killed, lose a process or are asked to stop end as the one that nobody touched, bit for bit.
+"""Runs that are killed, fail, lose a process or are asked to stop end as the one that nobody touched, bit for bit.
 
 Over the fakes (tests/fakes), in one process: a kill is an exception that nothing catches, raised where the kill would
 come, and what is left in the run's folder is what the next start finds. tests/e2e/test_faults.py kills real processes.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
 import signal
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from fakes.disturbed import RUN, Disturbance, Killed, run_disturbed, summarize
-from fakes.run import World, reward_length
+from fakes.backend import FakeBackend
+from fakes.disturbed import RUN, Disturbance, Killed, check_disturbed, check_resumed, run_disturbed, summarize
+from fakes.rollout import FakeEngine
+from fakes.run import Said, World, reward_length
 
+from megarl.algo.tokens import LossOutput
 from megarl.cluster.calls import WorkerError
 from megarl.config.errors import ConfigError
-from megarl.files import CheckpointError
-from megarl.interfaces import DeadlineError
+from megarl.files import CheckpointError, Folder
+from megarl.interfaces import DeadlineError, SyncError
 from megarl.report.metrics import load_metrics
 from megarl.rollout.journal import Journal
 from megarl.run.process import Stopped, stopping_on_signals
 from megarl.task.reward import AsyncReward
-from megarl.types import Prompt, Response, Score
+from megarl.types import Prompt, Response, Score, TrainingSamples
 
 
 def test_the_untouched_run_has_learned_and_kept_its_newest_checkpoints(untouched: dict[str, Any]) -> None:
     assert [line["iteration"] for line in untouched["metrics.jsonl"]] == [-3, -2, -1, 0, 1, 2, 3, 4]
-    assert len(untouched["rollouts"].splitlines()) == (3 + 4) * 24
+    assert len(untouched["rollouts.jsonl"].splitlines()) == (3 + 4) * 24
 
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -55,35 +62,28 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_killed_driver_is_gone_on_from_to_the_same_end(
-    place: str, untouched: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_driver_is_gone_on_from_to_the_same_end(place: str, untouched: dict[str, Any], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     disturbance = Disturbance(Killed, **PLACES[place])
     with pytest.raises(Killed):
-        run_disturbed(monkeypatch, run_dir, disturbance)
+        run_disturbed(run_dir, disturbance)
     assert disturbance.has_come
-    World().run_job(monkeypatch, run_dir, RUN)
-    assert summarize(run_dir) == untouched
+    check_resumed(run_dir, untouched)
 
 
 @pytest.mark.parametrize("place", [name for name, at in PLACES.items() if at.get("role") in ("policy", "critic")])
 def test_a_lost_training_process_begins_another_attempt_that_ends_the_same(
-    place: str,
-    untouched: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    place: str, untouched: dict[str, Any], tmp_path: Path, said: Said
 ) -> None:
     disturbance = Disturbance(lambda: WorkerError("rank 0/1 died", lost=True), **PLACES[place])
-    world = run_disturbed(monkeypatch, tmp_path / "run", disturbance, "logger.terminal=true")
+    world = run_disturbed(tmp_path / "run", disturbance, "logger.terminal=true")
     assert disturbance.has_come
-    assert "restart 1 of at most 3 (checkpoint.max_restarts)" in " ".join(capsys.readouterr().out.split())
+    assert "restart 1 of at most 3 (checkpoint.max_restarts)" in said()
     assert len(world.components) == 2
     assert summarize(tmp_path / "run") == untouched
 
 
-def test_attempts_without_a_new_checkpoint_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempts_without_a_new_checkpoint_end(tmp_path: Path) -> None:
     world = World()
 
     def lose(role: str, verb: str) -> None:
@@ -92,7 +92,7 @@ def test_attempts_without_a_new_checkpoint_end(tmp_path: Path, monkeypatch: pyte
 
     world.watch = lose
     with pytest.raises(WorkerError) as caught:
-        world.run_job(monkeypatch, tmp_path / "run", [*RUN, "checkpoint.max_restarts=2"])
+        world.run_job(tmp_path / "run", [*RUN, "checkpoint.max_restarts=2"])
     assert caught.value.__notes__[-1] == "checkpoint.max_restarts=2 have been made without a new checkpoint"
     # The first, and two in a row after the checkpoint of the start, which the first had written.
     assert len(world.components) == 3
@@ -105,28 +105,21 @@ def stop() -> BaseException:
 
 @pytest.mark.parametrize("place", ["rollout", "experience", "evaluation", "sync", "rollout of value pretraining"])
 def test_a_run_that_is_asked_to_stop_saves_what_it_has_and_goes_on_to_the_same_end(
-    place: str,
-    untouched: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    place: str, untouched: dict[str, Any], tmp_path: Path, said: Said
 ) -> None:
     run_dir = tmp_path / "run"
     with pytest.raises(Stopped) as stopped, stopping_on_signals():
-        run_disturbed(monkeypatch, run_dir, Disturbance(stop, **PLACES[place]), "logger.terminal=true")
+        run_disturbed(run_dir, Disturbance(stop, **PLACES[place]), "logger.terminal=true")
     assert stopped.value.exit_code == 128 + signal.SIGUSR1
-    assert f"saved: resume={run_dir} resumes it" in " ".join(capsys.readouterr().out.split())
+    assert f"saved: resume={run_dir} resumes it" in said()
     # Its newest state, whether or not checkpoint.save_every=2 asks for it.
     reached = {"rollout of value pretraining": -2}.get(place, 2)
     assert (run_dir / "checkpoints" / "latest").read_text() == f"iteration-{reached:06}\n"
-    World().run_job(monkeypatch, run_dir, RUN)
-    assert summarize(run_dir) == untouched
+    check_resumed(run_dir, untouched)
 
 
 @pytest.mark.parametrize("place", ["update of the policy", "update of value pretraining"])
-def test_a_stop_in_an_update_waits_for_its_end(
-    place: str, untouched: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_in_an_update_waits_for_its_end(place: str, untouched: dict[str, Any], tmp_path: Path) -> None:
     run_dir, at = tmp_path / "run", PLACES[place]
     seen = {"num": 0}
 
@@ -136,49 +129,44 @@ def test_a_stop_in_an_update_waits_for_its_end(
             os.kill(os.getpid(), signal.SIGUSR1)
 
     with pytest.raises(Stopped), stopping_on_signals():
-        World(watch=watch).run_job(monkeypatch, run_dir, RUN)
+        World(watch=watch).run_job(run_dir, RUN)
     reached = at["number"] - 3 if "pretraining" in place else at["number"]
     assert (run_dir / "checkpoints" / "latest").read_text() == f"iteration-{reached:06}\n"
-    World().run_job(monkeypatch, run_dir, RUN)
-    assert summarize(run_dir) == untouched
+    check_resumed(run_dir, untouched)
 
 
-def test_what_was_sampled_before_a_kill_is_found_again_and_not_sampled_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_sampled_before_a_kill_is_found_again_and_not_sampled_anew(tmp_path: Path) -> None:
     with pytest.raises(Killed):
-        run_disturbed(monkeypatch, tmp_path / "run", Disturbance(Killed, **PLACES["update of the policy"]))
+        run_disturbed(tmp_path / "run", Disturbance(Killed, **PLACES["update of the policy"]))
     world = World()
-    world.run_job(monkeypatch, tmp_path / "run", RUN)
+    world.run_job(tmp_path / "run", RUN)
     keys = [key for key, _ in world.components[0].engine.asked]
     assert "iteration-3/round-1" not in keys
     assert "iteration-4/round-1" in keys
 
 
 def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_gone_on_from(
-    untouched: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    untouched: dict[str, Any], tmp_path: Path, said: Said
 ) -> None:
     run_dir = tmp_path / "run"
     with pytest.raises(Killed):
-        run_disturbed(monkeypatch, run_dir, Disturbance(Killed, "policy", "update", 4), "checkpoint.save_every=1")
+        run_disturbed(run_dir, Disturbance(Killed, "policy", "update", 4), "checkpoint.save_every=1")
     newest = run_dir / "checkpoints" / (run_dir / "checkpoints" / "latest").read_text().strip()
     damaged = newest / "critic" / "state.pt"
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(bytes(content))
-    World().run_job(monkeypatch, run_dir, [*RUN, "logger.terminal=true"])
-    out = " ".join(capsys.readouterr().out.split())
+    World().run_job(run_dir, [*RUN, "logger.terminal=true"])
+    out = said()
     assert f"renamed to {newest.name}.damaged" in out
     assert "resuming from" in out
     assert summarize(run_dir) == untouched
 
 
-def test_a_checkpoint_says_where_the_loop_is_and_is_of_the_weights_after_its_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_says_where_the_loop_is_and_is_of_the_weights_after_its_update(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     world = World()
-    world.run_job(monkeypatch, run_dir, [*RUN, "checkpoint.save_every=4"])
+    world.run_job(run_dir, [*RUN, "checkpoint.save_every=4"])
     newest = run_dir / "checkpoints" / "iteration-000004"
     assert json.loads((newest / "state.json").read_text())["iteration"] == 4
     for role in ("policy", "critic"):
@@ -187,44 +175,39 @@ def test_a_checkpoint_says_where_the_loop_is_and_is_of_the_weights_after_its_upd
         assert all(torch.equal(saved[name], held[name]) for name in held)
 
 
-def test_a_folder_of_another_run_is_refused_and_so_are_other_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_another_run_is_refused_and_so_are_other_data(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    World().run_job(monkeypatch, run_dir, RUN)
+    World().run_job(run_dir, RUN)
     with pytest.raises(ConfigError, match=r"hydra.run.dir: .* has metrics.jsonl"):
-        World().run_job(monkeypatch, run_dir, RUN, is_new=True)
+        World().run_job(run_dir, RUN, is_new=True)
     with pytest.raises(CheckpointError, match="the data have changed"):
-        World().run_job(monkeypatch, run_dir, [*RUN, "seed=2"])
+        World().run_job(run_dir, [*RUN, "seed=2"])
+
+
+EACH = ("train.num_iterations=5", "train.eval_every=5", "checkpoint.save_every=1")
+FROZEN = (*RUN, "policy.frozen_iterations=2", "checkpoint.save_every=1")
+KEPT = {
+    "replay": ["algo=topr", "algo.replay.num_iterations=2", "algo.replay.frac=0.5", "train.num_minibatches=1"],
+    "dynamic sampling": ["algo=dapo", "algo.dynamic_sampling.enabled=true"],
+    "adaptive KL": ["algo=reinforce_pp", "algo.kl.target=0.1", "train.num_minibatches=1"],
+    "running reward moments": ["algo=ppo", "algo.reward_norm.mean=running", "algo.reward_norm.std=running"],
+    "tether": ["algo=ppo", "algo.advantage=tether", "algo.tether.decay=0.5", "critic.optimizer.lr=0.2"],
+    "own estimator": ["algo=lite_ppo", "algo.advantage=fakes.own_estimator:SLOW", "algo.advantage_std=none"],
+}
 
 
 @pytest.mark.parametrize(
-    "given",
+    ("run", "place"),
     [
-        ["algo=topr", "algo.replay.num_iterations=2", "algo.replay.frac=0.5", "train.num_minibatches=1"],
-        ["algo=dapo", "algo.dynamic_sampling.enabled=true"],
-        ["algo=reinforce_pp", "algo.kl.target=0.1", "train.num_minibatches=1"],
-        ["algo=ppo", "algo.reward_norm.mean=running", "algo.reward_norm.std=running"],
-        ["algo=ppo", "algo.advantage=tether", "algo.tether.decay=0.5", "critic.optimizer.lr=0.2"],
-        ["algo=lite_ppo", "algo.advantage=fakes.own_estimator:SLOW", "algo.advantage_std=none"],
+        *(pytest.param((*given, *EACH), ("policy", "update", 4), id=name) for name, given in KEPT.items()),
+        pytest.param(FROZEN, ("critic", "update", 5), id="frozen policy, update"),
+        pytest.param(FROZEN, ("critic", "values", 6), id="frozen policy, values"),
     ],
-    ids=["replay", "dynamic sampling", "adaptive KL", "running reward moments", "tether", "own estimator"],
 )
 def test_what_an_algorithm_keeps_over_the_iterations_goes_on_too(
-    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: tuple[str, ...], place: tuple[str, str, int], tmp_path: Path
 ) -> None:
-    run = [*given, "train.num_iterations=5", "train.eval_every=5", "checkpoint.save_every=1"]
-
-    def load(name: str) -> list[dict[str, float]]:
-        lines = load_metrics(tmp_path / name / "metrics.jsonl")
-        return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))} for line in lines]
-
-    World().run_job(monkeypatch, tmp_path / "whole", run)
-    disturbance = Disturbance(Killed, "policy", "update", 4)
-    with pytest.raises(Killed):
-        World(watch=disturbance.watch).run_job(monkeypatch, tmp_path / "killed", run)
-    World().run_job(monkeypatch, tmp_path / "killed", run)
-    assert load("killed") == load("whole")
+    check_disturbed(tmp_path, run, Disturbance(Killed, *place))
 
 
 def hash_optimizers(world: World) -> dict[str, str]:
@@ -242,19 +225,16 @@ def hash_optimizers(world: World) -> dict[str, str]:
 
 
 def test_a_run_resumed_twice_from_the_same_checkpoint_ends_as_if_once(
-    untouched: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    untouched: dict[str, Any], tmp_path: Path
 ) -> None:
     for number in (4, 1):  # of the updates of the policy in that start: both times in iteration 4
         with pytest.raises(Killed):
-            run_disturbed(monkeypatch, tmp_path / "run", Disturbance(Killed, "policy", "update", number))
+            run_disturbed(tmp_path / "run", Disturbance(Killed, "policy", "update", number))
         assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "iteration-000002\n"
-    World().run_job(monkeypatch, tmp_path / "run", RUN)
-    assert summarize(tmp_path / "run") == untouched
+    check_resumed(tmp_path / "run", untouched)
 
 
-def test_with_staleness_a_resumed_run_begins_with_the_optimizers_that_were_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_staleness_a_resumed_run_begins_with_the_optimizers_that_were_saved(tmp_path: Path) -> None:
     """Bit for bit to the end it cannot be: which group is complete first is chance's."""
     hashes: dict[str, list[dict[str, str]]] = {"begin_save": [], "values": []}
 
@@ -267,7 +247,7 @@ def test_with_staleness_a_resumed_run_begins_with_the_optimizers_that_were_saved
         disturbance = Disturbance(Killed, "policy", "update", number or -1)
         world = World(watch=watch)
         with pytest.raises(Killed) if number else contextlib.nullcontext():
-            world.run_job(monkeypatch, tmp_path, STALE)
+            world.run_job(tmp_path, STALE)
         if number:
             saved, start = hashes["begin_save"][-1], hashes["values"][0]
             hashes["values"].clear()
@@ -290,18 +270,16 @@ class CountingReward(AsyncReward):
         self.num_scored = state["num_scored"]
 
 
-def test_a_reward_goes_on_from_the_state_that_the_checkpoint_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reward_goes_on_from_the_state_that_the_checkpoint_has(tmp_path: Path) -> None:
     run = ["algo=grpo", "train.eval_every=9", "checkpoint.save_every=1", "train.num_iterations=2"]
     first = CountingReward()
     watch = Disturbance(Killed, "policy", "update", 2).watch
     with pytest.raises(Killed):
-        World(watch=watch, reward=first).run_job(monkeypatch, tmp_path, run)
+        World(watch=watch, reward=first).run_job(tmp_path, run)
     # Within the second update: 8 held-out prompts and twice 6 x 4 responses.
     assert first.num_scored == 8 + 2 * 24
     second = CountingReward()
-    World(reward=second).run_job(monkeypatch, tmp_path, run)
+    World(reward=second).run_job(tmp_path, run)
     # Those of the checkpoint of the first iteration; the journal has the others' scores; the last evaluation.
     assert second.num_scored == 8 + 24 + 8
 
@@ -346,7 +324,7 @@ def check_stale(run_dir: Path) -> dict[int, list[int]]:
 @pytest.mark.parametrize("place", STALE_PLACES)
 @pytest.mark.parametrize("victim", ["driver", "worker"])
 def test_with_staleness_a_disturbed_run_learns_from_each_group_once_and_repeats_what_was_complete(
-    place: str, victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, victim: str, tmp_path: Path
 ) -> None:
     error = {"driver": Killed, "worker": lambda: WorkerError("rank 0/1 died", lost=True)}[victim]
     disturbance = Disturbance(error, **STALE_PLACES[place])
@@ -361,10 +339,10 @@ def test_with_staleness_a_disturbed_run_learns_from_each_group_once_and_repeats_
 
     world = World(watch=watch, on_token=disturbance.on_token)
     with contextlib.suppress(Killed):
-        world.run_job(monkeypatch, run_dir, STALE)
+        world.run_job(run_dir, STALE)
     assert disturbance.has_come
     if victim == "driver":
-        World().run_job(monkeypatch, run_dir, STALE)
+        World().run_job(run_dir, STALE)
     taken = check_stale(run_dir)
     places = [number for numbers in taken.values() for number in numbers]
     # What was journaled before is learned from at its place, and not sampled again.
@@ -372,17 +350,15 @@ def test_with_staleness_a_disturbed_run_learns_from_each_group_once_and_repeats_
     assert complete or "role" not in STALE_PLACES[place]
 
 
-def test_with_staleness_a_run_that_is_asked_to_stop_goes_on_with_what_was_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_staleness_a_run_that_is_asked_to_stop_goes_on_with_what_was_complete(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     disturbance = Disturbance(stop, **STALE_PLACES["experience"])
     with pytest.raises(Stopped), stopping_on_signals():
-        World(watch=disturbance.watch).run_job(monkeypatch, run_dir, STALE)
+        World(watch=disturbance.watch).run_job(run_dir, STALE)
     state = json.loads((run_dir / "checkpoints" / "iteration-000003" / "state.json").read_text())
     groups = state["source"]["groups"]
     assert groups["next_place"] == 18 == groups["first"] + len(groups["taken"])
-    World().run_job(monkeypatch, run_dir, STALE)
+    World().run_job(run_dir, STALE)
     check_stale(run_dir)
     # The oldest checkpoint that is kept is that of iteration 4: no group is needed that was taken before.
     assert all(place >= 24 for place, _ in Journal(run_dir / "journal").list_groups(0))
@@ -400,7 +376,7 @@ ENDS: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("event", ["nothing", "a signal", "a lost server"])
 @pytest.mark.parametrize("end", ENDS)
 def test_with_staleness_a_run_ends_where_its_last_iteration_is_evaluated_and_saved_whatever_comes_in_between(
-    end: str, event: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    end: str, event: str, tmp_path: Path
 ) -> None:
     run_dir, updates, came = tmp_path / "run", list[str](), list[str]()
     before = set(threading.enumerate())
@@ -422,11 +398,11 @@ def test_with_staleness_a_run_ends_where_its_last_iteration_is_evaluated_and_sav
 
     world = World(watch=watch, reward=reward, on_token=on_token)
     with contextlib.suppress(Stopped), stopping_on_signals():
-        world.run_job(monkeypatch, run_dir, [*STALE, *ENDS[end]])
+        world.run_job(run_dir, [*STALE, *ENDS[end]])
     assert came == [event]
     assert (run_dir / "checkpoints" / "latest").read_text() == "iteration-000006\n"
     if event == "a signal":
-        world.run_job(monkeypatch, run_dir, [*STALE, *ENDS[end]])
+        world.run_job(run_dir, [*STALE, *ENDS[end]])
     lines = load_metrics(run_dir / "metrics.jsonl")
     assert [line["iteration"] for line in lines] == list(range(7))
     assert [line["iteration"] for line in lines if "reward/heldout" in line] == [0, 6]
@@ -434,25 +410,21 @@ def test_with_staleness_a_run_ends_where_its_last_iteration_is_evaluated_and_sav
 
 
 @pytest.mark.timeout(120)
-def test_with_staleness_an_episode_without_an_answer_ends_the_run_by_its_deadline_and_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_staleness_an_episode_without_an_answer_ends_the_run_by_its_deadline_and_is_named(tmp_path: Path) -> None:
     def on_token(key: str | None, number: int) -> None:
         if (key, number) == ("group-35", 0):
             raise DeadlineError("http://here/generate gave no answer within 600 s")  # As SGLangClient does.
 
     run_dir = tmp_path / "run"
     with pytest.raises(DeadlineError) as caught:
-        World(on_token=on_token).run_job(monkeypatch, run_dir, STALE)
+        World(on_token=on_token).run_job(run_dir, STALE)
     assert re.fullmatch(r"in the episode group-35/0/\d of prompt '.+'", caught.value.__notes__[0])
-    World().run_job(monkeypatch, run_dir, STALE)
+    World().run_job(run_dir, STALE)
     check_stale(run_dir)
 
 
 @pytest.mark.timeout(120)
-def test_with_staleness_a_signal_ends_a_run_that_waits_for_an_episode_which_never_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_staleness_a_signal_ends_a_run_that_waits_for_an_episode_which_never_ends(tmp_path: Path) -> None:
     released, run_dir = threading.Event(), tmp_path / "run"
 
     def on_token(key: str | None, number: int) -> None:
@@ -461,7 +433,187 @@ def test_with_staleness_a_signal_ends_a_run_that_waits_for_an_episode_which_neve
             released.wait(600)
 
     with pytest.raises(Stopped), stopping_on_signals():
-        World(on_token=on_token).run_job(monkeypatch, run_dir, STALE)
+        World(on_token=on_token).run_job(run_dir, STALE)
     released.set()
-    World().run_job(monkeypatch, run_dir, STALE)
+    World().run_job(run_dir, STALE)
     check_stale(run_dir)
+
+
+SELDOM = ("checkpoint.save_every=100", "checkpoint.max_restarts=0")
+"""Only the start has a checkpoint that the loop itself asks for."""
+
+FAILURES: list[tuple[BaseException, tuple[str, ...], int, int]] = [
+    (ValueError("no tokens"), ("pretraining-3",), 1, -1),
+    (ValueError("no tokens"), ("iteration-3/round-1",), 1, 2),
+    (DeadlineError("no answer within 600 s"), ("iteration-3/round-1",), 1, 2),
+    (RuntimeError("refused"), ("evaluation-2",), 1, 2),
+    (WorkerError("out of memory"), ("policy", "logprobs"), 4, 3),
+    (WorkerError("out of memory"), ("critic", "values"), 6, 2),
+    (WorkerError("critic rank 0/1 died", lost=True), ("critic", "values"), 6, 2),
+    (FloatingPointError("the gradient norm is nan"), ("critic", "update"), 6, 0),
+    (FloatingPointError("the gradient norm is nan"), ("policy", "update"), 3, 0),
+    (SyncError("wrong weights"), ("servers", "publish"), 3, 2),
+    (WorkerError("disk"), ("policy", "export_weights"), 1, 4),
+]
+"""The error; in which call's tokens, or in which verb of a role, and at which of these; the newest checkpoint then"""
+
+
+def get_notes(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
+
+
+@pytest.mark.parametrize(("error", "place", "number", "reached"), FAILURES)
+def test_a_failure_stays_the_error_and_leaves_the_newest_whole_state_from_which_a_run_ends_as_untouched(
+    error: BaseException, place: tuple[str, ...], number: int, reached: int, untouched: dict[str, Any], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    at = {"key": place[0]} if len(place) == 1 else {"role": place[0], "verb": place[1]}
+    with pytest.raises(type(error)) as caught:
+        run_disturbed(run_dir, Disturbance(lambda: error, number=number, **at), *SELDOM)
+    assert caught.value is error
+    assert (run_dir / "checkpoints" / "latest").read_text() == f"iteration-{reached:06}\n"
+    if "export_weights" not in place:  # All is saved before it begins.
+        newest = f"{run_dir}/checkpoints/iteration-{reached:06}"
+        assert f"resume={run_dir} resumes after iteration {reached}: {newest}" in get_notes(caught.value)
+    if "update" in place:
+        assert "the update of iteration 3 was not finished: its weights are not saved" in get_notes(caught.value)
+    check_resumed(run_dir, untouched, [*RUN, *SELDOM])
+
+
+def test_a_checkpoint_in_progress_is_completed_when_the_update_beside_it_fails(
+    untouched: dict[str, Any], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    failing = Disturbance(lambda: FloatingPointError("nan"), "policy", "update", 3)
+    # Each iteration but the last ends with a checkpoint that is written beside the next one.
+    with pytest.raises(FloatingPointError):
+        run_disturbed(run_dir, failing, "checkpoint.save_every=1")
+    assert (run_dir / "checkpoints" / "latest").read_text() == "iteration-000002\n"
+    check_resumed(run_dir, untouched)
+
+
+def test_a_failure_before_anything_is_learned_writes_no_checkpoint_and_says_so(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    failing = Disturbance(lambda: ValueError("no tokens"), key="iteration-1/round-1")
+    world = World(on_token=failing.on_token)
+    with pytest.raises(ValueError, match="no tokens") as caught:
+        world.run_job(run_dir, ["algo=grpo", "train.num_iterations=2", "train.eval_every=2"])
+    assert get_notes(caught.value) == [f"resume={run_dir} begins anew: there is no checkpoint yet"]
+    assert not (run_dir / "checkpoints").exists()
+
+
+def test_a_failed_save_is_a_note_and_hides_nothing(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    first = Disturbance(lambda: ValueError("no tokens"), key="iteration-3/round-1")
+    # The first save is that of the start.
+    second = Disturbance(lambda: WorkerError("policy rank 0/1 died", lost=True), "policy", "begin_save", 2)
+    with pytest.raises(ValueError, match="no tokens") as caught:
+        World(watch=second.watch, on_token=first.on_token).run_job(run_dir, [*RUN, *SELDOM])
+    assert get_notes(caught.value) == [
+        "iteration 2 was not saved: policy rank 0/1 died",
+        f"resume={run_dir} resumes after iteration 0: {run_dir}/checkpoints/iteration-000000",
+    ]
+
+
+def test_a_signal_while_a_failed_run_is_saved_does_not_replace_the_error(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    failing = Disturbance(lambda: ValueError("no tokens"), key="iteration-3/round-1")
+    num_saves = 0
+
+    def watch(role: str, verb: str) -> None:
+        nonlocal num_saves
+        num_saves += (role, verb) == ("policy", "finish_save")
+        if num_saves == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(ValueError, match="no tokens"), stopping_on_signals():
+        World(watch=watch, on_token=failing.on_token).run_job(run_dir, [*RUN, *SELDOM])
+
+
+def test_what_failed_to_be_written_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "run"
+    world = World()
+    monkeypatch.setattr(Folder, "publish", refuse_from(4, Folder.publish))
+    with pytest.raises(OSError, match="No space left") as caught:
+        world.run_job(run_dir, [*RUN, "checkpoint.save_every=4"])
+    (note,) = get_notes(caught.value)
+    assert note.startswith(f"resume={run_dir} resumes after iteration 0: ")
+    assert world.log.count(("policy", "begin_save")) == 2
+
+
+def refuse_from(first: int, publish: Callable[..., Path]) -> Callable[..., Path]:
+    """`publish`, with a full disk from iteration `first` on."""
+
+    def refuse(folder: Folder, iteration: int) -> Path:
+        if iteration >= first:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return publish(folder, iteration)
+
+    return refuse
+
+
+def test_a_critics_rate_far_too_high_is_said_and_the_best_checkpoint_is_kept(tmp_path: Path, said: Said) -> None:
+    run = ["train.num_iterations=10", "train.eval_every=1", "checkpoint.save_every=1", "checkpoint.keep_best=1"]
+    given = ["algo=ppo", "train.responses_per_prompt=4", "critic.optimizer.lr=20", "logger.terminal=true"]
+    World().run_job(tmp_path, [*run, *given])
+    assert "the critic's squared error is larger than that of" in said()
+    lines = load_metrics(tmp_path / "metrics.jsonl")
+    kept = {int(path.name.removeprefix("iteration-")) for path in (tmp_path / "checkpoints").glob("iteration-*")}
+    scores = {line["iteration"]: line["reward/heldout"] for line in lines}
+    assert max(scores[iteration] for iteration in kept) == max(scores[iteration] for iteration in range(1, 11))
+
+
+def raise_rate(_) -> list[str]:
+    return ["policy.optimizer.lr=10"]
+
+
+def cut_gradient(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """As where the weights that are trained, such as those of an adapter, are not in the loss."""
+    compute = FakeBackend._compute_loss
+
+    def detach(self: FakeBackend, samples: TrainingSamples) -> LossOutput:
+        output = compute(self, samples)
+        return replace(output, loss=output.loss * 0.0)
+
+    monkeypatch.setattr(FakeBackend, "_compute_loss", detach)
+    return []
+
+
+def spoil_one_logprob(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """-1e4 for the first token of the first response."""
+    generate, num_seen = FakeEngine.generate_turns, 0
+
+    async def spoil(self: FakeEngine, requests: Any, take: Callable[[int, Response], None]) -> None:
+        def change(index: int, turn: Response) -> None:
+            nonlocal num_seen
+            num_seen += 1
+            if num_seen == 8 + 1:  # After the evaluation at the start
+                logprobs = np.concatenate([np.float32([-1e4]), turn.rollout_logprobs[1:]])
+                turn = replace(turn, rollout_logprobs=logprobs)
+            take(index, turn)
+
+        await generate(self, requests, change)
+
+    monkeypatch.setattr(FakeEngine, "generate_turns", spoil)
+    return []
+
+
+COLLAPSES = [
+    (raise_rate, 1, r"this iteration moved the policy by a KL of 11\.4 per token.*lower policy\.optimizer\.lr"),
+    (spoil_one_logprob, 1, "log-probs of trainer and rollout engine differ by 80 nats at one token"),
+    (cut_gradient, 3, "the policy's gradient is 0 though the advantages are not"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "iteration", "warning"), COLLAPSES)
+def test_what_spoils_a_run_is_said_at_once(
+    spoil: Callable[[pytest.MonkeyPatch], list[str]],
+    iteration: int,
+    warning: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    said: Said,
+) -> None:
+    given = ["algo=grpo", f"train.num_iterations={iteration}", f"train.eval_every={iteration}", "logger.terminal=true"]
+    World().run_job(tmp_path, [*given, *spoil(monkeypatch)])
+    assert re.search(warning, said())

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.disturbed import Disturbance, Killed, check_disturbed
 from fakes.run import World, load
-from safetensors.torch import load_file
 
 from megarl.files import CheckpointError
 from megarl.report.metrics import load_metrics
@@ -26,8 +26,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a run of three iterations has sampled with its weights of versions 0 to 2: 18 groups of 4."""
     run_dir = tmp_path_factory.mktemp("earlier")
     given = ["algo=topr", "reward.wrong=0", "logger.save_rollouts=true", f"train.num_iterations={NUM_SAVED}", "seed=5"]
-    with pytest.MonkeyPatch.context() as patch:
-        World().run_job(patch, run_dir, given)
+    World().run_job(run_dir, given)
     versions = {rollout.weight_version for rollout in load_rollouts(run_dir / "rollouts.jsonl")}
     assert versions == {0, 1, 2}
     return run_dir / "rollouts.jsonl"
@@ -107,8 +106,7 @@ def test_ppos_ratio_begins_at_the_present_policy_and_tis_weights_by_the_recorded
 @pytest.mark.parametrize("overrides", [TOPR, (*PPO_TIS, "critic.optimizer.lr=0.1", "train.num_iterations=4")])
 def test_the_better_responses_become_likelier_and_nothing_is_generated_or_evaluated(saved, tmp_path, overrides):
     world = World()
-    with pytest.MonkeyPatch.context() as patch:
-        summary = world.run_job(patch, tmp_path, [*overrides, "train.num_iterations=12", f"rollout.file={saved}"])
+    summary = world.run_job(tmp_path, [*overrides, "train.num_iterations=12", f"rollout.file={saved}"])
     lines = load_metrics(tmp_path / "metrics.jsonl")
     assert [line["iteration"] for line in lines] == list(range(13))
     assert math.isnan(summary.heldout_reward)
@@ -126,53 +124,26 @@ def test_the_better_responses_become_likelier_and_nothing_is_generated_or_evalua
 def test_value_pretraining_learns_from_a_file_and_training_goes_on(saved, tmp_path):
     given = ["algo=vapo", "algo.mismatch.correction=tis", "algo.value_pretrain.steps=2", "train.num_iterations=1"]
     given += ["train.responses_per_prompt=4", f"algo.value_pretrain.rollouts={saved}", f"rollout.file={saved}"]
-    with pytest.MonkeyPatch.context() as patch:
-        assert World().run_job(patch, tmp_path, given).num_iterations == 1
+    assert World().run_job(tmp_path, given).num_iterations == 1
     assert [line["iteration"] for line in load_metrics(tmp_path / "metrics.jsonl")] == [-2, -1, 0, 1]
 
 
-class Killed(BaseException):
-    """The driver is gone: nothing of ours handles it."""
-
-
-def read_end(run_dir: Path) -> Any:
-    lines = [
-        {k: v for k, v in x.items() if not k.startswith(("time/", "perf/"))}
-        for x in load_metrics(run_dir / "metrics.jsonl")
-    ]
-    return lines, {name: x.tolist() for name, x in load_file(run_dir / "policy" / "model.safetensors").items()}
-
-
-def test_a_killed_run_resumes_at_its_place_in_the_file_to_the_end_of_an_unbroken_one(saved, tmp_path, monkeypatch):
+def test_a_killed_run_resumes_at_its_place_in_the_file_to_the_end_of_an_unbroken_one(saved, tmp_path):
     # 5 groups an iteration: the third iteration reaches from the first pass over the 18 into the second.
     given = [*TOPR, "train.prompts_per_iteration=5", f"rollout.file={saved}"]
-    World().run_job(monkeypatch, tmp_path / "unbroken", given)
-    World().run_job(monkeypatch, tmp_path / "again", given)
-    assert read_end(tmp_path / "again") == read_end(tmp_path / "unbroken")
-    num_updates = 0
-
-    def watch(role: str, verb: str) -> None:
-        nonlocal num_updates
-        num_updates += verb == "update"
-        if num_updates == 3:
-            raise Killed
-
-    with pytest.raises(Killed):
-        World(watch=watch).run_job(monkeypatch, tmp_path / "killed", given)
-    World().run_job(monkeypatch, tmp_path / "killed", given)
-    assert read_end(tmp_path / "killed") == read_end(tmp_path / "unbroken")
+    check_disturbed(tmp_path, given, Disturbance(Killed, "policy", "update", 3))
 
 
-def test_a_run_does_not_resume_on_another_file(saved, tmp_path, monkeypatch):
+def test_a_run_does_not_resume_on_another_file(saved, tmp_path):
     copy = tmp_path / "copy.jsonl"
     copy.write_bytes(saved.read_bytes())
-    World().run_job(monkeypatch, tmp_path / "run", [*TOPR, "train.num_iterations=1", f"rollout.file={copy}"])
+    World().run_job(tmp_path / "run", [*TOPR, "train.num_iterations=1", f"rollout.file={copy}"])
     lines = copy.read_bytes().splitlines(keepends=True)
     copy.write_bytes(b"".join(lines[:48]))
     # These tests' inputs are cached by their overrides, which therefore differ.
     given = [*TOPR, "train.num_iterations=2", f"rollout.file={copy}"]
     with pytest.raises(CheckpointError, match="the data have changed"):
-        World().run_job(monkeypatch, tmp_path / "run", given)
+        World().run_job(tmp_path / "run", given)
 
 
 def test_a_file_that_changes_during_the_run_is_refused(saved, tmp_path):

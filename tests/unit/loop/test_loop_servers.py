@@ -1,18 +1,23 @@
-"""Lost servers, failed syncs and generation ahead, over the fakes (tests/fakes)."""
+"""Lost servers, failed syncs, generation ahead and servers that give memory back, over the fakes (tests/fakes)."""
 
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fakes.rollout import FakeServers
-from fakes.run import World, load
+from fakes.run import Said, World, load, load_untimed
 
+from megarl.cluster.calls import WorkerError
 from megarl.interfaces import UNPUBLISHED
 from megarl.report.metrics import load_metrics
 from megarl.rollout.rollout_file import load_rollouts
+from megarl.run.process import Stopped, stopping_on_signals
 from megarl.task.data import PromptSampler
 from megarl.trainer import Trainer
 
@@ -20,11 +25,6 @@ DEADLINE_S = 30.0
 TWO_SERVERS = ("algo=ppo", "rollout.num_servers=2", "train.num_iterations=2", "train.eval_every=2")
 STALE = ("algo=grpo", "rollout.max_staleness=1", "algo.mismatch.correction=tis")
 METRICS = ("reward/mean", "policy/loss", "critic/loss", "mismatch/kl", "sync/bytes", "reward/heldout")
-
-
-def read_numbers(run_dir: Path) -> list[dict[str, float]]:
-    lines = load_metrics(run_dir / "metrics.jsonl")
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))} for line in lines]
 
 
 def get_servers(trainer: Trainer) -> FakeServers:
@@ -42,17 +42,13 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]
     run_dir = tmp_path_factory.mktemp("untouched")
     with World().open_trainer(run_dir, TWO_SERVERS) as trainer:
         trainer.run()
-    return read_numbers(run_dir)
+    return load_untimed(run_dir)
 
 
 @pytest.mark.parametrize("lost", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize("key", ["iteration-2/round-1", "evaluation-0", "evaluation-2"])
 def test_servers_lost_in_a_rollout_or_an_evaluation_come_back_with_the_current_weights(
-    key: str,
-    lost: tuple[int, ...],
-    untouched: list[dict[str, float]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    key: str, lost: tuple[int, ...], untouched: list[dict[str, float]], tmp_path: Path, said: Said
 ) -> None:
     world = World()
     with world.open_trainer(tmp_path, [*TWO_SERVERS, "logger.terminal=true"]) as trainer:
@@ -66,9 +62,9 @@ def test_servers_lost_in_a_rollout_or_an_evaluation_come_back_with_the_current_w
         assert [server.num_starts for server in servers.all.values()] == [1 + (number in lost) for number in (0, 1)]
         assert {server.version for server in servers.all.values()} == {2}
         assert [asked for asked, _ in trainer.components.engine.asked].count(key) == 2
-    assert read_numbers(tmp_path) == untouched
+    assert load_untimed(tmp_path) == untouched
     names = "; ".join(f"SGLang server {i}/2 was lost: it exited with status 137" for i in lost)
-    assert f"{names}; restart 1 of at most 3" in " ".join(capsys.readouterr().out.split())
+    assert f"{names}; restart 1 of at most 3" in said()
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
@@ -90,7 +86,7 @@ def test_a_server_lost_in_a_sync_is_started_again_and_the_sync_repeated(
         version = number - 1
         # `refill` before the repeated publish is that publish's own weights.
         assert trainer.components.sync.published[number - 1 : number + 1] == [version, version]
-    assert read_numbers(tmp_path) == untouched
+    assert load_untimed(tmp_path) == untouched
 
 
 @pytest.mark.parametrize(
@@ -229,9 +225,7 @@ def test_a_straggler_delays_nobody_and_its_tokens_that_are_older_than_allowed_ar
     assert sorted(number for numbers in taken for number in numbers) == list(range(4 * 6))
 
 
-def test_a_run_that_reaches_its_end_says_what_it_drops_and_ends_its_thread(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_reaches_its_end_says_what_it_drops_and_ends_its_thread(tmp_path: Path, said: Said) -> None:
     """The third iteration's responses are under way when the second is the last."""
     under_way = threading.Event()
 
@@ -247,7 +241,7 @@ def test_a_run_that_reaches_its_end_says_what_it_drops_and_ends_its_thread(
         )
         assert trainer.run().num_iterations == 2
         assert trainer.source.num_samples == 48
-    assert "24 responses that ran ahead of iteration 2 are dropped" in " ".join(capsys.readouterr().out.split())
+    assert "24 responses that ran ahead of iteration 2 are dropped" in said()
     lines = load_metrics(tmp_path / "metrics.jsonl")
     assert [line["iteration"] for line in lines] == [0, 1, 2]
     assert lines[2]["sampling/total_samples"] == 48
@@ -256,7 +250,7 @@ def test_a_run_that_reaches_its_end_says_what_it_drops_and_ends_its_thread(
 
 @pytest.mark.parametrize("place", ["generation", "update"])
 def test_a_server_lost_while_it_generates_ahead_comes_back_and_its_groups_are_begun_again(
-    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: str, tmp_path: Path, said: Said
 ) -> None:
     given = ["train.num_iterations=4", "rollout.num_servers=2", "logger.terminal=true"]
     with staleness_of_one(tmp_path, *given) as (trainer, world):
@@ -269,10 +263,79 @@ def test_a_server_lost_while_it_generates_ahead_comes_back_and_its_groups_are_be
         assert trainer.run().num_iterations == 4
         assert servers.all["SGLang server 0/2"].num_starts == 2
         assert servers.all["SGLang server 1/2"].num_starts == 1
-    assert "SGLang server 0/2 was lost: it exited with status 137; restart 1 of at most 3" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    assert "SGLang server 0/2 was lost: it exited with status 137; restart 1 of at most 3" in said()
     taken = list_numbers(tmp_path)
     assert [len(numbers) for numbers in taken] == [6] * 4
     assert sorted(number for numbers in taken for number in numbers) == list(range(4 * 6))
     assert [line["iteration"] for line in load_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+
+
+JOB = (
+    *("algo=vapo", "algo.value_pretrain.steps=2", "algo.value_pretrain.patience=null", "rollout.num_servers=2"),
+    *("train.num_iterations=3", "train.eval_every=1", "checkpoint.save_every=1"),
+)
+
+
+def read_numbers(run_dir: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if not k.startswith("sync/")} for line in load_untimed(run_dir)]
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    run_dir = tmp_path_factory.mktemp("kept") / "run"
+    World().run_job(run_dir, JOB)
+    return read_numbers(run_dir)
+
+
+@pytest.mark.parametrize("offload", ["kv_cache", "all"])
+def test_a_run_is_the_same_with_value_pretraining_evaluations_and_checkpoints(
+    offload: str, kept: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    world = World()
+    world.run_job(tmp_path / "run", [*JOB, f"rollout.offload={offload}"])
+    assert read_numbers(tmp_path / "run") == kept
+    # Once for each rollout of value pretraining and each iteration, also for that of the start.
+    assert world.components[0].sync.published == [0, 0, 0, 1, 2, 3]  # type: ignore[attr-defined]
+
+
+def test_servers_lost_in_a_rollout_or_a_role_lost_in_an_update_make_all_servers_begin_anew(
+    kept: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    world, pending = World(), ["rollout", "update"]
+
+    def lose_server(key: str | None, _number: int) -> None:
+        if key == "iteration-2/round-1" and "rollout" in pending:
+            pending.remove("rollout")
+            world.components[0].servers.lose(0)  # type: ignore[union-attr]
+
+    def lose_role(role: str, verb: str) -> None:
+        is_third = sum(entry == ("policy", "update") for entry in world.log) == 3
+        if (role, verb) == ("policy", "update") and is_third and "update" in pending:
+            pending.remove("update")
+            raise WorkerError("policy rank 0/1 died", lost=True)
+
+    world.on_token, world.watch = lose_server, lose_role
+    world.run_job(tmp_path / "run", [*JOB, "rollout.offload=all"])
+    assert not pending
+    assert read_numbers(tmp_path / "run") == kept
+    servers = world.components[-1].servers
+    assert servers is not None
+    assert [server.num_starts for server in servers.all.values()] == [3, 3]  # type: ignore[attr-defined]
+
+
+def test_a_signal_in_a_rollout_saves_with_the_servers_memory_given_back(tmp_path: Path) -> None:
+    world = World()
+
+    def stop(key: str | None, number: int) -> None:
+        if (key, number) == ("iteration-3/round-1", 2):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    world.on_token = stop
+    job = [*JOB, "rollout.offload=all", "checkpoint.save_every=100"]
+    with stopping_on_signals(), pytest.raises(Stopped):
+        world.run_job(tmp_path / "run", job)
+    assert ("policy", "begin_save") in world.log[-6:]
+    servers = world.components[0].servers
+    assert servers is not None
+    for server in servers.all.values():  # type: ignore[attr-defined]
+        assert (server.released, server.version) == ({"kv_cache", "weights"}, UNPUBLISHED)

@@ -1,16 +1,24 @@
-"""When an attempt is worth another one, and who is started when."""
+"""When an attempt or a call is worth another one, who is started when, and how a run says what ended it."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from fakes.run import World
 
 from megarl.cluster.calls import WorkerError
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.interfaces import DeadlineError, SyncError
+from megarl.report.page import format_run_page
+from megarl.report.record import load_run
+from megarl.run import attempts
 from megarl.run.attempts import is_loss, run_job
+from megarl.run.fleet import Recovery
 from megarl.run.job import wait_started
+from megarl.run.limits import Limit, find_limit, format_limit
+from megarl.trainer import Summary
 
 
 def caused_by(error: Exception, cause: Exception) -> Exception:
@@ -87,3 +95,151 @@ def test_servers_that_share_gpus_start_once_every_role_is_ready_and_others_besid
     with pytest.raises(RuntimeError, match="policy failed"):
         wait_started([Starting("policy", events, fails=True)], start_servers, roles_first=roles_first)
     assert events == ["servers begin"] * (not roles_first)
+
+
+LOSS = "server 1/2 was lost: it exited with status 137"
+RESTART = ["restart server 1/2", "reconnect"]
+
+
+class Servers:
+    """Counts down: the first `num_losses` looks find a lost server. Everything that happens goes into `events`."""
+
+    def __init__(self, num_losses: int, num_failures: int, starts: bool = True):
+        self.num_losses, self.num_failures, self.starts, self.events = num_losses, num_failures, starts, []
+
+    def find_lost(self):
+        self.events.append("find")
+        self.num_losses -= 1
+        return {"server 1/2": "it exited with status 137"} if self.num_losses >= 0 else {}
+
+    def restart(self, names):
+        self.events.append(f"restart {' '.join(names)}")
+        if not self.starts:
+            raise RuntimeError("port 5 is taken")
+
+    def ask(self):
+        """Fails `num_failures` times."""
+        self.events.append("ask")
+        self.num_failures -= 1
+        if self.num_failures >= 0:
+            raise RuntimeError("no answer")
+        return "answer"
+
+    def refill(self):
+        self.events.append("refill")
+
+    def recover(self, max_restarts: int = 3) -> Recovery:
+        return Recovery(self, self.events.append, max_restarts, lambda: self.events.append("reconnect"))
+
+
+@pytest.mark.parametrize(
+    ("num_losses", "num_failures", "events"),
+    [
+        (0, 0, ["ask"]),
+        # The servers are filled before they are asked again.
+        (1, 1, ["ask", "find", f"{LOSS}; restart 1 of at most 3", *RESTART, "refill", "ask"]),
+    ],
+)
+def test_a_call_is_repeated_after_a_loss_and_only_then(num_losses, num_failures, events):
+    servers = Servers(num_losses, num_failures)
+    assert servers.recover().run(servers.ask, servers.refill) == "answer"
+    assert servers.events == events
+
+
+@pytest.mark.parametrize(
+    ("num_losses", "max_restarts", "starts", "message", "num_refills", "notes"),
+    [
+        (0, 3, True, "no answer", 0, []),  # an error that no loss explains
+        (9, 2, True, "no answer", 2, [f"{LOSS}; rollout.max_server_restarts=2 have been made in a row"]),
+        (9, 0, True, "no answer", 0, []),
+        (1, 3, False, "port 5 is taken", 0, []),
+    ],
+)
+def test_what_ends_a_run(num_losses, max_restarts, starts, message, num_refills, notes):
+    servers = Servers(num_losses, 9, starts)
+    with pytest.raises(RuntimeError, match=message) as caught:
+        servers.recover(max_restarts).run(servers.ask, servers.refill)
+    assert getattr(caught.value, "__notes__", []) == notes
+    assert servers.events.count("refill") == num_refills
+
+
+def test_a_server_lost_while_the_weights_come_back_counts_as_another_loss():
+    servers = Servers(2, 1)
+
+    def refill():
+        servers.refill()
+        if servers.events.count("refill") == 1:
+            raise RuntimeError("lost again")
+
+    assert servers.recover().run(servers.ask, refill) == "answer"
+    second = f"{LOSS}; restart 2 of at most 3"
+    assert servers.events[3:] == [*RESTART, "refill", "find", second, *RESTART, "refill", "ask"]
+
+
+def test_restarts_of_one_call_do_not_count_for_the_next_and_other_errors_are_not_looked_into():
+    servers = Servers(2, 1)
+    recovery = servers.recover(1)
+    assert recovery.run(servers.ask) == "answer"
+    servers.num_failures = 1
+    assert recovery.run(servers.ask) == "answer"
+    del servers.events[:]
+
+    def fail():
+        raise ValueError("token id 99")
+
+    with pytest.raises(ValueError, match="token id 99"):
+        recovery.run(fail)
+    assert servers.events == []
+
+
+@pytest.mark.parametrize(
+    ("minutes", "num_samples", "heldout_reward", "reached"),
+    [
+        (4.01, 0, 0.1, "after 4 minutes (train.max_minutes)"),
+        (1.0, 48, 0.1, "after 48 responses, of at least 30 (train.max_samples)"),
+        (1.0, 0, 0.625, "at the held-out reward 0.6250, of at least 0.5 (train.stop_at_heldout_reward)"),
+        (3.9, 29, float("nan"), None),
+    ],
+)
+def test_each_limit_is_named_by_its_key_with_what_was_reached(
+    minutes: float, num_samples: int, heldout_reward: float, reached: str | None
+) -> None:
+    keys = ["train.max_minutes=4", "train.max_samples=30", "train.stop_at_heldout_reward=0.5"]
+    limit = find_limit(load_config(keys).train, minutes, num_samples, heldout_reward)
+    found = None if limit is None else format_limit(limit, 3, 8)
+    assert found == (None if reached is None else f"ended {reached}: 3 of 8 iterations")
+    assert find_limit(load_config([]).train, 1e9, 10**9, 1.0) is None
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_run_that_a_limit_ends_says_how_it_goes_on_and_where_its_model_is(saved: bool, tmp_path: Path) -> None:
+    keys = ["algo=lite_ppo", "train.num_iterations=50", "train.max_samples=30"]
+    keys += [] if saved else ["checkpoint.save_every=null"]
+    summary = World().run_job(tmp_path, keys)
+    assert summary.limit is not None
+    assert summary.limit.key == "train.max_samples"
+    lines = (tmp_path / "train.log").read_text().splitlines()[-3:]
+    go_on = f"; go on with megarl train resume={tmp_path} train.max_samples=..." if saved else ""
+    assert lines[0].endswith(f"ended after 48 responses, of at least 30 (train.max_samples): 2 of 50 iterations{go_on}")
+    assert "held-out reward: " in lines[1]
+    model = tmp_path / "policy"
+    evaluation = f"megarl evaluate model=checkpoint model.path={model}"
+    assert lines[2].endswith(f"trained model: {model} ({evaluation}); page: megarl report {tmp_path}")
+
+
+def test_a_run_that_makes_all_its_iterations_names_no_limit(tmp_path: Path) -> None:
+    keys = ["algo=lite_ppo", "train.num_iterations=2", "train.max_samples=48"]
+    assert World().run_job(tmp_path, keys).limit is None
+    assert "ended after" not in (tmp_path / "train.log").read_text()
+
+
+def test_the_limit_is_in_the_outcome_and_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_job(*_arguments: object, **_keys: object) -> Summary:
+        return Summary(3, 0.5, Limit("train.max_minutes", "after 4 minutes", "train.max_minutes=..."))
+
+    monkeypatch.setattr(attempts, "run_job", run_job)
+    attempts.run_recorded(load_config(["train.num_iterations=8"]), tmp_path)
+    why = "ended after 4 minutes (train.max_minutes): 3 of 8 iterations"
+    outcome = json.loads((tmp_path / "outcome.json").read_text())
+    assert (outcome["state"], outcome["why"]) == ("done", why)
+    assert why in "".join(format_run_page(load_run(tmp_path)))
