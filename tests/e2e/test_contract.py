@@ -42,7 +42,7 @@ def trainer(
         else:
             hosts = stack.enter_context(hosts_of(request.getfixturevalue("server"), num_workers=3))
             opened = stack.enter_context(open_trainer(hosts, run_dir, overrides))
-        opened.publish(0)
+        opened.fleet.publish(0)
         yield opened
 
 
