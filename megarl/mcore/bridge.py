@@ -23,23 +23,24 @@ _LOCAL_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc\d
 
 def named_entries(chunks: Sequence[PackedGPT]) -> list[tuple[Entry, Tensor]]:
     """The parameters of this rank's pieces of the model and the constants beside them, in their order, each once."""
-    return [named for chunk in chunks for named in _name_chunk(chunk)]
+    result = []
+    for chunk in chunks:
+        layers, saved = [layer.layer_number - 1 for layer in chunk.decoder.layers], chunk.state_dict(keep_vars=True)
+        tensors = [named for named in chunk.named_parameters() if not named[0].startswith(PREFIX)]
+        # The buffers that are a part of the checkpoint.
+        tensors += [named for named in chunk.named_buffers() if named[0] in saved]
+        for name, param in tensors:
+            if name.startswith("decoder.layers."):
+                prefix, middle, number, suffix = name.split(".", 3)
+                name = f"{prefix}.{middle}.{layers[int(number)]}.{_number_expert(suffix, chunk)}"
+            result.append((describe(name, chunk.arch, chunk.with_value_head), param))
+    return result
 
 
 def list_own_entries(chunks: Sequence[PackedGPT]) -> list[tuple[Entry, Tensor]]:
     """`named_entries` without the last stage's copy of tied embeddings."""
-    return [(entry, param) for entry, param in named_entries(chunks) if not _is_shared_copy(chunks[0], entry)]
-
-
-def _name_chunk(model: PackedGPT) -> list[tuple[Entry, Tensor]]:
-    layers = [layer.layer_number - 1 for layer in model.decoder.layers]
-    result = []
-    for name, param in _list_tensors(model):
-        if name.startswith("decoder.layers."):
-            prefix, middle, number, suffix = name.split(".", 3)
-            name = f"{prefix}.{middle}.{layers[int(number)]}.{_number_expert(suffix, model)}"
-        result.append((describe(name, model.arch, model.with_value_head), param))
-    return result
+    shares = chunks[0].share_embeddings_and_output_weights
+    return [named for named in named_entries(chunks) if not (shares and named[0].name == "output_layer.weight")]
 
 
 def compute_checksum(chunks: Sequence[PackedGPT]) -> str:
@@ -49,13 +50,6 @@ def compute_checksum(chunks: Sequence[PackedGPT]) -> str:
         digest.update(entry.name.encode())
         digest.update(take_weights(param).cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _list_tensors(model: PackedGPT) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and the buffers that are a part of the checkpoint."""
-    yield from (named for named in model.named_parameters() if not named[0].startswith(PREFIX))
-    saved = model.state_dict(keep_vars=True).keys()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
 def _number_expert(suffix: str, model: PackedGPT) -> str:
@@ -87,7 +81,9 @@ def load_hf(chunks: Sequence[PackedGPT], directory: Path, arch: Architecture) ->
                 continue
             if names == ("lm_head.weight",) and arch.tied:
                 names = ("model.embed_tokens.weight",)
-            group = _shard_group(entry)
+            group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
+            if entry.expert is not None:
+                group = parallel_state.get_expert_tensor_parallel_group()
             tensors = [reader.read(name) for name in names]
             for name, tensor in zip(names, tensors, strict=True):
                 if not is_finite(tensor):
@@ -101,15 +97,6 @@ def load_hf(chunks: Sequence[PackedGPT], directory: Path, arch: Architecture) ->
                     ]
                 )
             param.copy_(shard)
-
-
-def _shard_group(entry: Entry) -> dist.ProcessGroup:
-    """The ranks that hold the shards of one parameter."""
-    if entry.expert is not None:
-        group: dist.ProcessGroup = parallel_state.get_expert_tensor_parallel_group()
-    else:
-        group = parallel_state.get_tensor_model_parallel_group()
-    return group
 
 
 def export_hf(
@@ -127,12 +114,14 @@ def export_hf(
     Replicas other than the first of a parameter have nothing to do with it.
     """
     pp_group = parallel_state.get_pipeline_model_parallel_group()
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    expert_replica = parallel_state.get_expert_data_parallel_rank()
     take, mine = take or take_weights, list_own_entries(chunks)
     stages: list[list[tuple[Entry, torch.Size, torch.dtype]]] = [[] for _ in range(pp_group.size())]
     dist.all_gather_object(stages, [(e, p.shape, dtype or p.dtype) for e, p in mine], group=pp_group)
     for stage, entries in enumerate(stages):
         for position, (entry, shape, sent) in enumerate(entries):
-            if _replica(entry) != 0:
+            if (replica if entry.expert is None else expert_replica) != 0:
                 continue
             if stage == pp_group.rank():
                 tensor = take(mine[position][1]).contiguous()
@@ -182,26 +171,18 @@ def take_gradient(tensor: Tensor) -> Tensor:
     return getattr(tensor, "main_grad") if tensor.requires_grad else torch.zeros_like(tensor, dtype=torch.float32)  # noqa: B009
 
 
-def _is_shared_copy(model: PackedGPT, entry: Entry) -> bool:
-    """The last stage's copy of tied embeddings."""
-    return entry.name == "output_layer.weight" and model.share_embeddings_and_output_weights
-
-
-def _replica(entry: Entry) -> int:
-    """Which of its copies this rank holds a part of."""
-    if entry.expert is not None:
-        replica: int = parallel_state.get_expert_data_parallel_rank()
-    else:
-        replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    return replica
-
-
 def _gather(tensor: Tensor, entry: Entry, model: PackedGPT) -> list[tuple[Entry, list[Tensor]]]:
     """The shards of the parameter and, of an expert's one, those of its counterparts on expert-parallel ranks."""
     if entry.expert is None:
-        return [(entry, _gather_shards(tensor, parallel_state.get_tensor_model_parallel_group(), entry))]
+        return [
+            (
+                entry,
+                gather_shards(tensor, parallel_state.get_tensor_model_parallel_group(), entry.split is not Split.none),
+            )
+        ]
     # Expert-tensor-parallel ranks are the faster in the numbering of this group.
-    shards = _gather_shards(tensor, parallel_state.get_expert_tensor_and_model_parallel_group(), entry)
+    group = parallel_state.get_expert_tensor_and_model_parallel_group()
+    shards = gather_shards(tensor, group, entry.split is not Split.none)
     size, count = parallel_state.get_expert_tensor_parallel_world_size(), _num_local_experts(model)
     own = f".experts.{entry.expert}."
     return [
@@ -213,8 +194,8 @@ def _gather(tensor: Tensor, entry: Entry, model: PackedGPT) -> list[tuple[Entry,
     ]
 
 
-def _gather_shards(tensor: Tensor, group: dist.ProcessGroup, entry: Entry) -> list[Tensor]:
-    if group.size() == 1 or entry.split is Split.none:
+def gather_shards(tensor: Tensor, group: dist.ProcessGroup, is_split: bool) -> list[Tensor]:
+    if group.size() == 1 or not is_split:
         return [tensor]
     shards = [torch.empty_like(tensor) for _ in range(group.size())]
     dist.all_gather(shards, tensor, group=group)

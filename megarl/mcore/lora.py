@@ -3,7 +3,7 @@ weights. What leaves the model, for servers and files, are the merged weights.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megarl.config.schema.roles import LoraConfig
-from megarl.mcore.bridge import named_entries
+from megarl.mcore.bridge import gather_shards, named_entries
 from megarl.mcore.entries import (
     Entry,
     PeftAdapter,
@@ -160,27 +160,12 @@ def export_peft(
         return None
     group = parallel_state.get_tensor_model_parallel_group()
     own: dict[str, Tensor] = {}
-    for adapter in _list_adapters(chunks):
-        a, b = (_gather(x, group, holds) for x, holds in _pair(adapter))
+    for adapter in (cast(Adapter, each) for chunk in chunks for each in chunk.adapters.values()):
+        splits = ((adapter.a, adapter.splits_columns), (adapter.b, not adapter.splits_columns))
+        a, b = (
+            [x.cpu() for x in gather_shards(each.detach().contiguous(), group, is_split)] for each, is_split in splits
+        )
         own |= dict(to_peft(adapter.entry, a, b, arch))
     stages: list[Any] = [None] * parallel_state.get_pipeline_model_parallel_world_size()
     dist.all_gather_object(stages, own, group=parallel_state.get_pipeline_model_parallel_group())
     return PeftAdapter(config, {name: tensor for stage in stages for name, tensor in stage.items()})
-
-
-def _list_adapters(chunks: Sequence[PackedGPT]) -> Iterable[Adapter]:
-    return (adapter for chunk in chunks for adapter in chunk.adapters.values())
-
-
-def _pair(adapter: Adapter) -> list[tuple[Tensor, bool]]:
-    """A and B, each with whether it is split over the tensor-parallel ranks."""
-    return [(adapter.a, adapter.splits_columns), (adapter.b, not adapter.splits_columns)]
-
-
-def _gather(shard: Tensor, group: dist.ProcessGroup, is_split: bool) -> list[Tensor]:
-    shard = shard.detach().contiguous()
-    if not is_split or group.size() == 1:
-        return [shard.cpu()]
-    shards = [torch.empty_like(shard) for _ in range(group.size())]
-    dist.all_gather(shards, shard, group=group)
-    return [each.cpu() for each in shards]
