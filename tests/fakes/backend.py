@@ -80,7 +80,7 @@ class FakeBackend:
         def compute(tokens: ResponseTokens) -> Tensor:
             return self._log_softmax(self.model, tokens, temperature).gather(1, tokens.chosen[:, None])[:, 0]
 
-        return self._call("logprobs", lambda: self._evaluate(sequences, compute))
+        return self._evaluate("logprobs", sequences, compute)
 
     def rounded_logprobs(self, sequences: Sequences, temperature: float, unit: float) -> Done[Tensor]:
         return self.logprobs(sequences, temperature)
@@ -90,19 +90,13 @@ class FakeBackend:
             log_p = self._log_softmax(self.model, tokens, temperature)
             return -(log_p.exp() * log_p).sum(-1)
 
-        return self._call("entropies", lambda: self._evaluate(sequences, compute))
+        return self._evaluate("entropies", sequences, compute)
 
     def values(self, sequences: Sequences) -> Done[Tensor]:
-        def compute(tokens: ResponseTokens) -> Tensor:
-            return self.model(tokens.before, tokens.first)[:, 0]
-
-        return self._call("values", lambda: self._evaluate(sequences, compute))
+        return self._evaluate("values", sequences, lambda tokens: self.model(tokens.before, tokens.first)[:, 0])
 
     def reference_kl(self, sequences: Sequences, temperature: float) -> Done[Tensor]:
-        def compute(tokens: ResponseTokens) -> Tensor:
-            return self._full_kl(tokens, temperature)
-
-        return self._call("reference_kl", lambda: self._evaluate(sequences, compute))
+        return self._evaluate("reference_kl", sequences, lambda tokens: self._full_kl(tokens, temperature))
 
     def update(self, samples: TrainingSamples, minibatches: Sequence[Tensor]) -> Done[list[Metrics]]:
         self.orders.append([row for rows in minibatches for row in rows.tolist()])
@@ -177,10 +171,13 @@ class FakeBackend:
     def copy_weights(self) -> dict[str, Tensor]:
         return {name: x.detach().clone() for name, x in self.model.state_dict().items()}
 
-    @torch.no_grad()
-    def _evaluate(self, sequences: Sequences, compute: Callable[[ResponseTokens], Tensor]) -> Tensor:
-        tokens = list_response_tokens(sequences)
-        return tokens.pad(compute(tokens), sequences.num_samples)
+    def _evaluate(self, verb: str, sequences: Sequences, compute: Callable[[ResponseTokens], Tensor]) -> Done[Tensor]:
+        @torch.no_grad()
+        def work() -> Tensor:
+            tokens = list_response_tokens(sequences)
+            return tokens.pad(compute(tokens), sequences.num_samples)
+
+        return self._call(verb, work)
 
     def _log_softmax(self, model: TableModel, tokens: ResponseTokens, temperature: float) -> Tensor:
         return (model(tokens.before, tokens.first) / temperature).log_softmax(-1)

@@ -1,5 +1,7 @@
 """Runs over the fakes that are disturbed at one place, and what two equal runs have in common."""
 
+import os
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +24,18 @@ class Killed(BaseException):
     """The driver is gone: nothing of ours handles it."""
 
 
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
 class Disturbance:
-    """Raises `error` at one place: before the `number`-th call of a role's verb, or of a token of a call with `key`."""
+    """Raises what `error` gives, if anything, at one place.
+
+    Before the `number`-th call of a role's verb, or of a token of a call with `key`.
+    """
 
     def __init__(
-        self, error: Callable[[], BaseException], role: str = "", verb: str = "", number: int = 1, key: str = ""
+        self, error: Callable[[], BaseException | None], role: str = "", verb: str = "", number: int = 1, key: str = ""
     ):
         self.error, self.place, self.number, self.key = error, (role, verb), number, key
         self.num_seen = 0
@@ -44,7 +53,8 @@ class Disturbance:
         self.num_seen += 1
         if self.num_seen == self.number and not self.has_come:
             self.has_come = True
-            raise self.error()
+            if (error := self.error()) is not None:
+                raise error
 
 
 def summarize(run_dir: Path) -> dict[str, Any]:

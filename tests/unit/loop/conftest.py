@@ -1,5 +1,6 @@
 """The run that disturbed ones are compared with; every metric that a run of these tests logs has a row in the table."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,11 @@ def _every_logged_metric_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> Non
         write(self, iteration, metrics)
 
     monkeypatch.setattr(MetricsWriter, "write", write_known)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return tmp_path / "run"
 
 
 @pytest.fixture

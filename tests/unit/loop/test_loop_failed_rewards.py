@@ -48,9 +48,9 @@ def test_a_run_with_failed_samples_ends_and_repeats_from_a_checkpoint(
 
 @pytest.mark.parametrize("in_pretraining", [False, True])
 def test_too_many_failures_end_the_run_with_their_reasons_and_a_mended_reward_goes_on(
-    in_pretraining: bool, untouched: dict[str, Any], tmp_path: Path
+    in_pretraining: bool, untouched: dict[str, Any], run_dir: Path
 ) -> None:
-    run_dir, num_calls = tmp_path / "run", 0
+    num_calls = 0
     # Value pretraining has three rollouts of 24, each evaluation 8 prompts: iteration 3 begins after two of each.
     first = 24 if in_pretraining else 5 * 24 + 2 * 8
 
@@ -73,7 +73,7 @@ def test_too_many_failures_end_the_run_with_their_reasons_and_a_mended_reward_go
     check_resumed(run_dir, untouched, [*RUN, *SELDOM])
 
 
-def test_a_heldout_response_without_a_reward_counts_as_wrong_and_is_said(tmp_path: Path, said: Said) -> None:
+def test_a_heldout_response_without_a_reward_counts_as_wrong_and_is_said(run_dir: Path, said: Said) -> None:
     num_calls = 0
 
     def reward(prompt: Prompt, response: Response) -> Score:
@@ -83,14 +83,14 @@ def test_a_heldout_response_without_a_reward_counts_as_wrong_and_is_said(tmp_pat
         return Score(0.0, False, failure="lost") if num_calls <= 4 else Score(1.0, True)
 
     overrides = ("algo=reinforce_pp", "train.num_iterations=1", "logger.terminal=true")
-    World(reward=reward).run_job(tmp_path / "run", overrides)
-    line = load_metrics(tmp_path / "run" / "metrics.jsonl")[0]
+    World(reward=reward).run_job(run_dir, overrides)
+    line = load_metrics(run_dir / "metrics.jsonl")[0]
     assert (line["reward/heldout"], line["heldout/correct"], line["heldout/failed_frac"]) == (0.5, 0.5, 0.5)
     assert "warning: evaluation-0: 4 of 8 responses have no reward: 4 x lost" in said()
 
 
-def test_groups_that_were_complete_ahead_are_sampled_again_where_too_many_had_failed(tmp_path: Path) -> None:
-    run_dir, judge_is_up = tmp_path / "run", False
+def test_groups_that_were_complete_ahead_are_sampled_again_where_too_many_had_failed(run_dir: Path) -> None:
+    judge_is_up = False
 
     def reward(prompt: Prompt, response: Response) -> Score:
         return reward_length(prompt, response) if judge_is_up else Score(0.0, False, failure="ConnectionError")

@@ -43,8 +43,8 @@ def look(run_dir: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("overrides", [(), AHEAD], ids=["waiting", "ahead"])
-def test_nothing_grows_with_the_iterations(overrides: tuple[str, ...], tmp_path: Path) -> None:
-    run_dir, seen = tmp_path / "run", list[dict[str, int]]()
+def test_nothing_grows_with_the_iterations(overrides: tuple[str, ...], run_dir: Path) -> None:
+    seen = list[dict[str, int]]()
 
     def watch(role: str, verb: str) -> None:
         if (role, verb) == ("policy", "update"):

@@ -1,14 +1,13 @@
 """Iterations in which the critic alone learns, over the fakes (tests/fakes): value pretraining and a frozen policy."""
 
 import json
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from fakes.disturbed import Killed
+from fakes.disturbed import Disturbance, Killed, stop
 from fakes.run import Said, World, load_untimed, pretrain
 
 from megarl.files import CheckpointError
@@ -91,14 +90,6 @@ def test_samples_and_minutes_limit_it_too_and_a_resumed_run_goes_on(tmp_path: Pa
     assert summarize(tmp_path / "run")[1:] == summarize(tmp_path / "whole")[1:]
 
 
-def kill() -> None:
-    raise Killed
-
-
-def stop() -> None:
-    os.kill(os.getpid(), signal.SIGUSR1)
-
-
 @pytest.fixture(scope="module")
 def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("online")
@@ -109,26 +100,17 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("is_online", [True, False])
-@pytest.mark.parametrize("end", [kill, stop])
+@pytest.mark.parametrize("end", [Killed, stop])
 @pytest.mark.parametrize("save_every", [1, 3])
 def test_one_that_is_killed_or_stopped_goes_on_to_the_same_end(
-    save_every: int, end: Callable[[], None], is_online: bool, rollouts: Path, tmp_path: Path
+    save_every: int, end: Callable[[], Any], is_online: bool, rollouts: Path, run_dir: Path
 ) -> None:
     """From saved rollouts it gives what it gives from fresh ones; nothing but the critic runs then."""
     given = [*ALONE[:3], *ALONE[-2:], f"checkpoint.save_every={save_every}"]
     given += [] if is_online else [f"algo.value_pretrain.rollouts={rollouts}/rollouts.jsonl"]
-    num_updates = 0
-
-    def watch(role: str, verb: str) -> None:
-        nonlocal num_updates
-        num_updates += (role, verb) == ("critic", "update")
-        if num_updates == 5:
-            end()
-
-    run_dir = tmp_path / "run"
-    with pytest.raises(Killed if end is kill else Stopped), stopping_on_signals():
-        World(watch, reward=reward_letter).run_job(run_dir, given)
-    latest = {(1, kill): -4, (3, kill): -6}.get((save_every, end), -3)
+    with pytest.raises(Killed if end is Killed else Stopped), stopping_on_signals():
+        World(Disturbance(end, "critic", "update", 5).watch, reward=reward_letter).run_job(run_dir, given)
+    latest = {(1, Killed): -4, (3, Killed): -6}.get((save_every, end), -3)
     assert (run_dir / "checkpoints" / "latest").read_text() == f"iteration-{latest:06}\n"
     world = World(reward=reward_letter)
     world.run_job(run_dir, given)
@@ -152,27 +134,23 @@ def test_a_critic_that_learned_alone_has_no_policy_to_go_on_with(rollouts: Path,
         World().run_job(tmp_path, [*given, "train.num_iterations=1"])
 
 
-def test_training_goes_on_after_it_from_the_pretrained_critic(tmp_path: Path) -> None:
+def test_training_goes_on_after_it_from_the_pretrained_critic(run_dir: Path) -> None:
     world = World(reward=reward_letter)
-    world.run_job(tmp_path / "run", [*VAPO, STEPS, "train.num_iterations=1", "checkpoint.save_every=1"])
+    world.run_job(run_dir, [*VAPO, STEPS, "train.num_iterations=1", "checkpoint.save_every=1"])
     order = [(role, verb) for role, verb in world.log if verb in ("update", "publish")]
     assert order[:2] == [("servers", "publish"), ("critic", "update")]
     assert order.count(("critic", "update")) == 9
     assert order.index(("policy", "update")) > max(i for i, each in enumerate(order) if each == order[1]) - 2
-    lines = load_metrics(tmp_path / "run" / "metrics.jsonl")
+    lines = load_metrics(run_dir / "metrics.jsonl")
     assert lines[-1]["critic/explained_variance"] > 0.5
-    assert len(load_rollouts(tmp_path / "run" / "rollouts.jsonl")) == 9
+    assert len(load_rollouts(run_dir / "rollouts.jsonl")) == 9
 
 
 FROZEN = (
     *("algo=ppo", "critic.optimizer.lr=0.1", "train.num_iterations=4", "train.eval_every=4"),
     *("policy.frozen_iterations=2", "policy.optimizer.decay=linear", "policy.optimizer.decay_iterations=4"),
-    *(
-        "policy.optimizer.min_lr=0",
-        "policy.optimizer.warmup_steps=0",
-        "critic.optimizer.warmup_steps=0",
-        "logger.save_rollouts=true",
-    ),
+    *("policy.optimizer.min_lr=0", "policy.optimizer.warmup_steps=0", "critic.optimizer.warmup_steps=0"),
+    "logger.save_rollouts=true",
 )
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from fakes.backend import FakeBackend
-from fakes.disturbed import RUN, Disturbance, Killed, check_disturbed, check_resumed, run_disturbed, summarize
+from fakes.disturbed import RUN, Disturbance, Killed, check_disturbed, check_resumed, run_disturbed, stop, summarize
 from fakes.rollout import FakeEngine
 from fakes.run import Said, World, reward_length
 
@@ -62,8 +62,7 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_killed_driver_is_gone_on_from_to_the_same_end(place: str, untouched: dict[str, Any], tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_killed_driver_is_gone_on_from_to_the_same_end(place: str, untouched: dict[str, Any], run_dir: Path) -> None:
     disturbance = Disturbance(Killed, **PLACES[place])
     with pytest.raises(Killed):
         run_disturbed(run_dir, disturbance)
@@ -73,17 +72,17 @@ def test_a_killed_driver_is_gone_on_from_to_the_same_end(place: str, untouched: 
 
 @pytest.mark.parametrize("place", [name for name, at in PLACES.items() if at.get("role") in ("policy", "critic")])
 def test_a_lost_training_process_begins_another_attempt_that_ends_the_same(
-    place: str, untouched: dict[str, Any], tmp_path: Path, said: Said
+    place: str, untouched: dict[str, Any], run_dir: Path, said: Said
 ) -> None:
     disturbance = Disturbance(lambda: WorkerError("rank 0/1 died", lost=True), **PLACES[place])
-    world = run_disturbed(tmp_path / "run", disturbance, "logger.terminal=true")
+    world = run_disturbed(run_dir, disturbance, "logger.terminal=true")
     assert disturbance.has_come
     assert "restart 1 of at most 3 (checkpoint.max_restarts)" in said()
     assert len(world.components) == 2
-    assert summarize(tmp_path / "run") == untouched
+    assert summarize(run_dir) == untouched
 
 
-def test_attempts_without_a_new_checkpoint_end(tmp_path: Path) -> None:
+def test_attempts_without_a_new_checkpoint_end(run_dir: Path) -> None:
     world = World()
 
     def lose(role: str, verb: str) -> None:
@@ -92,63 +91,42 @@ def test_attempts_without_a_new_checkpoint_end(tmp_path: Path) -> None:
 
     world.watch = lose
     with pytest.raises(WorkerError) as caught:
-        world.run_job(tmp_path / "run", [*RUN, "checkpoint.max_restarts=2"])
+        world.run_job(run_dir, [*RUN, "checkpoint.max_restarts=2"])
     assert caught.value.__notes__[-1] == "checkpoint.max_restarts=2 have been made without a new checkpoint"
     # The first, and two in a row after the checkpoint of the start, which the first had written.
     assert len(world.components) == 3
 
 
-def stop() -> BaseException:
-    os.kill(os.getpid(), signal.SIGUSR1)
-    return AssertionError("the signal was not noticed")
+STOPS = {"rollout": 2, "experience": 2, "evaluation": 2, "sync": 2, "rollout of value pretraining": -2}
+STOPS |= {"update of the policy": 3, "update of value pretraining": -1}  # They wait for the update's end.
+"""The iteration of the newest checkpoint then, whether or not checkpoint.save_every=2 asks for it"""
 
 
-@pytest.mark.parametrize("place", ["rollout", "experience", "evaluation", "sync", "rollout of value pretraining"])
+@pytest.mark.parametrize("place", STOPS)
 def test_a_run_that_is_asked_to_stop_saves_what_it_has_and_goes_on_to_the_same_end(
-    place: str, untouched: dict[str, Any], tmp_path: Path, said: Said
+    place: str, untouched: dict[str, Any], run_dir: Path, said: Said
 ) -> None:
-    run_dir = tmp_path / "run"
     with pytest.raises(Stopped) as stopped, stopping_on_signals():
         run_disturbed(run_dir, Disturbance(stop, **PLACES[place]), "logger.terminal=true")
     assert stopped.value.exit_code == 128 + signal.SIGUSR1
     assert f"saved: resume={run_dir} resumes it" in said()
-    # Its newest state, whether or not checkpoint.save_every=2 asks for it.
-    reached = {"rollout of value pretraining": -2}.get(place, 2)
-    assert (run_dir / "checkpoints" / "latest").read_text() == f"iteration-{reached:06}\n"
+    assert (run_dir / "checkpoints" / "latest").read_text() == f"iteration-{STOPS[place]:06}\n"
     check_resumed(run_dir, untouched)
 
 
-@pytest.mark.parametrize("place", ["update of the policy", "update of value pretraining"])
-def test_a_stop_in_an_update_waits_for_its_end(place: str, untouched: dict[str, Any], tmp_path: Path) -> None:
-    run_dir, at = tmp_path / "run", PLACES[place]
-    seen = {"num": 0}
-
-    def watch(role: str, verb: str) -> None:
-        seen["num"] += (role, verb) == (at["role"], at["verb"])
-        if (role, verb) == (at["role"], at["verb"]) and seen["num"] == at["number"]:
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-    with pytest.raises(Stopped), stopping_on_signals():
-        World(watch=watch).run_job(run_dir, RUN)
-    reached = at["number"] - 3 if "pretraining" in place else at["number"]
-    assert (run_dir / "checkpoints" / "latest").read_text() == f"iteration-{reached:06}\n"
-    check_resumed(run_dir, untouched)
-
-
-def test_what_was_sampled_before_a_kill_is_found_again_and_not_sampled_anew(tmp_path: Path) -> None:
+def test_what_was_sampled_before_a_kill_is_found_again_and_not_sampled_anew(run_dir: Path) -> None:
     with pytest.raises(Killed):
-        run_disturbed(tmp_path / "run", Disturbance(Killed, **PLACES["update of the policy"]))
+        run_disturbed(run_dir, Disturbance(Killed, **PLACES["update of the policy"]))
     world = World()
-    world.run_job(tmp_path / "run", RUN)
+    world.run_job(run_dir, RUN)
     keys = [key for key, _ in world.components[0].engine.asked]
     assert "iteration-3/round-1" not in keys
     assert "iteration-4/round-1" in keys
 
 
 def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_gone_on_from(
-    untouched: dict[str, Any], tmp_path: Path, said: Said
+    untouched: dict[str, Any], run_dir: Path, said: Said
 ) -> None:
-    run_dir = tmp_path / "run"
     with pytest.raises(Killed):
         run_disturbed(run_dir, Disturbance(Killed, "policy", "update", 4), "checkpoint.save_every=1")
     newest = run_dir / "checkpoints" / (run_dir / "checkpoints" / "latest").read_text().strip()
@@ -163,8 +141,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_gone_on_from(
     assert summarize(run_dir) == untouched
 
 
-def test_a_checkpoint_says_where_the_loop_is_and_is_of_the_weights_after_its_update(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_checkpoint_says_where_the_loop_is_and_is_of_the_weights_after_its_update(run_dir: Path) -> None:
     world = World()
     world.run_job(run_dir, [*RUN, "checkpoint.save_every=4"])
     newest = run_dir / "checkpoints" / "iteration-000004"
@@ -175,8 +152,7 @@ def test_a_checkpoint_says_where_the_loop_is_and_is_of_the_weights_after_its_upd
         assert all(torch.equal(saved[name], held[name]) for name in held)
 
 
-def test_a_folder_of_another_run_is_refused_and_so_are_other_data(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_folder_of_another_run_is_refused_and_so_are_other_data(run_dir: Path) -> None:
     World().run_job(run_dir, RUN)
     with pytest.raises(ConfigError, match=r"hydra.run.dir: .* has metrics.jsonl"):
         World().run_job(run_dir, RUN, is_new=True)
@@ -224,14 +200,12 @@ def hash_optimizers(world: World) -> dict[str, str]:
     return found
 
 
-def test_a_run_resumed_twice_from_the_same_checkpoint_ends_as_if_once(
-    untouched: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_run_resumed_twice_from_the_same_checkpoint_ends_as_if_once(untouched: dict[str, Any], run_dir: Path) -> None:
     for number in (4, 1):  # of the updates of the policy in that start: both times in iteration 4
         with pytest.raises(Killed):
-            run_disturbed(tmp_path / "run", Disturbance(Killed, "policy", "update", number))
-        assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "iteration-000002\n"
-    check_resumed(tmp_path / "run", untouched)
+            run_disturbed(run_dir, Disturbance(Killed, "policy", "update", number))
+        assert (run_dir / "checkpoints" / "latest").read_text() == "iteration-000002\n"
+    check_resumed(run_dir, untouched)
 
 
 def test_with_staleness_a_resumed_run_begins_with_the_optimizers_that_were_saved(tmp_path: Path) -> None:
@@ -324,11 +298,11 @@ def check_stale(run_dir: Path) -> dict[int, list[int]]:
 @pytest.mark.parametrize("place", STALE_PLACES)
 @pytest.mark.parametrize("victim", ["driver", "worker"])
 def test_with_staleness_a_disturbed_run_learns_from_each_group_once_and_repeats_what_was_complete(
-    place: str, victim: str, tmp_path: Path
+    place: str, victim: str, run_dir: Path
 ) -> None:
     error = {"driver": Killed, "worker": lambda: WorkerError("rank 0/1 died", lost=True)}[victim]
     disturbance = Disturbance(error, **STALE_PLACES[place])
-    run_dir, complete = tmp_path / "run", []
+    complete = []
 
     def watch(role: str, verb: str) -> None:
         try:
@@ -350,8 +324,7 @@ def test_with_staleness_a_disturbed_run_learns_from_each_group_once_and_repeats_
     assert complete or "role" not in STALE_PLACES[place]
 
 
-def test_with_staleness_a_run_that_is_asked_to_stop_goes_on_with_what_was_complete(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_with_staleness_a_run_that_is_asked_to_stop_goes_on_with_what_was_complete(run_dir: Path) -> None:
     disturbance = Disturbance(stop, **STALE_PLACES["experience"])
     with pytest.raises(Stopped), stopping_on_signals():
         World(watch=disturbance.watch).run_job(run_dir, STALE)
@@ -376,9 +349,9 @@ ENDS: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("event", ["nothing", "a signal", "a lost server"])
 @pytest.mark.parametrize("end", ENDS)
 def test_with_staleness_a_run_ends_where_its_last_iteration_is_evaluated_and_saved_whatever_comes_in_between(
-    end: str, event: str, tmp_path: Path
+    end: str, event: str, run_dir: Path
 ) -> None:
-    run_dir, updates, came = tmp_path / "run", list[str](), list[str]()
+    updates, came = list[str](), list[str]()
     before = set(threading.enumerate())
 
     def watch(role: str, verb: str) -> None:
@@ -394,7 +367,7 @@ def test_with_staleness_a_run_ends_where_its_last_iteration_is_evaluated_and_sav
         if event == "a lost server":
             world.components[-1].servers.lose(0)
         elif event == "a signal":
-            raise stop()
+            stop()
 
     world = World(watch=watch, reward=reward, on_token=on_token)
     with contextlib.suppress(Stopped), stopping_on_signals():
@@ -410,12 +383,11 @@ def test_with_staleness_a_run_ends_where_its_last_iteration_is_evaluated_and_sav
 
 
 @pytest.mark.timeout(120)
-def test_with_staleness_an_episode_without_an_answer_ends_the_run_by_its_deadline_and_is_named(tmp_path: Path) -> None:
+def test_with_staleness_an_episode_without_an_answer_ends_the_run_by_its_deadline_and_is_named(run_dir: Path) -> None:
     def on_token(key: str | None, number: int) -> None:
         if (key, number) == ("group-35", 0):
             raise DeadlineError("http://here/generate gave no answer within 600 s")  # As SGLangClient does.
 
-    run_dir = tmp_path / "run"
     with pytest.raises(DeadlineError) as caught:
         World(on_token=on_token).run_job(run_dir, STALE)
     assert re.fullmatch(r"in the episode group-35/0/\d of prompt '.+'", caught.value.__notes__[0])
@@ -424,8 +396,8 @@ def test_with_staleness_an_episode_without_an_answer_ends_the_run_by_its_deadlin
 
 
 @pytest.mark.timeout(120)
-def test_with_staleness_a_signal_ends_a_run_that_waits_for_an_episode_which_never_ends(tmp_path: Path) -> None:
-    released, run_dir = threading.Event(), tmp_path / "run"
+def test_with_staleness_a_signal_ends_a_run_that_waits_for_an_episode_which_never_ends(run_dir: Path) -> None:
+    released = threading.Event()
 
     def on_token(key: str | None, number: int) -> None:
         if (key, number) == ("group-35", 0) and not released.is_set():
@@ -464,9 +436,8 @@ def get_notes(error: BaseException) -> list[str]:
 
 @pytest.mark.parametrize(("error", "place", "number", "reached"), FAILURES)
 def test_a_failure_stays_the_error_and_leaves_the_newest_whole_state_from_which_a_run_ends_as_untouched(
-    error: BaseException, place: tuple[str, ...], number: int, reached: int, untouched: dict[str, Any], tmp_path: Path
+    error: BaseException, place: tuple[str, ...], number: int, reached: int, untouched: dict[str, Any], run_dir: Path
 ) -> None:
-    run_dir = tmp_path / "run"
     at = {"key": place[0]} if len(place) == 1 else {"role": place[0], "verb": place[1]}
     with pytest.raises(type(error)) as caught:
         run_disturbed(run_dir, Disturbance(lambda: error, number=number, **at), *SELDOM)
@@ -481,9 +452,8 @@ def test_a_failure_stays_the_error_and_leaves_the_newest_whole_state_from_which_
 
 
 def test_a_checkpoint_in_progress_is_completed_when_the_update_beside_it_fails(
-    untouched: dict[str, Any], tmp_path: Path
+    untouched: dict[str, Any], run_dir: Path
 ) -> None:
-    run_dir = tmp_path / "run"
     failing = Disturbance(lambda: FloatingPointError("nan"), "policy", "update", 3)
     # Each iteration but the last ends with a checkpoint that is written beside the next one.
     with pytest.raises(FloatingPointError):
@@ -492,8 +462,7 @@ def test_a_checkpoint_in_progress_is_completed_when_the_update_beside_it_fails(
     check_resumed(run_dir, untouched)
 
 
-def test_a_failure_before_anything_is_learned_writes_no_checkpoint_and_says_so(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_failure_before_anything_is_learned_writes_no_checkpoint_and_says_so(run_dir: Path) -> None:
     failing = Disturbance(lambda: ValueError("no tokens"), key="iteration-1/round-1")
     world = World(on_token=failing.on_token)
     with pytest.raises(ValueError, match="no tokens") as caught:
@@ -502,8 +471,7 @@ def test_a_failure_before_anything_is_learned_writes_no_checkpoint_and_says_so(t
     assert not (run_dir / "checkpoints").exists()
 
 
-def test_a_failed_save_is_a_note_and_hides_nothing(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_failed_save_is_a_note_and_hides_nothing(run_dir: Path) -> None:
     first = Disturbance(lambda: ValueError("no tokens"), key="iteration-3/round-1")
     # The first save is that of the start.
     second = Disturbance(lambda: WorkerError("policy rank 0/1 died", lost=True), "policy", "begin_save", 2)
@@ -515,23 +483,15 @@ def test_a_failed_save_is_a_note_and_hides_nothing(tmp_path: Path) -> None:
     ]
 
 
-def test_a_signal_while_a_failed_run_is_saved_does_not_replace_the_error(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_signal_while_a_failed_run_is_saved_does_not_replace_the_error(run_dir: Path) -> None:
     failing = Disturbance(lambda: ValueError("no tokens"), key="iteration-3/round-1")
-    num_saves = 0
-
-    def watch(role: str, verb: str) -> None:
-        nonlocal num_saves
-        num_saves += (role, verb) == ("policy", "finish_save")
-        if num_saves == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-
+    again = Disturbance(stop, "policy", "finish_save", 2)
     with pytest.raises(ValueError, match="no tokens"), stopping_on_signals():
-        World(watch=watch, on_token=failing.on_token).run_job(run_dir, [*RUN, *SELDOM])
+        World(watch=again.watch, on_token=failing.on_token).run_job(run_dir, [*RUN, *SELDOM])
+    assert again.has_come
 
 
-def test_what_failed_to_be_written_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_dir = tmp_path / "run"
+def test_what_failed_to_be_written_is_not_written_again(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     monkeypatch.setattr(Folder, "publish", refuse_from(4, Folder.publish))
     with pytest.raises(OSError, match="No space left") as caught:

@@ -157,12 +157,8 @@ def test_a_file_that_changes_during_the_run_is_refused(saved, tmp_path):
 
 def test_dis_weights_each_token_by_the_ratio_to_the_recorded_log_prob_or_masks_it(saved, tmp_path):
     given = ["algo=sao", "reward.wrong=0", "train.responses_per_prompt=4", "algo.loss_agg_mode=token-mean"]
-    given += [
-        "algo.clip_low=0.2",
-        "algo.clip_high=0.2",
-        "policy.frozen_iterations=0",
-        "algo.value_pretrain.enabled=false",
-    ]
+    given += ["algo.clip_low=0.2", "algo.clip_high=0.2", "policy.frozen_iterations=0"]
+    given += ["algo.value_pretrain.enabled=false"]
     world = World()
     with world.open_trainer(tmp_path, [*given, f"rollout.file={saved}"]) as trainer:
         samples = build_targets(trainer)

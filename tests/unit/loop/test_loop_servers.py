@@ -1,15 +1,14 @@
 """Lost servers, failed syncs, generation ahead and servers that give memory back, over the fakes (tests/fakes)."""
 
-import os
-import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fakes.disturbed import Disturbance, stop
 from fakes.rollout import FakeServers
 from fakes.run import Said, World, load, load_untimed
 
@@ -32,11 +31,6 @@ def get_servers(trainer: Trainer) -> FakeServers:
     return trainer.components.servers
 
 
-def lose_once(servers: FakeServers, *numbers: int) -> Callable[[], None]:
-    pending = [numbers]
-    return lambda: servers.lose(*pending.pop()) if pending else None
-
-
 @pytest.fixture(scope="module")
 def untouched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     run_dir = tmp_path_factory.mktemp("untouched")
@@ -53,8 +47,7 @@ def test_servers_lost_in_a_rollout_or_an_evaluation_come_back_with_the_current_w
     world = World()
     with world.open_trainer(tmp_path, [*TWO_SERVERS, "logger.terminal=true"]) as trainer:
         servers, version = get_servers(trainer), {"iteration-2/round-1": 1, "evaluation-0": 0, "evaluation-2": 2}[key]
-        lose = lose_once(servers, *lost)
-        world.on_token = lambda asked, number: lose() if (asked, number) == (key, 3) else None
+        world.on_token = Disturbance(lambda: servers.lose(*lost), key=key).on_token
         trainer.run()
         # Brought again before the call is repeated, to all servers.
         assert trainer.components.sync.published == sorted([0, 1, 2, version])
@@ -73,15 +66,8 @@ def test_a_server_lost_in_a_sync_is_started_again_and_the_sync_repeated(
 ) -> None:
     world = World()
     with world.open_trainer(tmp_path, TWO_SERVERS) as trainer:
-        lose, seen = lose_once(get_servers(trainer), 1), []
-
-        def watch(role: str, verb: str) -> None:
-            if (role, verb) == ("servers", "publish"):
-                seen.append(verb)
-                if len(seen) == number:
-                    lose()
-
-        world.watch = watch
+        servers = get_servers(trainer)
+        world.watch = Disturbance(lambda: servers.lose(1), "servers", "publish", number).watch
         trainer.run()
         version = number - 1
         # `refill` before the repeated publish is that publish's own weights.
@@ -130,6 +116,13 @@ def list_numbers(run_dir: Path) -> list[list[int]]:
         [int(sample.group_number or 0) for sample in rollout.samples[::4]]
         for rollout in load_rollouts(run_dir / "rollouts.jsonl")
     ]
+
+
+def check_taken(run_dir: Path, num_iterations: int) -> None:
+    """Each iteration has six groups, and each group is in one."""
+    taken = list_numbers(run_dir)
+    assert [len(numbers) for numbers in taken] == [6] * num_iterations
+    assert sorted(number for numbers in taken for number in numbers) == list(range(6 * num_iterations))
 
 
 def test_at_staleness_one_an_iteration_learns_from_two_versions_each_with_its_own_logprobs(tmp_path: Path) -> None:
@@ -184,9 +177,7 @@ def test_no_group_is_begun_more_than_its_staleness_ahead_and_each_is_learned_fro
         trainer.run()
     assert len(begun) == 5 * 6 * 4
     assert all(number // 6 - version <= 1 for number, version in begun)
-    taken = list_numbers(tmp_path)
-    assert [len(numbers) for numbers in taken] == [6] * 5
-    assert sorted(number for numbers in taken for number in numbers) == list(range(5 * 6))
+    check_taken(tmp_path, 5)
 
 
 def test_a_straggler_delays_nobody_and_its_tokens_that_are_older_than_allowed_are_not_learned_from(
@@ -248,25 +239,20 @@ def test_a_run_that_reaches_its_end_says_what_it_drops_and_ends_its_thread(tmp_p
     assert not any(thread.name == "megarl-ahead" for thread in threading.enumerate())
 
 
-@pytest.mark.parametrize("place", ["generation", "update"])
+@pytest.mark.parametrize("place", [{"key": "group-8"}, {"role": "policy", "verb": "update"}])
 def test_a_server_lost_while_it_generates_ahead_comes_back_and_its_groups_are_begun_again(
-    place: str, tmp_path: Path, said: Said
+    place: dict[str, str], tmp_path: Path, said: Said
 ) -> None:
     given = ["train.num_iterations=4", "rollout.num_servers=2", "logger.terminal=true"]
     with staleness_of_one(tmp_path, *given) as (trainer, world):
         servers = get_servers(trainer)
-        lose = lose_once(servers, 0)
-        if place == "generation":
-            world.on_token = lambda key, number: lose() if (get_number(key), number) == (8, 3) else None
-        else:
-            world.watch = lambda role, verb: lose() if (role, verb) == ("policy", "update") else None
+        disturbance = Disturbance(lambda: servers.lose(0), **place)
+        world.on_token, world.watch = disturbance.on_token, disturbance.watch
         assert trainer.run().num_iterations == 4
         assert servers.all["SGLang server 0/2"].num_starts == 2
         assert servers.all["SGLang server 1/2"].num_starts == 1
     assert "SGLang server 0/2 was lost: it exited with status 137; restart 1 of at most 3" in said()
-    taken = list_numbers(tmp_path)
-    assert [len(numbers) for numbers in taken] == [6] * 4
-    assert sorted(number for numbers in taken for number in numbers) == list(range(4 * 6))
+    check_taken(tmp_path, 4)
     assert [line["iteration"] for line in load_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4]
 
 
@@ -289,51 +275,36 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("offload", ["kv_cache", "all"])
 def test_a_run_is_the_same_with_value_pretraining_evaluations_and_checkpoints(
-    offload: str, kept: list[dict[str, Any]], tmp_path: Path
+    offload: str, kept: list[dict[str, Any]], run_dir: Path
 ) -> None:
     world = World()
-    world.run_job(tmp_path / "run", [*JOB, f"rollout.offload={offload}"])
-    assert read_numbers(tmp_path / "run") == kept
+    world.run_job(run_dir, [*JOB, f"rollout.offload={offload}"])
+    assert read_numbers(run_dir) == kept
     # Once for each rollout of value pretraining and each iteration, also for that of the start.
     assert world.components[0].sync.published == [0, 0, 0, 1, 2, 3]  # type: ignore[attr-defined]
 
 
 def test_servers_lost_in_a_rollout_or_a_role_lost_in_an_update_make_all_servers_begin_anew(
-    kept: list[dict[str, Any]], tmp_path: Path
+    kept: list[dict[str, Any]], run_dir: Path
 ) -> None:
-    world, pending = World(), ["rollout", "update"]
-
-    def lose_server(key: str | None, _number: int) -> None:
-        if key == "iteration-2/round-1" and "rollout" in pending:
-            pending.remove("rollout")
-            world.components[0].servers.lose(0)  # type: ignore[union-attr]
-
-    def lose_role(role: str, verb: str) -> None:
-        is_third = sum(entry == ("policy", "update") for entry in world.log) == 3
-        if (role, verb) == ("policy", "update") and is_third and "update" in pending:
-            pending.remove("update")
-            raise WorkerError("policy rank 0/1 died", lost=True)
-
-    world.on_token, world.watch = lose_server, lose_role
-    world.run_job(tmp_path / "run", [*JOB, "rollout.offload=all"])
-    assert not pending
-    assert read_numbers(tmp_path / "run") == kept
+    world = World()
+    rollout = Disturbance(lambda: world.components[0].servers.lose(0), key="iteration-2/round-1")
+    update = Disturbance(lambda: WorkerError("policy rank 0/1 died", lost=True), "policy", "update", 3)
+    world.on_token, world.watch = rollout.on_token, update.watch
+    world.run_job(run_dir, [*JOB, "rollout.offload=all"])
+    assert rollout.has_come
+    assert update.has_come
+    assert read_numbers(run_dir) == kept
     servers = world.components[-1].servers
     assert servers is not None
     assert [server.num_starts for server in servers.all.values()] == [3, 3]  # type: ignore[attr-defined]
 
 
-def test_a_signal_in_a_rollout_saves_with_the_servers_memory_given_back(tmp_path: Path) -> None:
-    world = World()
-
-    def stop(key: str | None, number: int) -> None:
-        if (key, number) == ("iteration-3/round-1", 2):
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    world.on_token = stop
+def test_a_signal_in_a_rollout_saves_with_the_servers_memory_given_back(run_dir: Path) -> None:
+    world = World(on_token=Disturbance(stop, key="iteration-3/round-1").on_token)
     job = [*JOB, "rollout.offload=all", "checkpoint.save_every=100"]
     with stopping_on_signals(), pytest.raises(Stopped):
-        world.run_job(tmp_path / "run", job)
+        world.run_job(run_dir, job)
     assert ("policy", "begin_save") in world.log[-6:]
     servers = world.components[0].servers
     assert servers is not None

@@ -1,17 +1,32 @@
-"""model.path: files that do not hold the model of config.json are named before any process is started."""
+"""model.path, critic.init, algo.value_pretrain.rollouts: what does not fit is named before any process is started."""
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
+from megarl.mcore.hf import write_hf_checkpoint
+from megarl.mcore.spec import Role
+from megarl.models.checkpoint import load_tokenizer
+from megarl.models.families import FAMILIES
+from megarl.rollout.rollout_file import RolloutWriter
 from megarl.run.evaluation import load_evaluation_inputs
-from megarl.run.inputs import load_models
+from megarl.run.inputs import (
+    build_critic_prompt,
+    describe_start,
+    load_inputs,
+    load_models,
+    load_saved_rollouts,
+    load_specs,
+)
+from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 
 KEY, FIRST = "model.layers.0.mlp.down_proj.weight", "lm_head.weight"
 SINGLE, ONE, TWO, INDEX = "model.safetensors", "one.safetensors", "two.safetensors", "model.safetensors.index.json"
@@ -25,11 +40,11 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def load(model: Path) -> None:
+def load_model(model: Path) -> None:
     load_models(load_config(["model=checkpoint", f"model.path={model}"]))
 
 
-def tensors(edit) -> Callable[[Path], object]:
+def edit_tensors(edit) -> Callable[[Path], object]:
     """Edits the tensors of the one file."""
 
     def change(model: Path) -> None:
@@ -56,7 +71,7 @@ def split(edit) -> Callable[[Path], object]:
     return change
 
 
-def config(edit) -> Callable[[Path], object]:
+def edit_config(edit) -> Callable[[Path], object]:
     def change(model: Path) -> None:
         content = json.loads((model / "config.json").read_text())
         edit(content)
@@ -72,22 +87,25 @@ def join_into_one(_index: dict[str, str], model: Path) -> None:
 @pytest.mark.parametrize(
     "edit",
     [
-        tensors(lambda found: found.update({"visual.weight": found[KEY].clone()})),
+        edit_tensors(lambda found: found.update({"visual.weight": found[KEY].clone()})),
         split(lambda _index, model: shutil.copy(model / ONE, model / "older.safetensors")),
     ],
 )
 def test_further_tensors_and_a_file_that_the_index_does_not_name_are_left_alone(model: Path, edit):
     edit(model)
-    load(model)
+    load_model(model)
 
 
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (tensors(lambda found: found.pop(KEY)), f"missing: {KEY}"),
-        (tensors(lambda found: found.update({KEY: found[KEY][:3].clone()})), f"misshaped: {KEY} is [3, 192], config"),
-        (tensors(lambda found: found.update({KEY: found[KEY].int()})), "has tensors of I32; float weights are"),
-        (tensors(lambda found: found[KEY].view(-1)[7].fill_(float("nan"))), f"NaN or infinity in {KEY}"),
+        (edit_tensors(lambda found: found.pop(KEY)), f"missing: {KEY}"),
+        (
+            edit_tensors(lambda found: found.update({KEY: found[KEY][:3].clone()})),
+            f"misshaped: {KEY} is [3, 192], config",
+        ),
+        (edit_tensors(lambda found: found.update({KEY: found[KEY].int()})), "has tensors of I32; float weights are"),
+        (edit_tensors(lambda found: found[KEY].view(-1)[7].fill_(float("nan"))), f"NaN or infinity in {KEY}"),
         (lambda model: (model / SINGLE).write_bytes((model / SINGLE).read_bytes()[:-100]), f"{SINGLE}: "),
         (
             split(lambda index, _model: index.update({FIRST: ONE})),
@@ -110,13 +128,13 @@ def test_further_tensors_and_a_file_that_the_index_does_not_name_are_left_alone(
             (lambda model, name=name: (model / name).write_text(POINTER), f"{name} is a Git LFS pointer")
             for name in (SINGLE, "config.json", "tokenizer.json")
         ),
-        (config(lambda content: content.pop("num_key_value_heads")), "as transformers reads it, and with it the"),
+        (edit_config(lambda content: content.pop("num_key_value_heads")), "as transformers reads it, and with it the"),
     ],
 )
 def test_files_that_do_not_hold_the_model_are_named_with_what_differs(model: Path, edit, message: str):
     edit(model)
     with pytest.raises(ConfigError) as caught:
-        load(model)
+        load_model(model)
     assert f"model.path: {model}" in str(caught.value)
     assert message in str(caught.value)
 
@@ -129,8 +147,246 @@ def test_an_evaluation_names_files_that_differ_from_the_index_too(model: Path):
 
 
 def test_a_key_of_no_known_effect_is_said(model: Path, capsys: pytest.CaptureFixture[str]):
-    load(model)
+    load_model(model)
     assert not capsys.readouterr().out
-    config(lambda content: content.update({"author": "me"}))(model)
-    load(model)
+    edit_config(lambda content: content.update({"author": "me"}))(model)
+    load_model(model)
     assert "author is not known here and taken to have no effect" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def policy() -> Path:
+    """The checkpoint of model=tiny."""
+    return load_models(load_config(["model=tiny"])).checkpoint
+
+
+@pytest.fixture
+def critic(policy: Path, tmp_path: Path) -> Path:
+    """A critic of the policy's sizes, as a run leaves it."""
+    tensors = load_file(policy / "model.safetensors")
+    del tensors["lm_head.weight"]
+    tensors["score.weight"] = torch.ones(1, 64)
+    write_hf_checkpoint(tmp_path / "critic", policy, tensors.items())
+    return tmp_path / "critic"
+
+
+def load(*overrides: str):
+    config = load_config(["model=tiny", *overrides])
+    return load_specs(config, load_models(config))
+
+
+def test_the_critic_starts_from_critic_init_and_the_others_from_the_model(policy, critic):
+    specs = load(f"critic.init={critic}", "algo.kl.in_loss=true")
+    assert specs[Role.critic].checkpoint == str(critic)
+    assert specs[Role.policy].checkpoint == specs[Role.reference].checkpoint == str(policy)
+    assert load()[Role.critic].checkpoint == str(policy)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({"score.weight": "gone.safetensors"}, "lacks gone.safetensors, of 1 files that model.safetensors.index.json"),
+        ({"score.weight": "../x.safetensors"}, "score.weight is in '../x.safetensors'; a file of this directory"),
+    ],
+)
+def test_an_index_that_differs_from_the_critics_files_is_named_in_a_line(critic, index, message):
+    (critic / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(ConfigError, match=rf"critic\.init: .*{message}"):
+        load(f"critic.init={critic}")
+
+
+def test_critic_init_takes_a_model_of_another_size_and_family(tmp_path):
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    vocab_size = load_models(load_config(["model=tiny"])).architecture.vocab_size
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForSequenceClassification(
+        LlamaConfig(vocab_size=vocab_size, num_labels=1, max_position_embeddings=512, **sizes)
+    )
+    model.save_pretrained(tmp_path / "rm")
+    (tmp_path / "rm" / "tokenizer.json").write_text("{}")
+    models = load_models(load_config(["model=tiny", f"critic.init={tmp_path}/rm"]))
+    assert models.critic_architecture.family == "llama"
+    assert models.critic_architecture.hidden_size == 32
+
+
+@pytest.mark.parametrize(
+    ("spoil", "messages"),
+    [
+        (
+            edit_tensors(lambda t: t.update({"score.weight": torch.ones(3, 64)})),
+            ["score.weight is [3, 64], config.json asks for [1, 64]"],
+        ),
+        (edit_tensors(lambda t: t.update({"score.weight": torch.ones(1, 32)})), ["score.weight is [1, 32]"]),
+        (
+            edit_tensors(lambda t: t.update({"v_head.summary.weight": t.pop("score.weight")})),
+            ["has no value head score.weight", "v_head.summary.weight"],
+        ),
+        (
+            edit_tensors(lambda t: t.update({"lm_head.weight": t.pop("score.weight")})),  # a policy
+            ["has no value head score.weight", "lm_head.weight"],
+        ),
+        (edit_tensors(lambda t: t.update({"score.bias": torch.ones(1)})), ["has a score.bias"]),
+        (
+            edit_tensors(lambda t: t.update({"transformer.embed": t.pop("model.embed_tokens.weight")})),
+            ["missing: model.embed_tokens.weight"],
+        ),
+        (edit_config(lambda c: c.update(vocab_size=30)), ["vocab_size is 30 and the policy's 11"]),
+        (edit_config(lambda c: c.update(max_position_embeddings=80)), ["has 80 positions", "are 104 tokens together"]),
+        (edit_config(lambda c: c.update(model_type="bert")), ["model_type is 'bert'", ", ".join(FAMILIES)]),
+        (lambda critic: (critic / "config.json").unlink(), ["lacks config.json"]),
+        (lambda critic: (critic / "model.safetensors").write_bytes(b"x" * 100), ["header"]),
+        (shutil.rmtree, ["there is no directory"]),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_a_critic_is_refused_saying_what_was_found(critic, spoil, messages):
+    spoil(critic)
+    with pytest.raises(ConfigError) as caught:
+        load(f"critic.init={critic}")
+    text = "\n".join(caught.value.problems)
+    assert all(problem.startswith("critic.init: ") for problem in caught.value.problems)
+    assert all(message in text for message in messages), text
+
+
+DIGITS = "model.random.alphabet='abcdef.=0123456789'"
+TEXT = "data.critic_prompt='{answer}='"
+
+
+@pytest.mark.parametrize(
+    ("recorded", "given", "message"),
+    [
+        ({}, [TEXT], None),  # it does not say what it was trained with
+        ({"megarl_critic_prompt": "{answer}="}, [TEXT], None),
+        ({"megarl_critic_prompt": "{answer}="}, [], r"critic\.init: .*data\.critic_prompt '\{answer\}=', now None"),
+        ({"megarl_critic_prompt": None}, [], None),
+        ({"megarl_critic_prompt": None}, [TEXT], r"critic\.init: .*data\.critic_prompt None, now '\{answer\}='"),
+        ({"megarl_value_range": [-1, 1.5]}, ["critic.value_range=[-1,1.5]"], None),
+        ({"megarl_value_range": [-1, 1.5]}, [], r"critic\.value_range: found null; .* must be \[-1, 1\.5\]"),
+        (
+            {"megarl_value_range": [-1, 1.5]},
+            ["critic.value_range=[-1,1]"],
+            r"critic\.value_range: found \[-1\.0, 1\.0\]; .* must be \[-1, 1\.5\]",
+        ),
+        ({}, ["critic.value_range=[0,1]"], r"critic\.value_range: found \[0\.0, 1\.0\]; .* must be null"),
+    ],
+)
+def test_a_critic_starts_under_the_text_and_range_that_it_records_and_no_other(critic, recorded, given, message):
+    edit_config(lambda content: content.update(recorded))(critic)
+    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+        load(f"critic.init={critic}", *given)
+
+
+def test_the_critics_longer_input_must_fit_its_positions():
+    load(TEXT, "data.critic_prompt_length=152")  # with 32 of the prompt and 72 of the response all 256
+    with pytest.raises(ConfigError, match=r"data\.critic_prompt_length: found 153; .* up to 257 tokens; it has 256"):
+        load(TEXT, "data.critic_prompt_length=153")
+    load("algo=grpo")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([TEXT], r"data\.critic_prompt: the model's tokenizer cannot read .* which is '\w\d+='"),
+        ([DIGITS, "data.critic_prompt='{rubric}'"], r"data\.critic_prompt: found \{rubric\}; .* are answer$"),
+        ([DIGITS, TEXT, "data.critic_prompt_length=3"], r"data\.critic_prompt_length: found 3; .* has 4 tokens"),
+        ([DIGITS, "data.critic_prompt='{answer'"], r"data\.critic_prompt: found '\{answer': expected"),
+        (["algo=grpo", TEXT], r"data\.critic_prompt: has no effect under algo\.advantage=group, which has no critic"),
+        (["data.critic_prompt_length=9"], r"data\.critic_prompt_length: has no effect with data\.critic_prompt=null"),
+        ([TEXT, "data.critic_prompt_length=0"], r"data\.critic_prompt_length: found 0; it must be 1 or more"),
+    ],
+)
+def test_a_text_that_no_critic_can_read_is_refused_before_anything_starts(given, message):
+    with pytest.raises(ConfigError, match=message):
+        load_inputs(load_config(["model=tiny", *given]))
+
+
+def test_every_training_prompt_is_checked_and_no_heldout_one(tmp_path):
+    rows = [{"question": f"{letter}=", "answer": "a", "rubric": "b"} for letter in "abcd"]
+    (tmp_path / "heldout.jsonl").write_text('{"question": "e=", "answer": "a"}\n')
+
+    def load_rows():
+        (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        files = [f"data.path={tmp_path}/train.jsonl", f"data.heldout_path={tmp_path}/heldout.jsonl"]
+        given = ["model=tiny", "data=jsonl", "reward=exact", *files, "data.prompt_length=32"]
+        return load_inputs(load_config([*given, "data.critic_prompt='{rubric}='"]))
+
+    inputs = load_rows()
+    assert [inputs.critic_prompt.fill(prompt) for prompt in inputs.data.train] == ["b="] * 4
+    del rows[2]["rubric"]
+    with pytest.raises(ConfigError, match=r"found \{rubric\}; the fields of \S+train\.jsonl:3 are answer, location$"):
+        load_rows()
+
+
+def test_a_critic_records_range_and_text(policy, critic, tmp_path):
+    given = [DIGITS, TEXT, "critic.value_range=[-1,1.5]"]
+    critic_fields = load(*given)[Role.critic].critic_fields
+    assert critic_fields == {"megarl_critic_prompt": "{answer}=", "megarl_value_range": [-1.0, 1.5]}
+    assert load()[Role.critic].critic_fields == {"megarl_critic_prompt": None}
+    both, again = tmp_path / "both", tmp_path / "again"
+    write_hf_checkpoint(both, policy, load_file(critic / "model.safetensors").items(), critic_fields)
+    write_hf_checkpoint(again, both, load_file(both / "model.safetensors").items(), critic_fields)
+    for directory in (both, again):
+        recorded = json.loads((directory / "config.json").read_text())
+        assert {name: recorded[name] for name in critic_fields} == critic_fields
+        load(f"critic.init={directory}", TEXT, "critic.value_range=[-1,1.5]")
+
+
+def save_rollouts(path: Path, token: int = 3) -> Path:
+    response = Response((token, 2), "a", (-0.5, -0.5), (True, True), (0, 0), FinishReason.stop)
+    writer = RolloutWriter(path)
+    writer.write(Rollout((Sample(Prompt("p", "a=", (3, 4), "a"), response, Score(1.0, True), 0),), 0), 0)
+    writer.close()
+    return path
+
+
+def load_saved(path: Path, *overrides: str):
+    config = load_config(["model=tiny", f"algo.value_pretrain.rollouts={path}", *overrides])
+    models = load_models(config)
+    return config, load_specs(config, models)[Role.critic], load_saved_rollouts(config, models)
+
+
+def test_what_the_critic_starts_and_learns_from_is_said_and_a_file_is_read_before_anything_starts(critic, tmp_path):
+    config, spec, saved = load_saved(save_rollouts(tmp_path / "r.jsonl"))
+    assert describe_start(config, spec, saved) == (
+        "critic: starts from the policy's weights, with a new value head; value pretraining of up to 4 rollouts,"
+        f" out of the 1 (1 responses) in {tmp_path}/r.jsonl"
+    )
+    config = load_config(["model=tiny", f"critic.init={critic}", "algo.value_pretrain.steps=0"])
+    spec = load_specs(config, load_models(config))[Role.critic]
+    assert describe_start(config, spec, None) == (
+        f"critic: starts from {critic}, its value head included; no value pretraining"
+    )
+    config = load_config(["model=tiny", f"algo.value_pretrain.rollouts={tmp_path}/nowhere.jsonl"])
+    with pytest.raises(ConfigError, match=r"algo\.value_pretrain\.rollouts: .*nowhere\.jsonl"):
+        load_inputs(config)
+
+
+def test_a_token_that_the_critic_does_not_have_is_named_with_its_line(tmp_path):
+    path = save_rollouts(tmp_path / "r.jsonl", token=11)
+    with pytest.raises(ConfigError, match=rf"algo\.value_pretrain\.rollouts: {path}:1: found token id 11.* 11 tokens"):
+        load_saved(path)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            ["data.critic_prompt='{rubric}'"],
+            r":1: data\.critic_prompt: found \{rubric\}; the fields of prompt p are answer",
+        ),
+        ([TEXT, "data.critic_prompt_length=1"], r":1: data\.critic_prompt_length: found 1; .* has 2 tokens"),
+        (["data.critic_prompt='1{answer}'"], r":1: data\.critic_prompt: the model's tokenizer cannot read"),
+    ],
+)
+def test_saved_rollouts_whose_prompts_do_not_give_the_critics_text_are_refused(tmp_path, given, message):
+    path = save_rollouts(tmp_path / "r.jsonl")
+    config = load_config(["model=tiny", f"algo.value_pretrain.rollouts={path}", *given])
+    models = load_models(config)
+    critic_prompt = build_critic_prompt(config, models, load_tokenizer(models.checkpoint))
+    with pytest.raises(ConfigError, match=message):
+        load_saved_rollouts(config, models, critic_prompt)
+
+
+def test_saved_rollouts_with_a_kl_in_the_reward_are_refused():
+    with pytest.raises(ConfigError, match=r"algo\.value_pretrain\.rollouts: .*algo\.kl\.in_reward=true"):
+        load_config(["algo.value_pretrain.rollouts=r.jsonl", "algo.kl.in_reward=true"])
