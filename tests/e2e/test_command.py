@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -15,60 +14,47 @@ import psutil
 import pytest
 from metric_table import find_metric
 from safetensors.torch import load_file
+from whole_runs import find_marked, find_scratch, start, wait_end, wait_for_iteration
 
 from megarl.guard import find_shared_memory
 from megarl.report.metrics import load_metrics
 
-COMMAND = [sys.executable, "-m", "megarl.train", "algo.value_pretrain.steps=1", "train.eval_every=2"]
+SHORT = ("algo.value_pretrain.steps=1", "train.eval_every=2")
 
 
-def start(run_dir: Path, *overrides: str) -> subprocess.Popen:
-    command = [*COMMAND, f"hydra.run.dir={run_dir}", *overrides]
-    environment = os.environ | {"TMPDIR": str(run_dir.parent)}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+def start_in(folder: Path, *overrides: str) -> "subprocess.Popen[str]":
+    """A run in folder/run whose temporary files are in the folder."""
+    return start(*SHORT, f"hydra.run.dir={folder}/run", *overrides, TMPDIR=str(folder))
 
 
-def find_marked(run_dir: Path) -> list[psutil.Process]:
-    """Processes that have one of the run's log files open: workers, servers and what is below them."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            files = {os.readlink(f"/proc/{process.pid}/fd/{n}") for n in (1, 2)}
-        except OSError:
-            continue
-        if any(str(run_dir) in name for name in files):
-            found.append(process)
-    return found
-
-
-def find_scratch(run: subprocess.Popen, tmp_path: Path) -> list[Path]:
-    """Scratch folders of Ray and SGLang that this run made."""
-    return [*Path("/tmp").glob(f"megarl-{run.pid}-*"), *tmp_path.glob("megarl-sglang-*")]
+def assert_left_nothing(run: "subprocess.Popen[str]", folder: Path) -> None:
+    assert find_marked(folder) == []
+    assert find_scratch(run, folder) == []
 
 
 def test_a_run_trains_logs_and_ends_with_the_done_line_leaving_nothing(short_path):
-    run = start(short_path / "run", "train.num_iterations=2", "checkpoint.save_every=2", "train.profile=2")
-    output, _ = run.communicate(timeout=400)
-    assert run.returncode == 0, output
+    run = start_in(short_path, "train.num_iterations=2", "checkpoint.save_every=2", "train.profile=2")
+    code, output = wait_end(run)
+    assert code == 0, output
+    run_dir = short_path / "run"
     last = output.strip().splitlines()[-1]
-    assert re.fullmatch(rf"done: iterations=2 reward/heldout=0\.\d{{4}} run_dir={short_path}/run", last)
+    assert re.fullmatch(rf"done: iterations=2 reward/heldout=0\.\d{{4}} run_dir={run_dir}", last)
     assert "16 prompts x 16 responses = 256 samples" in output
     assert "clip(w, 0.8, 1.28) A" in output
-    pretraining, lines = (found := load_metrics(short_path / "run" / "metrics.jsonl"))[:-3], found[-3:]
+    pretraining, lines = (found := load_metrics(run_dir / "metrics.jsonl"))[:-3], found[-3:]
     assert [line["iteration"] for line in found] == [*range(-len(pretraining), 0), 0, 1, 2]
     for name in ("reward/mean", "policy/clip_frac", "critic/explained_variance", "sync/bytes", "time/rollout"):
         assert all(name in line for line in lines[1:]), name
     assert not [name for line in found for name in line if name != "iteration" and not find_metric(name)]
     # The servers follow: what they say of their responses is what the updated policy says.
     assert all(line["mismatch/kl"] < 1e-6 < line["policy/clip_frac"] for line in lines[1:])
-    assert list((short_path / "run" / "tensorboard").iterdir())
-    check_shutdown((short_path / "run" / "logs" / "server-0.log").read_text())
-    assert {f.name for f in (short_path / "run" / "logs").iterdir()} >= {"policy-0.log", "critic-0.log", "server-0.log"}
+    assert list((run_dir / "tensorboard").iterdir())
+    check_shutdown((run_dir / "logs" / "server-0.log").read_text())
+    assert {f.name for f in (run_dir / "logs").iterdir()} >= {"policy-0.log", "critic-0.log", "server-0.log"}
     for role, head in (("policy", "lm_head.weight"), ("critic", "score.weight")):
-        assert head in load_file(short_path / "run" / role / "model.safetensors")
-    check_profile(short_path / "run" / "profile")
-    assert find_marked(short_path) == []
-    assert find_scratch(run, short_path) == []
+        assert head in load_file(run_dir / role / "model.safetensors")
+    check_profile(run_dir / "profile")
+    assert_left_nothing(run, short_path)
     check_evaluation(short_path, last)
 
 
@@ -142,33 +128,20 @@ def check_profile(directory: Path) -> None:
 def test_a_signal_ends_every_process_and_leaves_nothing(short_path):
     # SIGUSR1: test_faults.py, SIGTERM: tests/unit/run/test_terminal.py.
     number = signal.SIGINT
-    run = start(short_path / "run", "train.num_iterations=1000")
-    wait_for_line(run, "iteration 1/1000", 400)
+    run = start_in(short_path, "train.num_iterations=1000")
+    wait_for_iteration(run, short_path / "run")
     children = psutil.Process(run.pid).children(recursive=True)
     assert len(find_marked(short_path)) >= 3
     assert len(find_scratch(run, short_path)) == 2
     shared = find_shared_memory(child.pid for child in children)
     run.send_signal(number)
-    output, _ = run.communicate(timeout=60)
-    assert run.returncode == 128 + number, output
+    code, output = wait_end(run, 60)
+    assert code == 128 + number, output
     assert f"stopped by {number.name}" in output
     _, alive = psutil.wait_procs(children, timeout=1)
     assert alive == []
     assert not shared & {entry.inode() for entry in os.scandir("/dev/shm")}
-    assert find_marked(short_path) == []
-    assert find_scratch(run, short_path) == []
-
-
-def wait_for_line(run: subprocess.Popen, text: str, deadline_s: float) -> None:
-    assert run.stdout is not None
-    end = time.monotonic() + deadline_s
-    seen = []
-    for line in run.stdout:
-        seen.append(line)
-        if text in line:
-            return
-        assert time.monotonic() < end, f"no {text!r} within {deadline_s} s in:\n{''.join(seen)}"
-    raise AssertionError(f"the run ended without {text!r}:\n{''.join(seen)}")
+    assert_left_nothing(run, short_path)
 
 
 @pytest.mark.parametrize(
@@ -179,8 +152,8 @@ def wait_for_line(run: subprocess.Popen, text: str, deadline_s: float) -> None:
     ],
 )
 def test_a_bad_configuration_ends_with_code_2_and_names_the_key(tmp_path, override, expected):
-    run = start(tmp_path / "run", override)
-    output, _ = run.communicate(timeout=120)
-    assert run.returncode == 2, output
+    run = start_in(tmp_path, override)
+    code, output = wait_end(run, 120)
+    assert code == 2, output
     assert expected in output
     assert "Traceback" not in output

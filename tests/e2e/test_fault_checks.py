@@ -7,9 +7,6 @@ from pathlib import Path
 import fault_runs
 import pytest
 
-from megarl.rollout.journal import Journal, name_group
-from megarl.types import FinishReason, Prompt, Response, Sample, Score
-
 
 def write_run(run_dir: Path, taken: list[list[int]], oldest: float = 1.0, newest: int = 0) -> None:
     """newest: added to the version of each iteration's last token."""
@@ -36,15 +33,5 @@ def write_run(run_dir: Path, taken: list[list[int]], oldest: float = 1.0, newest
 )
 def test_what_is_lost_or_twice_or_too_old_or_moved_is_found(tmp_path, given, complete, problem):
     write_run(tmp_path, **given)
-    found = fault_runs.find_problem(tmp_path, num_iterations=2, num_groups=2, max_staleness=2, complete=complete)
+    found = fault_runs.find_problem(tmp_path, 2, complete, num_iterations=2, num_groups=2)
     assert found is None if problem is None else re.search(problem, found or "")
-
-
-def test_the_journal_is_listed_by_place(tmp_path):
-    sample = Sample(
-        Prompt("a", "", (1,), ""), Response((2,), "", (-0.5,), (True,), (0,), FinishReason.stop), Score(0, False), 0
-    )
-    journal = Journal(tmp_path / "journal")
-    journal.save(name_group(4, 7), [sample])
-    journal.save(name_group(10, 3), [sample])
-    assert fault_runs.list_complete(tmp_path) == {4: 7, 10: 3}

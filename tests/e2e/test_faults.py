@@ -1,4 +1,6 @@
-"""Runs whose processes are killed, or that are asked to stop, end as the one that nobody touched, bit for bit."""
+"""Runs whose processes are killed, that are asked to stop or whose reward fails end as the one that nobody touched, bit
+for bit, and so does a run of a sweep.
+"""
 
 import json
 import os
@@ -11,12 +13,13 @@ from typing import Any
 
 import fault_runs as faults
 import pytest
+from whole_runs import start, summarize, train, wait_end
+
+from megarl.report.compare import format_comparison
+from megarl.report.record import load_sweep
 
 pytestmark = pytest.mark.slow
 
-KILLS = [("driver", "generation", 3), ("critic worker", faults.PRETRAINING, 0)]
-"""Each way of going on once: of fault_runs.py's twenty, and after a step of value pretraining. All other places:
-unit/loop/test_loop_resume.py, over the fakes; servers that are killed: test_server_restarts.py"""
 OVERRIDES = list(faults.OVERRIDES)
 
 
@@ -27,44 +30,61 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(out: Path) -> dict[str, Any]:
-    """The run that nobody touches."""
-    return faults.load_reference(out, OVERRIDES)
+    """The run that nobody touches, in out/reference."""
+    train(*OVERRIDES, f"hydra.run.dir={out}/reference")
+    return summarize(out / "reference")
 
 
-@pytest.mark.parametrize(("process", "phase", "iteration"), KILLS)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        # Each way of going on once: of fault_runs.py's twenty, and after a step of value pretraining. All other places:
+        # unit/loop/test_loop_resume.py, over the fakes; servers that are killed: test_server_restarts.py
+        faults.Plan("driver", "generation", 3, delay_s=0.1),
+        faults.Plan("critic worker", faults.PRETRAINING, 0, delay_s=0.1),
+    ],
+    ids=lambda plan: plan.process,
+)
 def test_a_run_with_a_killed_process_ends_with_the_same_weights_metrics_and_rollouts(
-    process: str, phase: str, iteration: int, out: Path, reference: dict[str, Any]
+    plan: faults.Plan, tmp_path: Path, reference: dict[str, Any]
 ) -> None:
-    number = KILLS.index((process, phase, iteration))
-    plan = faults.Plan(number, process, phase, iteration, delay=0.3)
-    outcome = faults.strike(plan, out, reference, OVERRIDES)
-    text = (out / f"kill-{number:02d}.log").read_text()
-    assert outcome.problem is None, text[-5000:]
-    if phase == faults.PRETRAINING:
+    row = faults.strike(tmp_path / "killed", plan, OVERRIDES, reference, 0)
+    text = (tmp_path / "killed.log").read_text()
+    assert row["as it must be"] == "yes", text[-5000:]
+    if plan.phase == faults.PRETRAINING:
         assert re.search(r"resuming from\s+\S*/checkpoints/iteration--00002\n", text)
 
 
 def test_the_command_kills_a_run_with_staleness_and_finds_its_end_as_it_must_be(tmp_path: Path) -> None:
-    # What a run that nobody touched takes: with staleness no other thing is compared with it.
-    overrides = [*OVERRIDES, "rollout.max_staleness=2", "algo.mismatch.correction=tis"]
-    reference = {"overrides": overrides, "seconds": dict.fromkeys(faults.PHASES, 0.0)}
-    (tmp_path / "reference.json").write_text(json.dumps(reference))
     command = [sys.executable, faults.__file__, "--kills", "1", "--max-staleness", "2", "--out", str(tmp_path)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=500)
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "same end: 1 of 1"), done.stdout
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "as they must be: 1 of 1"), done.stdout
+
+
+@pytest.mark.timeout(900)
+def test_a_run_of_a_sweep_ends_as_the_run_alone_and_makes_a_page(out: Path, reference: dict[str, Any]) -> None:
+    command = ("-m", *OVERRIDES, "algo.clip_high=0.28", f"hydra.sweep.dir={out}/sweep")
+    assert "1 of 1 runs done" in train(*command)
+    sweep = load_sweep(out / "sweep")
+    assert [run.state for run in sweep] == ["done"]
+    run_dir = out / "sweep" / sweep[0].name
+    assert summarize(run_dir) == reference
+    page = format_comparison("Sweep", sweep)
+    for text in ("Held-out reward", "Value loss", "Response length", "algo.clip_high"):
+        assert text in page
+    assert not json.loads((run_dir / "outcome.json").read_text())["why"]
+    assert train(*command).count("already done") == 1
 
 
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_in_another_layout_from_the_checkpoint_that_is_whole(
     out: Path, reference: dict[str, Any]
 ) -> None:
     run_dir, log = out / "stopped", out / "stopped.log"
-    command = [sys.executable, "-m", "megarl.train", *OVERRIDES, f"hydra.run.dir={run_dir}"]
-    with log.open("wb") as output:
-        run = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-    faults.wait_for_phase(run, run_dir, faults.Plan(0, "driver", "generation", 4, 0.0))
+    run = start(*OVERRIDES, f"hydra.run.dir={run_dir}", log=log, new_session=True)
+    faults.wait_for_phase(run, run_dir, ("rollout",), 4)
     # As Slurm does it: to all processes of the job step, Ray's among them.
     os.killpg(run.pid, signal.SIGUSR1)
-    assert faults.wait_end(run) == 128 + signal.SIGUSR1, log.read_text()
+    assert wait_end(run)[0] == 128 + signal.SIGUSR1, log.read_text()
     # 3 is no multiple of checkpoint.save_every=2.
     assert (run_dir / "checkpoints" / "latest").read_text() == "iteration-000003\n"
     assert json.loads((run_dir / "checkpoints" / "iteration-000003" / "state.json").read_text())["iteration"] == 3
@@ -73,11 +93,11 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_in_another_layout_from_th
     content[len(content) // 2] ^= 1
     damaged.write_bytes(bytes(content))
     two = ["policy.parallel.num_processes=2", "policy.parallel.tp=2", "critic.parallel.num_processes=2"]
-    assert faults.wait_end(faults.start(run_dir, log, f"resume={run_dir}", *two)) == 0, log.read_text()
+    assert wait_end(start(f"resume={run_dir}", *two, log=log))[0] == 0, log.read_text()
     text = (run_dir / "train.log").read_text()
     assert f"critic: damaged: {damaged.name}; renamed to iteration-000003.damaged" in text
     assert re.search(r"resuming from \S*iteration-000002", text)
-    lines = faults.summarize(run_dir)["metrics"]
+    lines = summarize(run_dir)["metrics"]
     assert [line["iteration"] for line in lines] == [-3, -2, -1, 0, 1, 2, 3, 4]
     # The third iteration's responses were in the journal; what the other layout computes of them is the same.
     for name, expected in reference["metrics"][3].items():
@@ -86,9 +106,9 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_in_another_layout_from_th
 
 
 def test_a_run_does_not_go_on_under_a_key_that_decides_what_is_learned(out: Path, reference: dict[str, Any]) -> None:
-    log = out / "refused.log"
-    assert faults.wait_end(faults.start(out, log, f"resume={out / 'reference'}", "algo.clip_high=0.1")) == 2
-    assert "algo.clip_high: the run has 0.28, now 0.1; it determines what is learned" in log.read_text()
+    code, output = wait_end(start(f"resume={out}/reference", "algo.clip_high=0.1"))
+    assert code == 2
+    assert "algo.clip_high: the run has 0.28, now 0.1; it determines what is learned" in output
 
 
 REWARD = """
@@ -115,7 +135,7 @@ def test_a_reward_function_that_raises_leaves_its_last_iteration_and_the_mended_
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("METRICS", str(run_dir / "metrics.jsonl"))
     given = ["reward=function", "reward.path=reward_of_test:score", "checkpoint.save_every=100"]
-    assert faults.wait_end(faults.start(run_dir, log, *OVERRIDES, *given, f"hydra.run.dir={run_dir}")) == 1
+    assert wait_end(start(*OVERRIDES, *given, f"hydra.run.dir={run_dir}", log=log))[0] == 1
     text = log.read_text()
     *_, error, note, _, _hydra = text.strip().splitlines()
     failed = "64 of 64 responses have no reward: 64 x the reward raised ZeroDivisionError: no words in the response"
@@ -123,6 +143,6 @@ def test_a_reward_function_that_raises_leaves_its_last_iteration_and_the_mended_
     assert note == f"resume={run_dir} resumes after iteration 2: {run_dir}/checkpoints/iteration-000002"
     assert json.loads((run_dir / "outcome.json").read_text())["why"] == error.removeprefix("megarl.report.scores.")
     monkeypatch.setenv("METRICS", "/nowhere")
-    assert faults.wait_end(faults.start(run_dir, log, f"resume={run_dir}")) == 0, log.read_text()[-5000:]
+    assert wait_end(start(f"resume={run_dir}", log=log))[0] == 0, log.read_text()[-5000:]
     assert re.search(r"resuming from\s+\S*iteration-000002", log.read_text())
-    assert faults.compare(run_dir, reference) is None
+    assert summarize(run_dir) == reference

@@ -1,23 +1,27 @@
-"""Roles and servers that share a GPU and give its memory to each other, with a real server; counted GPUs need not be
-there, and on a CPU SGLang takes the calls and keeps the memory."""
+"""Roles and servers that share a GPU: who is started first, and memory that is given back and taken again.
+
+The server is real. The GPUs are counted and need not be there; on a CPU SGLang takes the calls and keeps the memory.
+"""
 
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from loop_parts import SIZES, open_trainer
+from loop_parts import SIZES, find_server, open_trainer
+from whole_runs import read_numbers
 
 from megarl.cluster.opened import open_ray
 from megarl.config.load import load_config
-from megarl.interfaces import Done
-from megarl.report.metrics import load_metrics
-from megarl.run.job import RunResources
+from megarl.interfaces import UNPUBLISHED, Done
+from megarl.run.inputs import load_inputs
+from megarl.run.job import RunResources, open_resources
 
 pytestmark = pytest.mark.slow
 
+COLOCATED = ("cluster.gpus_per_node=1", "cluster.placement=colocated")
 SHARED = (
-    *("algo=vapo", "algo.value_pretrain.steps=2", "cluster.gpus_per_node=1", "cluster.placement=colocated"),
+    *("algo=vapo", "algo.value_pretrain.steps=2", *COLOCATED),
     *("train.num_iterations=2", "train.samples_per_iteration=64", "train.samples_per_minibatch=32"),
     *("train.eval_every=1", "train.num_eval_prompts=8", "rollout.response_length=16"),
 )
@@ -31,15 +35,12 @@ CALLS = {
 }
 
 
-def train(resources: RunResources, run_dir: Path, overrides: list[str]) -> list[dict[str, Any]]:
+def train(resources: RunResources, run_dir: Path, overrides: list[str]) -> list[dict[str, float]]:
     """The run's metrics, without what follows from the time taken."""
     run_dir.mkdir()
     with open_trainer(resources, run_dir, overrides) as trainer:
         trainer.run()
-    timed = ("time/", "perf/", "sync/seconds", "sync/verify_share")
-    return [
-        {k: v for k, v in line.items() if not k.startswith(timed)} for line in load_metrics(run_dir / "metrics.jsonl")
-    ]
+    return read_numbers(run_dir)
 
 
 def test_memory_given_back_and_taken_again_changes_no_number_of_a_run(server, tiny_checkpoint, tmp_path):
@@ -58,3 +59,35 @@ def test_memory_given_back_and_taken_again_changes_no_number_of_a_run(server, ti
     # the evaluation after them.
     assert re.fullmatch("(rtbetg+){5}", calls), calls
     assert server.log_file.read_text()[start:].count('POST /release_memory_occupation HTTP/1.1" 200') == 5
+
+
+def test_servers_that_share_gpus_are_started_after_the_roles(tiny_checkpoint, tmp_path):
+    overrides = ["algo=grpo", *COLOCATED, f"model.path={tiny_checkpoint}"]
+    config = load_config([*SIZES, *overrides])
+    logs = tmp_path / "logs"
+    with open_resources(config, load_inputs(config), logs) as hosts:
+        assert hosts.servers is not None
+        assert hosts.servers.find_lost() == {}
+        seen = []
+
+        def start_servers():
+            seen.append({path.name for path in logs.glob("*.log")} & {"policy-0.log", "server-0.log"})
+            return hosts.start_servers()
+
+        with open_trainer(replace(hosts, start_servers=start_servers), tmp_path, overrides) as trainer:
+            assert seen[0] == {"policy-0.log"}
+            [client] = trainer.components.engine.clients
+            assert client.load_weight_version() == UNPUBLISHED
+            server = find_server(client.url)
+            assert server is not None
+            assert server.environ()["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "false"
+        # The next attempt finds it running, or starts it where it was lost.
+        assert hosts.servers.find_lost() == {}
+        urls = hosts.start_servers().result()
+        server.kill()
+        lost = hosts.servers.find_lost()
+        assert list(lost) == ["SGLang server 0/1"]
+        hosts.servers.end(lost)
+        assert find_server(urls[0]) is None
+        assert hosts.start_servers().result() == urls
+        assert hosts.servers.find_lost() == {}

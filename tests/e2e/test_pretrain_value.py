@@ -2,14 +2,12 @@
 
 import contextlib
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from test_command import find_marked, find_scratch
+from whole_runs import find_marked, find_scratch, start, wait_end
 
 from megarl.cluster.opened import open_ray
 from megarl.cluster.workers import WorkerGroup
@@ -84,18 +82,38 @@ def compute_scores(directory: Path, sequences: list[torch.Tensor]) -> list[float
         return [model(tokens[None]).logits.item() for tokens in sequences]
 
 
-def test_a_critic_learns_offline_and_its_checkpoint_gives_the_same_values_here_and_in_transformers(rollouts, tmp_path):
-    overrides = ["model=tiny", "algo=vapo", f"algo.value_pretrain.rollouts={rollouts}", "logger.terminal=false"]
-    run_job(load_config([*overrides, *ALONE]), tmp_path)
-    curve = read_curve(tmp_path)
-    assert len(curve) == NUM_ROLLOUTS
-    # A new value head says 0 everywhere: nothing explained. Each value is of responses not yet learned from.
-    assert abs(curve[0]) < 1e-6
-    assert min(curve[-2:]) > 0.5
+def test_a_critic_learns_offline_by_the_command_and_gives_the_same_values_here_and_in_transformers(
+    rollouts, short_path
+):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    again = load_config([*overrides, f"critic.init={tmp_path}/critic"])
+    run_dir = short_path / "run"
+    overrides = ["model=tiny", f"algo.value_pretrain.rollouts={rollouts}"]
+    more = ["algo.value_pretrain.steps=9", "algo.value_pretrain.stop_at_explained_variance=0.5"]
+    run = start(*overrides, *more, "train.num_iterations=0", f"hydra.run.dir={run_dir}", TMPDIR=str(short_path))
+    code, output = wait_end(run)
+    assert code == 0, output
+    explained = read_curve(run_dir)
+    # A new value head says 0 everywhere: nothing explained. Each value is of responses not yet learned from.
+    assert abs(explained[0]) < 1e-6
+    assert max(explained[:-1]) < 0.5 <= explained[-1]
+    log = (run_dir / "train.log").read_text()
+    assert "critic: starts from the policy's weights, with a new value head" in log
+    assert f"out of the {NUM_ROLLOUTS} (512 responses) in {rollouts}" in log
+    assert "explained variance has reached" in log
+    assert "iteration -8/0  ev " in output
+    assert output.strip().splitlines()[-1] == f"done: iterations=0 reward/heldout=none run_dir={run_dir}"
+    assert {f.name for f in (run_dir / "logs").iterdir()} == {"critic-0.log", "driver.log"}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {f.name for f in (run_dir / "critic").iterdir()}
+    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("critic/explained_variance")] == pytest.approx(explained)
+    assert find_marked(short_path) == []
+    assert find_scratch(run, short_path) == []
+
+    again = load_config([*overrides, "algo=vapo", "logger.terminal=false", f"critic.init={run_dir}/critic"])
     sequences = build_sequences(load_rollouts(rollouts)[0])
-    with open_critic(again, tmp_path / "logs") as critic:
+    with open_critic(again, short_path / "logs") as critic:
         values = critic.values(sequences).result()
 
     # V of the state in which token t is chosen is the classifier's score of everything before t.
@@ -104,7 +122,7 @@ def test_a_critic_learns_offline_and_its_checkpoint_gives_the_same_values_here_a
     prefixes = [rows[row][: int(sequences.prompt_lengths[row]) + t] for row, t in places]
     expected = torch.tensor([values[place].item() for place in places])
     assert expected.std() > 0.1
-    found = torch.tensor(compute_scores(tmp_path / "critic", prefixes))
+    found = torch.tensor(compute_scores(run_dir / "critic", prefixes))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
@@ -132,41 +150,3 @@ def test_a_critic_that_reads_the_answer_explains_rewards_that_the_prompts_do_not
     load_models(load_config([*overrides, f"critic.init={tmp_path}/0/critic"]))
     with pytest.raises(ConfigError, match=r"critic\.init: .*data\.critic_prompt '\{answer\}=', now None"):
         load_models(load_config([*overrides, f"critic.init={tmp_path}/1/critic"]))
-
-
-def start(run_dir: Path, rollouts: Path, *overrides: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "megarl.train", "model=tiny", f"hydra.run.dir={run_dir}"),
-            *(f"algo.value_pretrain.rollouts={rollouts}", "algo.value_pretrain.steps=9", "train.num_iterations=0"),
-            *("algo.value_pretrain.stop_at_explained_variance=0.2", *overrides),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def test_the_command_pretrains_offline_and_ends_with_the_done_line_leaving_nothing(rollouts, tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    run_dir = tmp_path / "run"
-    run = start(run_dir, rollouts)
-    output, _ = run.communicate(timeout=300)
-    assert run.returncode == 0, output
-    explained = read_curve(run_dir)
-    assert max(explained[:-1]) < 0.2 <= explained[-1]
-    log = (run_dir / "train.log").read_text()
-    assert "critic: starts from the policy's weights, with a new value head" in log
-    assert f"out of the {NUM_ROLLOUTS} (512 responses) in {rollouts}" in log
-    assert "explained variance has reached" in log
-    last = output.strip().splitlines()[-1]
-    assert last == f"done: iterations=0 reward/heldout=none run_dir={run_dir}"
-    assert {f.name for f in (run_dir / "logs").iterdir()} == {"critic-0.log", "driver.log"}
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {f.name for f in (run_dir / "critic").iterdir()}
-    events = EventAccumulator(str(run_dir / "tensorboard"))
-    events.Reload()
-    assert [event.value for event in events.Scalars("critic/explained_variance")] == pytest.approx(explained)
-    assert find_marked(tmp_path) == []
-    assert find_scratch(run, tmp_path) == []
-    assert "iteration -8/0  ev " in output

@@ -1,17 +1,16 @@
 """Runs in a Ray that was started by hand, as docs/ray-clusters.md says."""
 
-import os
 import secrets
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from whole_runs import find_marked, start, train, wait_end, wait_for_iteration, wait_until
 
 from megarl.ports import pick_free_port
 from megarl.report.metrics import load_metrics
@@ -23,7 +22,6 @@ SMALL = (
     *("train.num_iterations=2", "train.samples_per_iteration=16", "train.samples_per_minibatch=16"),
     *("train.num_eval_prompts=2", "algo=reinforce_pp", "train.eval_every=100"),
 )
-DEADLINE_S = 300.0
 
 
 @pytest.fixture
@@ -55,15 +53,6 @@ def ray_address(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[s
             each.kill()
 
 
-def start_run(address: str, run_dir: Path, *overrides: str, **environment: str) -> subprocess.Popen[str]:
-    """Start a run, once the Ray is there: the run itself waits for it a few seconds only."""
-    wait_for(lambda: is_listening(address), "Ray to start")
-    command = [sys.executable, "-m", "megarl.train", f"hydra.run.dir={run_dir}", *overrides]
-    return subprocess.Popen(
-        command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
 def is_listening(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
@@ -73,40 +62,20 @@ def is_listening(address: str) -> bool:
         return False
 
 
-def wait_for(is_done, what: str) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not is_done():
-        assert time.monotonic() < end, f"waited {DEADLINE_S:g} s for {what}"
-        time.sleep(0.5)
-
-
 def test_a_run_joins_a_ray_started_by_hand_and_another_one_after_a_stop(ray_address: str, tmp_path: Path) -> None:
-    first = start_run(ray_address, tmp_path / "a", *SMALL, f"cluster.ray_address={ray_address}")
-    printed, _ = first.communicate(timeout=DEADLINE_S)
-    assert first.returncode == 0, printed
+    # A run itself waits for the Ray a few seconds only.
+    wait_until(lambda: is_listening(ray_address), "Ray to start")
+    train(*SMALL, f"cluster.ray_address={ray_address}", f"hydra.run.dir={tmp_path}/a")
     lines = load_metrics(tmp_path / "a" / "metrics.jsonl")
     assert [line["iteration"] for line in lines] == [0, 1, 2]
     for name in ("policy", "servers"):
         assert all(line[f"perf/{name}_peak_memory_gb"] > 0.1 for line in lines[1:])
     # The address of the environment, and an end by a signal, after which the Ray has none of the run's processes.
-    more = ("train.num_iterations=1000", "cluster.ray_address=auto")
-    second = start_run(ray_address, tmp_path / "b", *SMALL, *more, RAY_ADDRESS=ray_address)
-    metrics = tmp_path / "b" / "metrics.jsonl"
-    wait_for(lambda: (metrics.exists() and len(load_metrics(metrics)) > 1) or second.poll() is not None, "an iteration")
+    more = ("train.num_iterations=1000", "cluster.ray_address=auto", f"hydra.run.dir={tmp_path}/b")
+    second = start(*SMALL, *more, RAY_ADDRESS=ray_address)
+    wait_for_iteration(second, tmp_path / "b")
     second.send_signal(signal.SIGTERM)
-    printed, _ = second.communicate(timeout=DEADLINE_S)
-    assert second.returncode == 128 + signal.SIGTERM, printed
+    code, printed = wait_end(second)
+    assert code == 128 + signal.SIGTERM, printed
     assert load_outcome(tmp_path / "b").state is State.stopped
-    wait_for(lambda: not list_run_processes(tmp_path / "b"), "the run's processes to end")
-
-
-def list_run_processes(run_dir: Path) -> list[psutil.Process]:
-    """Processes that have a log of the run open, as workers and servers have."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if any(os.readlink(link).startswith(str(run_dir)) for link in Path(f"/proc/{process.pid}/fd").iterdir()):
-                found.append(process)
-        except OSError:
-            continue
-    return found
+    wait_until(lambda: not find_marked(tmp_path / "b"), "the run's processes to end")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_command import find_marked, find_scratch
+from whole_runs import find_marked, find_scratch
 
 from megarl.report.metrics import load_metrics
 from megarl.rollout.rollout_file import RolloutWriter
