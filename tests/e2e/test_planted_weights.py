@@ -7,7 +7,7 @@ import pytest
 import torch
 from loop_parts import open_trainer
 from safetensors.torch import load_file
-from test_reshard import PlantingSync, assert_refuted_and_mended
+from syncs import PlantingSync, assert_refuted_and_mended
 from torch import Tensor
 
 pytestmark = pytest.mark.slow

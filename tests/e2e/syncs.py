@@ -1,0 +1,119 @@
+"""Syncs between two training ranks and a server, into which a test may plant something else."""
+
+import base64
+import contextlib
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loop_parts import build_policy
+from servers import API_KEY, running_server
+from torch import Tensor
+
+from megarl.cluster.opened import open_ray
+from megarl.cluster.workers import WorkerGroup
+from megarl.config.placement import DeviceSlot
+from megarl.config.schema.roles import Dtype
+from megarl.config.schema.run import ClusterConfig, RolloutConfig, Transport
+from megarl.interfaces import UNPUBLISHED, SyncError
+from megarl.mcore.spec import read_architecture
+from megarl.rollout.client import SGLangClient
+from megarl.sync.ranks import Ranks
+from megarl.sync.sync import DiskSync, ShardSync
+
+
+class PlantingSync(ShardSync):
+    """Something else is written into the servers after the weights have arrived and before they are verified."""
+
+    plant: Callable[[SGLangClient], None] | None = None
+
+    def _move(self) -> float:
+        num_bytes = super()._move()
+        if self.plant is not None:
+            self.plant(self._clients[0])
+        return num_bytes
+
+
+class PlantingDisk(DiskSync):
+    """As `PlantingSync`."""
+
+    plant: Callable[[SGLangClient], None] | None = None
+
+    def _load(self, client: SGLangClient, directory: Path) -> None:
+        super()._load(client, directory)
+        if self.plant is not None:
+            self.plant(client)
+
+
+@dataclass(frozen=True)
+class Sides:
+    group: WorkerGroup
+    scratch: Path
+    client: SGLangClient
+    config: RolloutConfig
+    checkpoint: Path
+    """The policy's"""
+
+    @contextlib.contextmanager
+    def open_sync(
+        self, folder: Path | None = None, dtype: Dtype = Dtype.float32, client: SGLangClient | None = None, **keys: Any
+    ) -> Iterator[Any]:
+        """folder: of a sync over disk; dtype: what it takes for the policy's; keys: of `rollout`."""
+        config, clients = replace(self.config, **keys), [client or self.client]
+        ranks = Ranks(self.group, clients, config, read_architecture(self.checkpoint), "127.0.0.1")
+        tokens = list(range(3, 40))
+        where = {"scratch": self.scratch, "host": "127.0.0.1"}
+        sync = (
+            PlantingDisk(self.group, clients, config, folder, tokens, policy_dtype=dtype, ranks=ranks)
+            if folder
+            else PlantingSync(self.group, clients, config, ranks, tokens, policy_dtype=dtype, **where)
+        )
+        with contextlib.closing(sync):
+            yield sync
+
+
+@contextlib.contextmanager
+def open_sides(config: RolloutConfig, served: Path, checkpoint: Path, folder: Path) -> Iterator[Sides]:
+    """A server of the checkpoint `served`, and two ranks of a policy of `checkpoint`, side by side."""
+    config = replace(config, transport=Transport.colocated)
+    with (
+        running_server(config, served, folder / "server.log", seed=1) as server,
+        open_ray(ClusterConfig(), num_actors=2) as cluster,
+    ):
+        client = SGLangClient(server.url, vocab_size=55, deadline_s=60.0, api_key=API_KEY)
+        group = WorkerGroup(build_policy(checkpoint), folder / "logs", cluster, (DeviceSlot(), DeviceSlot()), 240.0)
+        group.start().result()
+        with contextlib.closing(group):
+            yield Sides(group, cluster.scratch, client, config, checkpoint)
+
+
+@contextlib.contextmanager
+def updating(client: SGLangClient) -> Iterator[None]:
+    """The server lets its weights be replaced meanwhile."""
+    client.pause()
+    client.begin_update()
+    yield
+    client.end_update()
+    client.resume()
+
+
+def write_directly(client: SGLangClient, shards: list[dict[str, Tensor]]) -> None:
+    """Each server rank's tensors, past the sync."""
+    payloads = [
+        base64.b64encode(pickle.dumps([(name, x.clone()) for name, x in own.items()])).decode() for own in shards
+    ]
+    client.update_weights_from_tensor(payloads, "direct", flush_cache=False)
+
+
+def assert_refuted_and_mended(sync: Any, client: SGLangClient, planted: list[dict[str, Tensor]], message: str) -> None:
+    """A sync fails over what is planted in it, and the server serves under no version; the next one succeeds."""
+    sync.plant = lambda client: write_directly(client, planted)
+    with pytest.raises(SyncError, match=message):
+        sync.publish(6)
+    assert client.load_weight_version() == UNPUBLISHED
+    sync.plant = None
+    sync.publish(6)
+    assert client.load_weight_version() == 6
