@@ -5,8 +5,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -98,16 +98,14 @@ def test_a_driver_without_the_key_is_refused(scratch: Path, workers: list, tmp_p
         assert (done.returncode != 0) is is_refused
 
 
-def test_results_come_in_the_order_of_the_ranks(workers):
-    refs = tuple(worker.nap.remote(s) for worker, s in zip(workers, (0.2, 0.0), strict=True))
-    assert PendingCall(refs, ("rank 0", "rank 1"), "values", 60.0, list).result() == [0.2, 0.0]
+def test_results_come_in_the_order_of_the_ranks_and_a_missed_deadline_names_what_and_who_is_late(workers):
+    def nap(*seconds: float, deadline_s: float) -> PendingCall:
+        refs = tuple(worker.nap.remote(each) for worker, each in zip(workers, seconds, strict=True))
+        return PendingCall(refs, ("policy rank 0/2", "policy rank 1/2"), "policy.update", deadline_s, list)
 
-
-def test_a_missed_deadline_names_what_and_who_is_late(workers):
-    refs = tuple(worker.nap.remote(s) for worker, s in zip(workers, (0.0, 3.0), strict=True))
-    pending = PendingCall(refs, ("policy rank 0/2", "policy rank 1/2"), "policy.update", 0.5, list)
+    assert nap(0.2, 0.0, deadline_s=60.0).result() == [0.2, 0.0]
     with pytest.raises(DeadlineError, match=r"policy.update: no answer from policy rank 1/2 within 0.5 s"):
-        pending.result()
+        nap(0.0, 3.0, deadline_s=0.5).result()
 
 
 def test_the_deadline_counts_from_the_call_and_not_from_the_wait(workers):
@@ -121,12 +119,9 @@ def test_the_deadline_counts_from_the_call_and_not_from_the_wait(workers):
     workers[0] = Worker.remote()
 
 
-def test_a_failure_carries_its_reason_and_who_failed(workers):
+def test_a_failure_carries_its_reason_and_who_failed_and_what_a_user_can_mend_is_raised_as_such(workers):
     with pytest.raises(WorkerError, match=r"(?s)policy.update: critic rank 0/1 failed:.*a reason"):
         call(workers[0].fail.remote(), "critic rank 0/1").result()
-
-
-def test_what_a_user_can_mend_is_raised_in_another_process_as_in_this_one(workers):
     with pytest.raises(ConfigError) as caught:
         call(workers[0].refuse.remote(), "critic rank 0/1").result()
     assert caught.value.problems == ("critic rank 0/1: model.path: a file is damaged",)
@@ -143,23 +138,16 @@ def test_a_death_is_noticed_while_the_other_role_still_works(workers):
     workers[:] = [Worker.remote() for _ in range(2)]
 
 
-@dataclass(frozen=True)
-class Group:
-    refs: list
-
-    def ask_peaks(self) -> list:
-        return self.refs
-
-
 def test_memory_is_that_of_the_process_with_the_most_and_left_out_where_one_does_not_answer(workers, monkeypatch):
+    def measure(role: str, *refs: ray.ObjectRef) -> dict[str, float]:
+        return watch.measure_peaks({role: SimpleNamespace(ask_peaks=lambda: list(refs))})
+
     monkeypatch.setattr(watch, "DEADLINE_S", 60.0)  # A worker may be starting.
-    both = Group([worker.nap.remote(seconds) for worker, seconds in zip(workers, (0.25, 0.5), strict=True)])
-    assert watch.measure_peaks({"policy": both}) == {"perf/policy_peak_memory_gb": 0.5 / 2**30}
-    failed = Group([workers[1].fail.remote()])
-    assert watch.measure_peaks({"critic": failed}) == {}
+    both = [worker.nap.remote(seconds) for worker, seconds in zip(workers, (0.25, 0.5), strict=True)]
+    assert measure("policy", *both) == {"perf/policy_peak_memory_gb": 0.5 / 2**30}
+    assert measure("critic", workers[1].fail.remote()) == {}
     monkeypatch.setattr(watch, "DEADLINE_S", 0.5)
-    late = Group([workers[0].nap.remote(3.0)])
-    assert watch.measure_peaks({"critic": late}) == {}
+    assert measure("critic", workers[0].nap.remote(3.0)) == {}
 
 
 def test_output_of_a_worker_stays_out_of_the_terminal(tmp_path: Path, capfd):
