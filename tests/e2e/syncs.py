@@ -25,27 +25,23 @@ from megarl.sync.ranks import Ranks
 from megarl.sync.sync import DiskSync, ShardSync
 
 
-class PlantingSync(ShardSync):
+class Planting:
     """Something else is written into the servers after the weights have arrived and before they are verified."""
 
     plant: Callable[[SGLangClient], None] | None = None
 
-    def _move(self) -> float:
-        num_bytes = super()._move()
+    def _move(self, *given: Any) -> None:
+        super()._move(*given)  # type: ignore[misc]
         if self.plant is not None:
-            self.plant(self._clients[0])
-        return num_bytes
+            self.plant(self._clients[0])  # type: ignore[attr-defined]
 
 
-class PlantingDisk(DiskSync):
-    """As `PlantingSync`."""
+class PlantingSync(Planting, ShardSync):
+    pass
 
-    plant: Callable[[SGLangClient], None] | None = None
 
-    def _load(self, client: SGLangClient, directory: Path) -> None:
-        super()._load(client, directory)
-        if self.plant is not None:
-            self.plant(client)
+class PlantingDisk(Planting, DiskSync):
+    pass
 
 
 @dataclass(frozen=True)
