@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+COMPLETE = ("algo=vapo", "model=qwen32b")
 
 
 def call(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -20,7 +21,7 @@ def call(folder: Path, *arguments: str, **variables: str) -> subprocess.Complete
 
 
 def test_local_prints_every_command_of_the_complete_preset_and_does_nothing(tmp_path: Path) -> None:
-    done = call(tmp_path, "--local", "algo=vapo", "model=qwen32b")
+    done = call(tmp_path, "--local", *COMPLETE)
     assert done.returncode == 0, done.stderr
     assert "    sbatch slurm/train.sh algo=vapo model=qwen32b\n" in done.stdout
     assert "--nodes=8" in done.stdout
@@ -36,7 +37,7 @@ def test_local_prints_every_command_of_the_complete_preset_and_does_nothing(tmp_
 
 @pytest.mark.parametrize("options", ["--nodes=4", "-N4", "--exclusive -N 4 --gpus-per-node h100:8"])
 def test_local_takes_the_options_of_sbatch_and_refuses_what_does_not_fit(tmp_path: Path, options: str) -> None:
-    done = call(tmp_path, "--local", *options.split(), "algo=vapo", "model=qwen32b")
+    done = call(tmp_path, "--local", *options.split(), *COMPLETE)
     assert f"sbatch {options} slurm/train.sh algo=vapo model=qwen32b" in done.stdout
     assert done.returncode == 2
     assert "need 8 nodes of 8 GPUs (cluster.gpus_per_node); there are 4 (cluster.num_nodes)" in done.stderr
@@ -48,7 +49,7 @@ def test_a_users_configuration_directory_is_passed_on_by_its_full_path(tmp_path:
     done = call(tmp_path, "--local", "--nodes=1", "--config-dir=mine", "algo=my_algo", "model=qwen3_8b")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"-m megarl.train cluster=slurm --config-dir={tmp_path}/mine algo=my_algo" in done.stdout
-    missing = call(tmp_path, "--local", "--config-dir=other", "algo=vapo", "model=qwen32b")
+    missing = call(tmp_path, "--local", "--config-dir=other", *COMPLETE)
     assert missing.returncode == 2
     assert "--config-dir: no such directory" in missing.stderr
 
@@ -63,40 +64,32 @@ def test_a_container_is_put_around_every_command(tmp_path: Path) -> None:
     assert "/dev/shm:/dev/shm\\,/data:/data" in pyxis
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            "--time=8",
-            "600 s before the time limit of 480 s (--time=8): less than half of it is left to train; --time=20",
-        ),
-        ("-t 0:30:00 --signal=B:USR1@1000", "1000 s before the time limit of 1800 s (--time=0:30:00)"),
-        ("--time=soon", "--time: found soon"),
-        ("--nodes=1 --time=1-0", "need 8 nodes of 8 GPUs"),
-    ],
-)
-def test_submit_refuses_before_the_queue(tmp_path: Path, options: str, message: str) -> None:
-    """Where it is not refused, sbatch is called: here a program that says so."""
+def test_submit_refuses_before_the_queue_and_calls_sbatch_otherwise(tmp_path: Path) -> None:
     sbatch = tmp_path / "bin" / "sbatch"
     sbatch.parent.mkdir()
     sbatch.write_text('#!/bin/sh\necho "sbatch $*"\n')
     sbatch.chmod(0o755)
     path = f"{sbatch.parent}:{os.environ['PATH']}"
-    done = call(tmp_path, "--submit", *options.split(), "algo=vapo", "model=qwen32b", PATH=path)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert message in done.stderr
-    taken = call(tmp_path, "--submit", "--time=2:00:00", "algo=vapo", "model=qwen32b", PATH=path)
+    for options, message in {
+        "--time=8": "600 s before the time limit of 480 s (--time=8): less than half of it is left to train; --time=20",
+        "-t 0:30:00 --signal=B:USR1@1000": "1000 s before the time limit of 1800 s (--time=0:30:00)",
+        "--time=soon": "--time: found soon",
+        "--nodes=1 --time=1-0": "need 8 nodes of 8 GPUs",
+    }.items():
+        done = call(tmp_path, "--submit", *options.split(), *COMPLETE, PATH=path)
+        assert (done.returncode, done.stdout) == (2, ""), options
+        assert message in done.stderr
+    taken = call(tmp_path, "--submit", "--time=2:00:00", *COMPLETE, PATH=path)
     assert taken.stdout.startswith("sbatch --time=2:00:00 ")
     assert taken.stdout.endswith("/slurm/train.sh algo=vapo model=qwen32b\n")
 
 
 def test_another_command_is_run_and_checked_by_its_own_rules(tmp_path: Path) -> None:
-    command, words = "evaluate", ("data=gsm8k", "model=qwen3_8b", "rollout.num_servers=1")
-    done = call(tmp_path, "--local", "--nodes=1", f"--command={command}", *words)
+    words = ("--command=evaluate", "data=gsm8k", "model=qwen3_8b", "rollout.num_servers=1")
+    done = call(tmp_path, "--local", "--nodes=1", *words)
     assert done.returncode == 0, done.stderr
-    assert f"-m megarl.{command} cluster=slurm {words[0]}" in done.stdout
-    assert f"doctor --node --command={command}" in done.stdout
+    assert "-m megarl.evaluate cluster=slurm data=gsm8k" in done.stdout
+    assert "doctor --node --command=evaluate" in done.stdout
 
 
 def test_what_a_job_cannot_do_is_refused_with_what_to_type(tmp_path: Path) -> None:
