@@ -31,9 +31,9 @@ class Planting:
     plant: Callable[[SGLangClient], None] | None = None
 
     def _move(self, *given: Any) -> None:
-        super()._move(*given)  # type: ignore[misc]
+        super()._move(*given)
         if self.plant is not None:
-            self.plant(self._clients[0])  # type: ignore[attr-defined]
+            self.plant(self._clients[0])
 
 
 class PlantingSync(Planting, ShardSync):
