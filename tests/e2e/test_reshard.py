@@ -168,7 +168,7 @@ def test_a_process_that_stops_in_a_sync_ends_it_at_the_deadline_and_the_next_syn
         # Between the arrival of the weights and the checksums.
         sync.plant = stop
         try:
-            with pytest.raises(RuntimeError, match=r"\b5 s") as error:
+            with pytest.raises(RuntimeError, match="5 s") as error:
                 sync.publish(31)
         finally:
             for process in stopped:
@@ -214,7 +214,7 @@ def test_a_full_file_system_ends_a_sync_over_disk_with_its_folder_and_the_next_s
     with sides.open_sync(tmp_path) as sync:
         writer.rlimit(psutil.RLIMIT_FSIZE, (200_000, before[1]))
         try:
-            with pytest.raises(RuntimeError, match=rf"File too large: '{tmp_path}/\.?v40"):
+            with pytest.raises(RuntimeError, match=rf"{tmp_path}/\.?v40\S+: .*File too large"):
                 sync.publish(40)
         finally:
             writer.rlimit(psutil.RLIMIT_FSIZE, before)
