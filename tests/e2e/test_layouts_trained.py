@@ -1,12 +1,14 @@
 """Whole runs of the command with policy and critic on several processes, as a user starts them."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from whole_runs import train
 
 from megarl.report.metrics import load_metrics
 from megarl.types import Metrics
@@ -17,10 +19,14 @@ NUM_ITERATIONS = 2
 SMALL = ("train.num_eval_prompts=8", "rollout.response_length=24")
 
 
-def train_in(directory: Path, *overrides: str) -> list[Metrics]:
-    """A run to its end; the metrics of each iteration."""
+def train(directory: Path, *overrides: str) -> list[Metrics]:
+    """Run `megarl.train` to its end; the metrics of each iteration."""
     fixed = [f"train.num_iterations={NUM_ITERATIONS}", *SMALL, f"hydra.run.dir={directory}/run"]
-    last = train(*overrides, *fixed, TMPDIR=str(directory)).strip().splitlines()[-1]
+    command = [sys.executable, "-m", "megarl.train", *overrides, *fixed]
+    environment = os.environ | {"TMPDIR": str(directory)}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=580, env=environment)
+    assert run.returncode == 0, run.stdout + run.stderr
+    last = run.stdout.strip().splitlines()[-1]
     assert re.fullmatch(rf"done: iterations={NUM_ITERATIONS} reward/heldout=0\.\d{{4}} .*", last)
     lines = [line for line in load_metrics(directory / "run" / "metrics.jsonl") if line["iteration"] > 0]
     assert len(lines) == NUM_ITERATIONS
@@ -34,7 +40,7 @@ def train_in(directory: Path, *overrides: str) -> list[Metrics]:
 def test_a_policy_of_two_stages_and_two_shards_trains_with_a_critic_and_a_server_of_two_shards(
     short_path: Path,
 ) -> None:
-    lines = train_in(
+    lines = train(
         short_path,
         "algo=vapo",
         "model.random.num_layers=2",
@@ -48,7 +54,7 @@ def test_a_policy_of_two_stages_and_two_shards_trains_with_a_critic_and_a_server
 
 
 def test_adapters_train_over_two_shards_and_the_servers_get_the_merged_weights(short_path: Path) -> None:
-    lines = train_in(
+    lines = train(
         short_path,
         "algo=grpo",
         "train.prompts_per_iteration=8",
@@ -66,7 +72,7 @@ def test_adapters_train_over_two_shards_and_the_servers_get_the_merged_weights(s
 
 
 def test_a_mixture_of_experts_trains_with_its_experts_on_two_processes_and_two_servers(short_path: Path) -> None:
-    lines = train_in(
+    lines = train(
         short_path,
         "model=tiny_moe",
         "algo=grpo",

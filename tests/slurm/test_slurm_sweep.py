@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 from mini_slurm import MiniSlurm
-from slurm_job import TINY
 
 from megarl.report.record import load_sweep
 
 pytestmark = pytest.mark.slow
 
-SHORT = (*TINY, "train.num_iterations=1", "train.num_eval_prompts=8", "algo.value_pretrain.steps=1")
+TINY = (
+    *("rollout.transport=split", "rollout.response_length=16", "cluster.object_store_mb=100"),
+    *("train.prompts_per_iteration=4", "train.responses_per_prompt=4", "train.samples_per_minibatch=16"),
+    *("train.num_iterations=1", "train.num_eval_prompts=8", "algo.value_pretrain.steps=1"),
+)
 JOB = ("hydra/launcher=slurm", "hydra.launcher.nodes=2", "hydra.launcher.gpus_per_node=2")
 
 
@@ -35,7 +38,7 @@ def test_a_sweep_for_a_partition_that_does_not_exist_ends_with_what_sbatch_says(
 
 @pytest.mark.timeout(900)
 def test_each_run_of_a_sweep_is_a_job(slurm: MiniSlurm, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megarl.train", "-m", *JOB, *SHORT, "algo=vapo", "algo.clip_high=0.2,0.28"]
+    command = [sys.executable, "-m", "megarl.train", "-m", *JOB, *TINY, "algo=vapo", "algo.clip_high=0.2,0.28"]
     try:
         done = subprocess.run(
             [*command, f"hydra.sweep.dir={tmp_path}/sweep"],
