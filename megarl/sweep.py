@@ -82,7 +82,7 @@ def explain_exit(code: int, log: Path) -> str:
 # One run of a sweep, in a process of its own: skipped where it is done, resumed where it has begun.
 #
 # Hydra's launchers call it: one run after the other here, or as jobs. It does not raise for a run that fails: the sweep
-# continues, and the run's folder has the reason (outcome.json).
+# continues, and the run's folder has the reason (run.json).
 
 SLURM_SCRIPT = (Path(__file__).resolve().parent / "slurm").resolve() / "train.sh"
 END_MARGIN_S = 60.0
@@ -106,8 +106,8 @@ def run_one() -> Results | None:
         write_if_ours(run_dir, Outcome(State.failed, "; ".join(error.problems)))
         _say(f"{run_dir.name}: failed: {error}")
         return None
-    arguments = resume_arguments(run_dir, config, overrides)
     write_if_ours(run_dir, None)
+    arguments = resume_arguments(run_dir, config, overrides)
     _say(f"{run_dir.name}: {'resumes' if arguments[0].startswith('resume=') else 'starts'}; {run_dir / OUTPUT}")
     code = run_command(arguments, run_dir, config, on_slurm=hydra.runtime.choices.get("hydra/launcher") == "slurm")
     outcome = read_outcome(run_dir)

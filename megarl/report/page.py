@@ -16,7 +16,7 @@ from megarl.config.overrides import CONF_DIR, is_search_path, show_overrides
 from megarl.report import charts
 from megarl.report.charts import Chart, Curve, Picture, build_curves, draw_curves, name_metrics, pile_up
 from megarl.report.metrics import SECONDS, History
-from megarl.report.record import HELDOUT, STARTS_NAME, UNFINISHED, RunRecord, Start
+from megarl.report.record import HELDOUT, UNFINISHED, RunRecord, Start
 from megarl.report.signs import NUM_RULES, explain_mismatch, list_warnings
 from megarl.report.terminal import LOG_NAME
 from megarl.report.text import format_number, format_seconds, shorten
@@ -308,7 +308,7 @@ def _format_configuration(run: RunRecord) -> Iterator[str]:
         yield f'<pre class="objective">{escape(newest.objective)}</pre>'
         yield f"<p>{escape(newest.sizes)}</p><p>{escape(newest.data)}</p>"
     else:
-        yield f"<p>The objective of {escape(run.name)} is not known: it has no {STARTS_NAME}.</p>"
+        yield f"<p>The objective of {escape(run.name)} is not known.</p>"
     choices = list_choices(run.overrides)
     changes, preset = find_changes(run, choices), escape(" ".join(choices) or "the defaults")
     if changes:

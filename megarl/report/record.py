@@ -1,14 +1,17 @@
 """What a run leaves in its folder about itself, beside its metrics, and the whole of it read again.
 
-status.json: the current phase, for monitoring from outside: {"iteration": 3, "phase": "rollout", "since": 1790000000.0,
+run.json is one object, which is replaced whole at each start, phase and end:
+
+overrides, config, directory: what the run was started with, for resuming (`megarl.run.resume.save_run`).
+
+starts: what each start was made with, the fields of `Start`.
+
+status: the current phase, for monitoring from outside: {"iteration": 3, "phase": "rollout", "since": 1790000000.0,
 "pid": 4711}. `iteration` is the current one; `phase` is null between phases; `since` is in seconds of Unix time.
 
-outcome.json: how it ended: {"state": "done", "why": "", "results": {"iterations": 80, "reward/heldout": 0.98}}.
-`state` is done, failed or stopped (by a signal, after its checkpoint was written); `why` is the reason where it is not
-done, and what ended it where it is done before its last iteration. A run that is in progress, or whose process was
-killed, has no such file.
-
-starts.jsonl: what each start was made with, one JSON object a line: the fields of `Start`.
+outcome: how it ended: {"state": "done", "why": "", "results": {"iterations": 80, "reward/heldout": 0.98}}. `state` is
+done, failed or stopped (by a signal, after its checkpoint was written); `why` is the reason where it is not done, and
+what ended it where it is done before its last iteration. Null for a run in progress or one whose process was killed.
 """
 
 import contextlib
@@ -31,40 +34,42 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from megarl.files import load_json_object, parse_json
-from megarl.report.metrics import FILE_NAME, History, LineFile, add_mfu, load_history
+from megarl.files import RUN_FILE, load_json_object
+from megarl.report.metrics import FILE_NAME, History, add_mfu, load_history
 
-RUN_NAME, STATUS_NAME, OUTCOME_NAME, STARTS_NAME = "run.json", "status.json", "outcome.json", "starts.jsonl"
 HYDRA_FOLDER = ".hydra"
 HELDOUT = "reward/heldout"
 LONGEST_WHY = 2000
 PACKAGES = ("megarl", "torch", "megatron-core", "sglang", "ray", "transformers", "transformer-engine", "numpy")
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
 UNFINISHED = "unfinished"
-"""The state of a run that is in progress or was killed: it has no outcome.json"""
+"""The state of a run that is in progress or was killed: it has no outcome"""
 SILENT_S = 1800.0
 """Without a sign of life for so long, a run is said to be silent"""
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
 """What reading a file raises that is not what a run writes"""
 
 
-def write_atomically(path: Path, content: Any) -> None:
-    """As JSON. The file is not essential: it is not synced to disk, and a full disk is left to other writers."""
+def load_record(run_dir: Path) -> dict[str, Any]:
+    """What run.json has; empty where there is none. Raises ValueError that names it where it is no object."""
+    path = run_dir / RUN_FILE
+    return load_json_object(path) if path.exists() else {}
+
+
+def update_record(run_dir: Path, **fields: Any) -> None:
+    """Replace these fields of run.json, atomically. It is not synced to disk; a full disk is left to other writers, and
+    a damaged file stays as it is.
+    """
+    path = run_dir / RUN_FILE
     partial = path.with_name(f".{path.name}.partial")
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    with contextlib.suppress(OSError, ValueError):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(load_record(run_dir) | fields, indent=1), encoding="utf-8")
         partial.replace(path)
 
 
 def write_status(run_dir: Path, iteration: int, phase: str | None) -> None:
-    content = {"iteration": iteration, "phase": phase, "since": time.time(), "pid": os.getpid()}
-    write_atomically(run_dir / STATUS_NAME, content)
-
-
-def load_status(path: Path) -> dict[str, Any] | None:
-    """Read a status.json; None where there is none."""
-    return load_json_object(path) if path.exists() else None
+    update_record(run_dir, status={"iteration": iteration, "phase": phase, "since": time.time(), "pid": os.getpid()})
 
 
 class State(Enum):
@@ -82,28 +87,30 @@ class Outcome:
 
 
 def write_outcome(run_dir: Path, outcome: Outcome) -> None:
-    """Write the file atomically. Where the disk is full there is no file."""
     results = {name: value for name, value in outcome.results.items() if math.isfinite(value)}
-    content = {"state": outcome.state.value, "why": outcome.why[:LONGEST_WHY], "results": results}
-    write_atomically(run_dir / OUTCOME_NAME, content)
+    why = outcome.why[:LONGEST_WHY]
+    update_record(run_dir, outcome={"state": outcome.state.value, "why": why, "results": results})
 
 
 def clear_outcome(run_dir: Path) -> None:
-    """Remove the file: the run has not ended."""
-    (run_dir / OUTCOME_NAME).unlink(missing_ok=True)
+    """The run has not ended. A run.json that says only how a run failed before it began is removed."""
+    with contextlib.suppress(ValueError):
+        if "config" in load_record(run_dir):
+            update_record(run_dir, outcome=None)
+        else:
+            (run_dir / RUN_FILE).unlink(missing_ok=True)
 
 
 def load_outcome(run_dir: Path) -> Outcome | None:
-    """Read the file; None where there is none. Raises ValueError naming the file where it is not valid."""
-    path = run_dir / OUTCOME_NAME
-    if not path.exists():
-        return None
+    """None where the run has not ended. Raises ValueError naming the file where it is not valid."""
     try:
-        content = load_json_object(path)
+        content = load_record(run_dir).get("outcome")
+        if content is None:
+            return None
         results = {name: float(value) for name, value in content["results"].items()}
         return Outcome(State(content["state"]), str(content["why"]), results)
     except DAMAGED as error:
-        raise ValueError(f"{path}: is not what a run writes: {error!r}") from None
+        raise ValueError(f"{run_dir / RUN_FILE}: is not what a run writes: {error!r}") from None
 
 
 @dataclass(frozen=True)
@@ -123,11 +130,9 @@ class Start:
 
 
 def record_start(run_dir: Path, *, objective: str, sizes: str, data: str, peak_tflops: float | None) -> None:
-    """Append a line with these texts. A full disk is left to other writers."""
     hardware = {**find_hardware(), "peak_tflops": peak_tflops}
     start = Start(time.time(), objective, sizes, data, find_versions(), hardware)
-    with contextlib.suppress(OSError), contextlib.closing(LineFile(run_dir / STARTS_NAME)) as file:
-        file.append([json.dumps(asdict(start)) + "\n"])
+    update_record(run_dir, starts=[*load_record(run_dir).get("starts", []), asdict(start)])
 
 
 def find_versions() -> dict[str, str]:
@@ -166,21 +171,6 @@ def _ask(*command: str) -> str:
     return done.stdout.strip()
 
 
-def load_starts(run_dir: Path, problems: list[str]) -> list[Start]:
-    """The starts in order; a line that cannot be read is named in `problems`. Empty where there is no file."""
-    path, starts = run_dir / STARTS_NAME, list[Start]()
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = parse_json(line)
-            objective, sizes, data = (str(record[name]) for name in ("objective", "sizes", "data"))
-            versions, hardware = dict(record["versions"]), dict(record["hardware"])
-            starts.append(Start(float(record["time"]), objective, sizes, data, versions, hardware))
-        except DAMAGED as error:
-            problems.append(f"{path}:{number}: is not what a run writes: {error!r}")
-    return starts
-
-
 @dataclass(frozen=True)
 class RunRecord:
     """A run as its folder has it, while it trains or after; files that are missing or damaged are `problems`."""
@@ -210,14 +200,14 @@ class RunRecord:
         """Seconds since the newest of the files that a run that is alive writes, where they are more than SILENT_S and
         the run is unfinished.
         """
-        paths = [path for name in (STATUS_NAME, FILE_NAME) if (path := self.directory / name).is_file()]
+        paths = [path for name in (RUN_FILE, FILE_NAME) if (path := self.directory / name).is_file()]
         silent = time.time() - max((path.stat().st_mtime for path in paths), default=time.time())
         return silent if silent > SILENT_S and self.state == UNFINISHED else None
 
 
 def is_run(directory: Path) -> bool:
     """Whether it is the folder of a run, and not of a sweep or anything else."""
-    return any((directory / name).is_file() for name in (RUN_NAME, FILE_NAME))
+    return any((directory / name).is_file() for name in (RUN_FILE, FILE_NAME))
 
 
 def load_runs(directories: Sequence[Path]) -> list[RunRecord]:
@@ -231,50 +221,40 @@ def load_runs(directories: Sequence[Path]) -> list[RunRecord]:
 
 def load_sweep(directory: Path) -> list[RunRecord]:
     """All folders below `directory` in which a run has begun, sorted by name. A missing folder has no runs."""
-    begun = {path.parent for name in (HYDRA_FOLDER, RUN_NAME) for path in directory.glob(f"*/{name}")}
+    begun = {path.parent for name in (HYDRA_FOLDER, RUN_FILE) for path in directory.glob(f"*/{name}")}
     return [load_run(path) for path in sorted(begun) if ".aside-" not in path.name]
 
 
 def load_run(directory: Path) -> RunRecord:
     """Everything but the responses; nothing here raises."""
     problems: list[str] = []
-    state, why = _load_state(directory, problems)
-    starts = load_starts(directory, problems)
+    state, why, starts = UNFINISHED, "in progress or killed, at an unknown point", list[Start]()
+    config, overrides = dict[str, Any](), list[str]()
+    try:
+        record = load_record(directory)
+        if "config" in record:
+            config, overrides = dict(record["config"]), [str(text) for text in record["overrides"]]
+        starts = [Start(**start) for start in record.get("starts", ())]
+        if (outcome := load_outcome(directory)) is not None:
+            state, why = outcome.state.value, outcome.why
+        elif (status := record.get("status")) is None:
+            why = "in progress or killed, before its processes were started"
+        else:
+            phase = status["phase"] or "no phase"
+            why = f"in progress or killed, at iteration {int(status['iteration'])}, in {phase}"
+    except DAMAGED as error:
+        problems.append(f"{directory / RUN_FILE}: is not what a run writes: {error!r}")
+    if not config:
+        config, overrides = _load_hydra(directory, problems)
     history = load_history(directory / FILE_NAME, problems, needed=state == State.done.value)
     # A run that goes on elsewhere is measured by its newest machine.
     if starts and (peak := starts[-1].hardware.get("peak_tflops")):
         add_mfu(history, float(peak))
-    config, overrides = _load_settings(directory, problems)
     return RunRecord(directory, directory.name, state, why, config, overrides, starts, history, problems)
 
 
-def _load_state(folder: Path, problems: list[str]) -> tuple[str, str]:
-    try:
-        if (outcome := load_outcome(folder)) is not None:
-            return outcome.state.value, outcome.why
-    except ValueError as error:
-        problems.append(str(error))
-    at = "before its processes were started"
-    try:
-        if (status := load_status(folder / STATUS_NAME)) is not None:
-            at = f"at iteration {int(status['iteration'])}, in {status['phase'] or 'no phase'}"
-    except DAMAGED as error:
-        problems.append(f"{folder / STATUS_NAME}: is not what a run writes: {error!r}")
-        at = "at an unknown point"
-    return UNFINISHED, f"in progress or killed, {at}"
-
-
-def _load_settings(folder: Path, problems: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Configuration and overrides from run.json, which has what a resumed run repeats, or, where the run ended before
-    it was written, from Hydra's files.
-    """
-    path = folder / RUN_NAME
-    try:
-        if path.exists():
-            content = load_json_object(path)
-            return dict(content["config"]), [str(text) for text in content["overrides"]]
-    except DAMAGED as error:
-        problems.append(f"{path}: is not what a run writes: {error!r}")
+def _load_hydra(folder: Path, problems: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Configuration and overrides from Hydra's files, where the run ended before run.json had them."""
     composed, found = (_load_yaml(folder / HYDRA_FOLDER / name, problems) for name in ("config.yaml", "overrides.yaml"))
     config = _flatten(composed) if isinstance(composed, dict) else {}
     return config, [str(text) for text in found] if isinstance(found, list) else []

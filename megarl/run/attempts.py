@@ -30,7 +30,7 @@ from megarl.plan.search import check_plan
 from megarl.plan.seconds import find_peak_tflops
 from megarl.report.metrics import FILE_NAME as METRICS_NAME
 from megarl.report.metrics import load_metrics
-from megarl.report.record import Outcome, State, clear_outcome, record_start, write_outcome
+from megarl.report.record import Outcome, State, record_start, write_outcome
 from megarl.report.report import Report, build_report
 from megarl.report.terminal import LOG_NAME, append_log
 from megarl.report.text import format_heldout
@@ -279,7 +279,6 @@ def run_recorded(
     def note_start() -> None:
         nonlocal is_begun
         save_run(run_dir, config, overrides)
-        clear_outcome(run_dir)
         is_begun = True
 
     try:
@@ -292,7 +291,8 @@ def run_recorded(
             # Of a stop and of bad input the code's place says nothing.
             lines = traceback.format_exception_only(error) if plain else traceback.format_exception(error)
             append_log(run_dir / LOG_NAME, "".join(lines).rstrip())
-            write_outcome(run_dir, Outcome(State.stopped if isinstance(error, Stopped) else State.failed, why))
+            if is_begun:
+                write_outcome(run_dir, Outcome(State.stopped if isinstance(error, Stopped) else State.failed, why))
         raise
     results = {"iterations": summary.num_iterations, HELDOUT: summary.heldout_reward}
     limit, total = summary.limit, config.train.num_iterations

@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 from megarl.files import RUN_FILE, CheckpointError, locking
-from megarl.report.record import OUTCOME_NAME, Outcome, State, clear_outcome, write_outcome
+from megarl.report.record import Outcome, State, clear_outcome, load_outcome, write_outcome
 
 
 def write_if_ours(run_dir: Path, outcome: Outcome | None) -> bool:
     """Write the outcome (None: remove it), unless another process uses the folder; returns whether none does.
 
-    outcome.json belongs to the process that holds the lock of the run.
+    It belongs to the process that holds the lock of the run.
     """
     try:
         with locking(run_dir):
@@ -28,7 +28,7 @@ def write_if_ours(run_dir: Path, outcome: Outcome | None) -> bool:
 
 def main() -> None:
     run_dir, why = Path(sys.argv[1]), sys.argv[2]
-    if (run_dir / RUN_FILE).is_file() and not (run_dir / OUTCOME_NAME).exists():
+    if (run_dir / RUN_FILE).is_file() and load_outcome(run_dir) is None:
         write_if_ours(run_dir, Outcome(State.failed, why))
 
 

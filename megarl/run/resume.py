@@ -10,7 +10,8 @@ from megarl.config.overrides import is_search_path
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import AUTO
 from megarl.config.values import list_values
-from megarl.files import RUN_FILE, parse_json, write_atomically
+from megarl.files import RUN_FILE, write_atomically
+from megarl.report.record import load_record
 
 PREFIX = "resume="
 
@@ -68,7 +69,7 @@ def take_resume(arguments: Sequence[str]) -> tuple[list[str], Path | None]:
 
 
 def save_run(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
-    """Write what `resume=RUN_DIR` and whoever uses the run's model need.
+    """Write what `resume=RUN_DIR` and whoever uses the run's model need; how an earlier start ended is forgotten.
 
     {"overrides": [...], "config": {dotted key: value}, "directory": where relative paths count from}
     """
@@ -76,18 +77,19 @@ def save_run(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
     # An address is that of one start; what auto stands for is that of each.
     kept = [text for text in overrides if _name_key(text) != "cluster.ray_address" or text.endswith(f"={AUTO}")]
     content = {"overrides": kept, "config": dict(list_values(config)), "directory": str(Path.cwd())}
-    write_atomically(run_dir / RUN_FILE, json.dumps(content, indent=1))
+    record = load_record(run_dir) | content | {"status": None, "outcome": None}
+    write_atomically(run_dir / RUN_FILE, json.dumps(record, indent=1))
 
 
 def load_run(run_dir: Path) -> dict[str, Any]:
     """Read what `save_run` wrote. Raises ConfigError where there is no run."""
     path = run_dir / RUN_FILE
+    if not path.is_file():
+        raise ConfigError([f"resume: {run_dir} is not a run directory: it has no {RUN_FILE}"])
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
+        content = load_record(run_dir)
         overrides = [_check_override(text) for text in content["overrides"]]
         return {"overrides": overrides, "config": dict(content["config"])}
-    except FileNotFoundError:
-        raise ConfigError([f"resume: {run_dir} is not a run directory: it has no {RUN_FILE}"]) from None
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError([f"resume: {path} is not what a run writes: {error!r}"]) from None
 

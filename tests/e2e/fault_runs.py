@@ -29,7 +29,7 @@ import psutil
 from whole_runs import find_marked, start, summarize, train, wait_end, wait_until
 
 from megarl.report.metrics import load_metrics
-from megarl.report.record import STATUS_NAME, load_status
+from megarl.report.record import load_record
 from megarl.rollout.journal import JOURNAL, Journal
 
 LOGS = {
@@ -41,7 +41,7 @@ LOGS = {
 """The process -> its log in RUN_DIR/logs, which it has open"""
 PROCESSES = (*LOGS, "driver")
 PHASES = {"generation": "rollout", "sync": "sync", "update": "update", "checkpoint": "checkpoint"}
-"""As the table calls it -> as status.json does"""
+"""As the table calls it -> as run.json does"""
 PRETRAINING = "value pretraining"
 """A phase beside those of training: the update of one of its iterations"""
 NUM_ITERATIONS, NUM_GROUPS = 4, 8
@@ -105,7 +105,7 @@ def wait_for_phase(run: "subprocess.Popen[str]", run_dir: Path, phases: tuple[st
     while time.monotonic() < end:
         if run.poll() is not None:
             raise RuntimeError(f"the run ended with {run.returncode} before {what}")
-        status = load_status(run_dir / STATUS_NAME)
+        status = load_record(run_dir).get("status")
         if status and status["iteration"] == iteration and status["phase"] in phases:
             return
         time.sleep(0.002)
@@ -121,7 +121,7 @@ def kill(run: "subprocess.Popen[str]", run_dir: Path, plan: Plan, max_staleness:
     wait_for_phase(run, run_dir, phases, plan.iteration)
     time.sleep(plan.delay_s)
     victim = find_process(run_dir, plan.process, run.pid)
-    status = load_status(run_dir / STATUS_NAME)
+    status = load_record(run_dir).get("status")
     assert status is not None
     victim.kill()
     titles = {name: title for title, name in PHASES.items()}

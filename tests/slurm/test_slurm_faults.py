@@ -55,7 +55,7 @@ def test_a_cancelled_job_writes_a_checkpoint_before_its_processes_end(slurm: Min
     job.wait_state("CANCELLED")
     wait_checkpoint(job)
     job.expect_nothing_left()
-    assert json.loads((job.run_dir / "outcome.json").read_text())["why"] == "stopped by SIGTERM"
+    assert json.loads((job.run_dir / "run.json").read_text())["outcome"]["why"] == "stopped by SIGTERM"
 
 
 @pytest.mark.timeout(900)
@@ -95,7 +95,7 @@ def test_lost_processes_bring_another_start_at_most_twice_without_a_checkpoint(s
             job.start_again()
     job.wait_state("FAILED")
     assert "the driver was killed by SIGKILL: not requeued: 3 starts brought no checkpoint" in job.output
-    outcome = json.loads((job.run_dir / "outcome.json").read_text())
+    outcome = json.loads((job.run_dir / "run.json").read_text())["outcome"]
     assert outcome["state"] == "failed"
     assert "the driver was killed by SIGKILL" in outcome["why"]
     # Ray's own logs of what it was that failed.
@@ -103,8 +103,8 @@ def test_lost_processes_bring_another_start_at_most_twice_without_a_checkpoint(s
 
 
 def count_starts(job: Job) -> int:
-    path: Path = job.run_dir / "starts.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
+    path: Path = job.run_dir / "run.json"
+    return len(json.loads(path.read_text()).get("starts", ())) if path.exists() else 0
 
 
 def test_a_signal_to_one_task_of_an_array_is_that_tasks_alone(slurm: MiniSlurm, submit) -> None:

@@ -8,7 +8,7 @@ from megarl.config.errors import ConfigError
 from megarl.files import load_json_object, naming_file, parse_json, parse_strict_json
 from megarl.mcore.spec import read_architecture
 from megarl.report.metrics import load_metrics
-from megarl.report.record import load_outcome, load_status
+from megarl.report.record import load_outcome
 from megarl.rollout.rollout_file import load_rollouts
 from megarl.run.resume import load_run
 from megarl.task.sources import read_jsonl
@@ -47,8 +47,7 @@ def test_a_file_that_holds_no_object_is_named(tmp_path: Path, text: str, message
         ("rollouts.jsonl", lambda folder: load_rollouts(folder / "rollouts.jsonl")),
         ("data.jsonl", lambda folder: list(read_jsonl(folder / "data.jsonl"))),
         ("run.json", load_run),
-        ("outcome.json", load_outcome),
-        ("status.json", lambda folder: load_status(folder / "status.json")),
+        ("run.json", load_outcome),
     ],
 )
 def test_a_deeply_nested_file_is_an_error_of_its_reader(tmp_path: Path, name: str, read):

@@ -116,9 +116,9 @@ def test_an_outcome_comes_back_and_a_damaged_one_is_named(tmp_path):
     assert load_outcome(tmp_path) is None
     write_outcome(tmp_path, Outcome(State.done, results={"iterations": 3, "reward/heldout": 0.5, "x": float("nan")}))
     assert load_outcome(tmp_path) == Outcome(State.done, results={"iterations": 3, "reward/heldout": 0.5})
-    for damaged in ("{", "[]", '{"state": "odd", "why": "", "results": {}}', '{"state": "done"}'):
-        (tmp_path / "outcome.json").write_text(damaged)
-        with pytest.raises(ValueError, match=r"outcome\.json: is not what a run writes"):
+    for damaged in ("{", "[]", '{"outcome": {"state": "odd", "why": "", "results": {}}}', '{"outcome": {"state": "done"}}'):
+        (tmp_path / "run.json").write_text(damaged)
+        with pytest.raises(ValueError, match=r"run\.json: is not what a run writes"):
             load_outcome(tmp_path)
 
 
@@ -131,11 +131,10 @@ def test_a_page_shows_every_run_escapes_all_text_and_names_what_is_missing_or_da
     write_run(tmp_path / "d", {"algo.clip_high": 0.4, "seed": 1}, [], None)
     (tmp_path / "d" / "metrics.jsonl").write_text('{"iteration": 0, "reward/heldout": 0.3}\nnonsense\n{"iteration": 2}')
     write_run(tmp_path / "e", {"algo.clip_high": 0.4, "seed": 1}, [], done)
-    for name in ("metrics.jsonl", "run.json"):
-        (tmp_path / "e" / name).unlink()
+    (tmp_path / "e" / "metrics.jsonl").unlink()
     (tmp_path / "f" / ".hydra").mkdir(parents=True)
     (tmp_path / "f" / ".hydra" / "config.yaml").write_text("algo: {clip_high: [\n")
-    (tmp_path / "f" / "outcome.json").write_text("{")
+    (tmp_path / "f" / "run.json").write_text("{")
     (tmp_path / "logs").mkdir()
     write_run(tmp_path / "a.aside-1", {"seed": 1}, [0.1], Outcome(State.failed))
     copied = tmp_path / "elsewhere" / "copies" / "a"
@@ -156,7 +155,7 @@ def test_a_page_shows_every_run_escapes_all_text_and_names_what_is_missing_or_da
         "(and 1 lines more)",
         "e/metrics.jsonl: is missing",
         "f/.hydra/config.yaml",
-        "f/outcome.json",
+        "f/run.json",
     ):
         assert named in page, named
     assert "http" not in page.replace("http-equiv", "")

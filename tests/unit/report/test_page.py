@@ -22,7 +22,7 @@ from megarl.report.page import (
     list_tiles,
     read_warnings,
 )
-from megarl.report.record import OUTCOME_NAME, SILENT_S, is_run, load_run, load_starts, record_start
+from megarl.report.record import SILENT_S, is_run, load_run, record_start, update_record
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -87,18 +87,17 @@ def test_the_settings_in_an_experiment_of_the_users_own_are_shown_beside_the_gro
 
 def test_a_run_in_progress_shows_what_is_there_and_one_that_is_silent_says_how_to_go_on(tmp_path):
     folder = write_page_run(tmp_path / "run", 30)
-    (folder / OUTCOME_NAME).unlink()
-    (folder / "status.json").write_text(json.dumps({"iteration": 31, "phase": "rollout", "since": 0.0, "pid": 1}))
+    update_record(folder, outcome=None, status={"iteration": 31, "phase": "rollout", "since": 0.0, "pid": 1})
     page = Page(format_run_page(load_run(folder)))
     assert "in progress or killed, at iteration 31, in rollout" in page.text
     assert re.search(r"\d+ iterations left, about", page.text)
     long_ago = time.time() - 2 * SILENT_S
-    for name in ("status.json", "metrics.jsonl"):
+    for name in ("run.json", "metrics.jsonl"):
         os.utime(folder / name, (long_ago, long_ago))
     assert f"megarl train resume={folder}" in Page(format_run_page(load_run(folder))).text
 
 
-@pytest.mark.parametrize("left", [(), ("run.json",), ("metrics.jsonl",), ("metrics.jsonl", "starts.jsonl")])
+@pytest.mark.parametrize("left", [(), ("run.json",), ("metrics.jsonl",)])
 def test_a_page_is_made_of_whatever_files_there_are(tmp_path, left):
     folder = write_page_run(tmp_path / "run", 3)
     for path in folder.iterdir():
@@ -140,9 +139,9 @@ def test_warnings_of_a_log_are_counted_and_other_lines_are_not_taken_for_them(tm
 def test_each_start_of_a_run_is_recorded_with_versions_and_hardware(tmp_path):
     for number in (1, 2):
         record_start(tmp_path, objective=f"objective {number}", sizes="sizes", data="data", peak_tflops=0.1)
-    problems: list[str] = []
-    first, second = load_starts(tmp_path, problems)
-    assert (first.objective, second.objective, problems) == ("objective 1", "objective 2", [])
+    run = load_run(tmp_path)
+    first, second = run.starts
+    assert (first.objective, second.objective) == ("objective 1", "objective 2")
     assert first.versions["python"] == sys.version.split()[0]
     assert "torch" in first.versions
     assert first.hardware["cores"] >= 1

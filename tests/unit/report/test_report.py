@@ -13,7 +13,7 @@ from report_samples import make_sample
 
 from megarl.config.schema.run import LoggerConfig
 from megarl.report.metrics import load_metrics
-from megarl.report.record import load_status
+from megarl.report.record import load_record
 from megarl.report.report import Report, build_report
 
 QUIET = LoggerConfig(tensorboard=False, terminal=False)
@@ -101,23 +101,22 @@ def test_a_bad_line_is_an_error_with_file_and_line(tmp_path: Path, line: str, me
         load_metrics(path)
 
 
-def test_the_status_file_says_which_iteration_and_phase_are_under_way(tmp_path: Path) -> None:
+def test_the_record_says_which_iteration_and_phase_are_under_way(tmp_path: Path) -> None:
     report = build_report(QUIET, tmp_path, 2)
-    path = tmp_path / "status.json"
-    assert load_status(path) is None
+    assert load_record(tmp_path) == {}
     seen = []
     for iteration in (0, 1):
         with report.phase("rollout"):
-            seen.append(load_status(path))
-        seen.append(load_status(path))
+            seen.append(load_record(tmp_path)["status"])
+        seen.append(load_record(tmp_path)["status"])
         report.log(iteration, {})
     report.rewind(1)
     with report.phase("sync"):
-        seen.append(load_status(path))
+        seen.append(load_record(tmp_path)["status"])
     report.close()
-    found = [(status["iteration"], status["phase"]) for status in seen if status is not None]
+    found = [(status["iteration"], status["phase"]) for status in seen]
     assert found == [(0, "rollout"), (0, None), (1, "rollout"), (1, None), (1, "sync")]
-    assert all(status is not None and status["pid"] == os.getpid() for status in seen)
+    assert all(status["pid"] == os.getpid() for status in seen)
 
 
 def test_tensorboard_holds_every_metric_at_its_iteration(tmp_path: Path) -> None:

@@ -240,6 +240,6 @@ def test_the_limit_is_in_the_outcome_and_on_the_page(tmp_path: Path, monkeypatch
     monkeypatch.setattr(attempts, "run_job", run_job)
     attempts.run_recorded(load_config(["train.num_iterations=8"]), tmp_path)
     why = "ended after 4 minutes (train.max_minutes): 3 of 8 iterations"
-    outcome = json.loads((tmp_path / "outcome.json").read_text())
+    outcome = json.loads((tmp_path / "run.json").read_text())["outcome"]
     assert (outcome["state"], outcome["why"]) == ("done", why)
     assert why in "".join(format_run_page(load_run(tmp_path)))

@@ -58,7 +58,7 @@ def test_optuna_maximises_the_held_out_reward_and_goes_on_where_it_was(tmp_path)
     assert first.returncode == 0, first.stdout + first.stderr
     results = (tmp_path / "optimization_results.yaml").read_text()
     best = max(
-        json.loads(path.read_text())["results"]["reward/heldout"] for path in tmp_path.glob("algo*/outcome.json")
+        json.loads(path.read_text())["outcome"]["results"]["reward/heldout"] for path in tmp_path.glob("algo*/run.json")
     )
     assert f"best_value: {best}" in results
     calls = read_calls(tmp_path)
