@@ -141,7 +141,9 @@ def test_a_reward_function_that_raises_leaves_its_last_iteration_and_the_mended_
     failed = "64 of 64 responses have no reward: 64 x the reward raised ZeroDivisionError: no words in the response"
     assert error.startswith(f"megarl.report.scores.TooManyFailuresError: {failed}")
     assert note == f"resume={run_dir} resumes after iteration 2: {run_dir}/checkpoints/iteration-000002"
-    assert json.loads((run_dir / "run.json").read_text())["outcome"]["why"] == error.removeprefix("megarl.report.scores.")
+    assert json.loads((run_dir / "run.json").read_text())["outcome"]["why"] == error.removeprefix(
+        "megarl.report.scores."
+    )
     monkeypatch.setenv("METRICS", "/nowhere")
     assert wait_end(start(f"resume={run_dir}", log=log))[0] == 0, log.read_text()[-5000:]
     assert re.search(r"resuming from\s+\S*iteration-000002", log.read_text())

@@ -116,7 +116,12 @@ def test_an_outcome_comes_back_and_a_damaged_one_is_named(tmp_path):
     assert load_outcome(tmp_path) is None
     write_outcome(tmp_path, Outcome(State.done, results={"iterations": 3, "reward/heldout": 0.5, "x": float("nan")}))
     assert load_outcome(tmp_path) == Outcome(State.done, results={"iterations": 3, "reward/heldout": 0.5})
-    for damaged in ("{", "[]", '{"outcome": {"state": "odd", "why": "", "results": {}}}', '{"outcome": {"state": "done"}}'):
+    for damaged in (
+        "{",
+        "[]",
+        '{"outcome": {"state": "odd", "why": "", "results": {}}}',
+        '{"outcome": {"state": "done"}}',
+    ):
         (tmp_path / "run.json").write_text(damaged)
         with pytest.raises(ValueError, match=r"run\.json: is not what a run writes"):
             load_outcome(tmp_path)
