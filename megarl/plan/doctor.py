@@ -44,7 +44,7 @@ from megarl.config.schema.roles import ModelSource
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import LEAST_OF_KIND, ClusterConfig
 from megarl.run.command import end_with_closed_pipe, end_with_config_error
-from megarl.run.machine import check_machine, check_object_store
+from megarl.run.machine import check_machine
 from megarl.run.resume import take_resume
 from megarl.task.sandbox import PROTECTIONS, find_protections
 
@@ -351,7 +351,7 @@ def check_job(config: Config, command: str) -> Iterator[str]:
 def describe_node(config: Config, command: str, environment: Mapping[str, str]) -> dict[str, object]:
     """This node's name, its GPUs as (name, MiB), and its problems, each in one line."""
     problems = [finding.text for finding in check_models(config, command)]
-    problems += [*check_object_store(config.cluster), *find_stale_ray(environment.get("SLURM_CLUSTER_NAME"))]
+    problems += find_stale_ray(environment.get("SLURM_CLUSTER_NAME"))
     if (folder := environment.get("MEGARL_JOB_DIR")) and not Path(folder).is_dir():
         problems.append(f"hydra.run.dir: {folder} does not exist; it must be on a file system that every node sees")
     memory, store = environment.get("SLURM_MEM_PER_NODE") or "0", config.cluster.object_store_mb

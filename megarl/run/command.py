@@ -9,6 +9,7 @@ from math import isnan
 from pathlib import Path
 from typing import NoReturn
 
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
@@ -22,17 +23,10 @@ from megarl.report.sinks import check_sinks
 from megarl.run.machine import check_machine
 from megarl.run.process import DRIVER_LOG, Stopped, capturing_output, stopping_on_signals
 
-VALUED = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--experimental-rerun")
-"""Hydra's options that take the next word"""
-INFO = ("--info", "-i")
-INFO_CHOICES = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 COMPLETION = ("--shell-completion", "-sc")
-PRINTING = (*COMPLETION, *INFO, "--help", "-h", "--hydra-help", "--version", "--cfg", "-c")
-"""Options that print something and run nothing"""
-OF_A_START = {
-    *(".hydra", ".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml"),
-    *("logs", f"logs/{DRIVER_LOG}"),
-}
+PRINTING = (*COMPLETION, "--info", "-i", "--help", "-h", "--hydra-help", "--version", "--cfg", "-c")
+"""Hydra's options that print something and run nothing"""
+OF_A_START = {".hydra", "logs"}
 """What Hydra and the log of the driver leave in the directory of a run before it begins"""
 EXIT_BAD_CONFIG = 2
 Results = Mapping[str, float]
@@ -41,13 +35,10 @@ Results = Mapping[str, float]
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """(Hydra's options with their values, all other words). A word of the latter may be no override."""
-    options: list[str] = []
-    words: list[str] = []
-    before = ""
-    for text in arguments:
-        is_value = before in VALUED or (before in INFO and text in INFO_CHOICES)
-        before = "" if is_value else text
-        (options if is_value or text.startswith("-") else words).append(text)
+    words = get_args_parser().parse_intermixed_args(list(arguments)).overrides
+    options = list(arguments)
+    for text in words:
+        options.remove(text)
     return options, words
 
 
@@ -61,18 +52,15 @@ def is_sweep(arguments: Sequence[str]) -> bool:
 
 
 def end_with_closed_pipe() -> None:
-    """Let a write to a pipe that nobody reads end this process without a message, as other commands do.
-
-    Not for a process that has others to end.
-    """
+    """A write to a pipe that nobody reads ends this process without a message. Not for one that has others to end."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 def check_command_line(check: Callable[[list[str], list[str]], tuple[Sequence[str], Sequence[str]]]) -> None:
-    """Have sys.argv checked, print what is to be said of it, and leave in it what Hydra is to read.
+    """Have sys.argv checked, print what is to be said of it, and leave in it what Hydra is to read. A ConfigError ends
+    the process.
 
-    check: gets Hydra's options and the overrides; returns lines to print and the overrides for Hydra. A ConfigError,
-    whose problems are printed, ends the process.
+    check: gets Hydra's options and the overrides; returns lines to print and the overrides for Hydra.
     """
     try:
         options, overrides = split_arguments(take_config_dirs(sys.argv[1:]))
@@ -139,7 +127,7 @@ def run_composed(composed: DictConfig, run: Callable[[Config, Path], Results], c
 
 def _remove_unused(run_dir: Path) -> None:
     """Remove the directory of a run that was refused before it began, and its parent, where they hold nothing else."""
-    if {str(path.relative_to(run_dir)) for path in run_dir.rglob("*")} <= OF_A_START and not run_dir.is_symlink():
+    if not run_dir.is_symlink() and {path.name for path in run_dir.glob("*")} <= OF_A_START:
         shutil.rmtree(run_dir, ignore_errors=True)
         with contextlib.suppress(OSError):
             run_dir.parent.rmdir()

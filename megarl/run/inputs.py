@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,19 +10,11 @@ from megarl.algo.registry import needs_critic
 from megarl.config.checks.config import describe_iteration_size
 from megarl.config.errors import ConfigError
 from megarl.config.schema.algo import needs_reference
-from megarl.config.schema.roles import ReferenceConfig, TrainedRoleConfig
 from megarl.config.schema.root import Config
 from megarl.config.values import name_data, name_reward
 from megarl.files import load_json_object
 from megarl.mcore.hf import check_checkpoint, check_critic_checkpoint, check_critic_prompt, check_value_range
-from megarl.mcore.spec import (
-    ROLE_KEYS,
-    Role,
-    WorkerSpec,
-    check_layout,
-    check_role_fields,
-    read_architecture,
-)
+from megarl.mcore.spec import ROLE_KEYS, Role, WorkerSpec, check_layout, check_role_fields, read_architecture
 from megarl.models.architecture import Architecture
 from megarl.models.checkpoint import (
     check_config,
@@ -35,13 +27,7 @@ from megarl.models.families import list_unknown_keys
 from megarl.rollout.collector import EvalSet, build_eval_sets
 from megarl.rollout.conversation import Conversation, build_conversation
 from megarl.rollout.episodes import check_conversation
-from megarl.rollout.rollout_file import (
-    NO_GROUPS,
-    Limits,
-    SavedGroup,
-    SavedGroups,
-    find_groups,
-)
+from megarl.rollout.rollout_file import NO_GROUPS, Limits, SavedGroup, SavedGroups, find_groups
 from megarl.rollout.server import add_turn_end, build_command, check_served_class, load_generation_spec
 from megarl.sync.pieces import check_serving_layout
 from megarl.sync.probe import build_probe_tokens
@@ -64,20 +50,20 @@ class Inputs:
     architecture: Architecture
     """The architecture of that checkpoint"""
     tokenizer: "PreTrainedTokenizerBase"
-    data: DataSplits
-    conversation: Conversation | None
-    """What answers the policy; None with environment=single_turn"""
     specs: dict[Role, WorkerSpec]
     """Of the roles that the algorithm needs"""
-    probe_tokens: tuple[int, ...]
-    """The text on which every weight sync is verified"""
+    critic_prompt: CriticPrompt | None
+    """With data.critic_prompt and a critic"""
     saved_rollouts: SavedGroups | None
     """The responses that value pretraining learns from, if not from fresh ones"""
-    critic_prompt: CriticPrompt | None = None
-    """With data.critic_prompt and a critic"""
-    eval_sets: tuple[EvalSet, ...] = ()
     saved_groups: SavedGroups | None = None
-    """What rollout.file has; None: responses are generated. Else there are no prompts in `data` and no probe."""
+    """What rollout.file has; None: responses are generated. Else all below is empty."""
+    data: DataSplits = field(default_factory=lambda: DataSplits((), (), 0))
+    conversation: Conversation | None = None
+    """What answers the policy; None with environment=single_turn"""
+    probe_tokens: tuple[int, ...] = ()
+    """The text on which every weight sync is verified"""
+    eval_sets: tuple[EvalSet, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     """rollout.stop_token_ids, and the token with which the chat template ends an answer"""
 
@@ -100,37 +86,48 @@ class Models:
 
 
 def load_inputs(config: Config) -> Inputs:
-    """Load all inputs. Raises ConfigError, for example for a missing checkpoint, an unreadable file or a wrong size."""
+    """Load all inputs. Raises ConfigError, for example for a missing checkpoint, an unreadable file or a wrong size.
+
+    With rollout.file, or where only the critic learns, there are no data, reward, environment and servers.
+    """
     models = load_models(config)
-    architecture = models.architecture
-    if not config.has_servers:
-        return _load_saved_inputs(config, models)
-    check_served_class(models.checkpoint)
-    # Raises for unknown options; the real command is built where the server starts.
-    build_command(config.rollout, models.checkpoint, host=config.cluster.listen_host, port=0, seed=config.seed)
-    specs = load_specs(config, models)
-    tokenizer = load_tokenizer(models.checkpoint)
-    use_chat_template(config.data, tokenizer)
+    if config.has_servers:
+        check_served_class(models.checkpoint)
+        # Raises for unknown options; the real command is built where the server starts.
+        build_command(config.rollout, models.checkpoint, host=config.cluster.listen_host, port=0, seed=config.seed)
+    specs, tokenizer = load_specs(config, models), load_tokenizer(models.checkpoint)
+    if config.has_servers:
+        use_chat_template(config.data, tokenizer)
+    own = build_critic_prompt(config, models, tokenizer)
+    saved = load_saved_rollouts(config, models, own)
+    inputs = Inputs(models.checkpoint, models.architecture, tokenizer, specs, own, saved)
+    if config.has_servers:
+        return _add_prompts(config, inputs)
+    groups = NO_GROUPS if config.has_critic_alone else load_saved_groups(config, models, tokenizer, own)
+    return replace(inputs, saved_groups=groups)
+
+
+def _add_prompts(config: Config, inputs: Inputs) -> Inputs:
+    """With the data, and what has been tried on their first prompts."""
+    tokenizer, vocab_size = inputs.tokenizer, inputs.architecture.vocab_size
     tools = build_tool_prompt(config.environment, config.data, tokenizer)
-    vocab_size = architecture.vocab_size
-    spec = load_generation_spec(models.checkpoint)
+    spec = load_generation_spec(inputs.checkpoint)
     rollout, ends = add_turn_end(config.rollout, spec, Renderer(config.data, tokenizer, tools))
     data = build_data(config.data, tokenizer, config.seed, tools, vocab_size)
     sets = build_eval_sets(config, tokenizer, tools, vocab_size)
+    first = data.train[0], data.heldout[0]
     with contextlib.closing(build_scorer(config.reward)) as scorer:
-        chosen = f"{name_reward(config.reward)} with {name_data(config.data)}"
-        scorer.check((data.train[0], data.heldout[0]), config.reward.wrong, chosen)
+        scorer.check(first, config.reward.wrong, f"{name_reward(config.reward)} with {name_data(config.data)}")
     conversation = build_conversation(config, tokenizer, vocab_size)
-    turns = check_conversation(conversation, (data.train[0], data.heldout[0]))
-    data = replace(data, notes=(*data.notes, ends, *turns))
-    length = min(PROBE_LENGTH, architecture.max_length)
-    probe = build_probe_tokens(data.heldout, architecture.vocab_size, length)
-    critic_prompt = build_critic_prompt(config, models, tokenizer)
-    if critic_prompt is not None:
-        critic_prompt.check(data.train)
-    saved = load_saved_rollouts(config, models, critic_prompt)
-    return Inputs(
-        *(models.checkpoint, architecture, tokenizer, data, conversation, specs, probe, saved, critic_prompt, sets),
+    turns = check_conversation(conversation, first)
+    if inputs.critic_prompt is not None:
+        inputs.critic_prompt.check(data.train)
+    return replace(
+        inputs,
+        data=replace(data, notes=(*data.notes, ends, *turns)),
+        conversation=conversation,
+        probe_tokens=build_probe_tokens(data.heldout, vocab_size, min(PROBE_LENGTH, inputs.architecture.max_length)),
+        eval_sets=sets,
         stop_token_ids=tuple(rollout.stop_token_ids),
     )
 
@@ -140,18 +137,6 @@ def build_critic_prompt(config: Config, models: Models, tokenizer: "PreTrainedTo
     if config.data.critic_prompt is None or not needs_critic(config.algo):
         return None
     return CriticPrompt(config.data, tokenizer, models.critic_architecture.vocab_size)
-
-
-def _load_saved_inputs(config: Config, models: Models) -> Inputs:
-    """With rollout.file, or where only the critic learns: no data, reward, environment and servers."""
-    specs = load_specs(config, models)
-    tokenizer = load_tokenizer(models.checkpoint)
-    critic_prompt = build_critic_prompt(config, models, tokenizer)
-    pretraining = load_saved_rollouts(config, models, critic_prompt)
-    saved = NO_GROUPS if config.has_critic_alone else load_saved_groups(config, models, tokenizer, critic_prompt)
-    nothing = DataSplits((), (), 0)
-    start, architecture = models.checkpoint, models.architecture
-    return Inputs(start, architecture, tokenizer, nothing, None, specs, (), pretraining, critic_prompt, (), saved)
 
 
 def load_models(config: Config) -> Models:
@@ -178,10 +163,36 @@ def load_models(config: Config) -> Models:
 def load_specs(config: Config, models: Models) -> dict[Role, WorkerSpec]:
     """The worker specs of the roles that the algorithm needs. Raises ConfigError where they do not fit the models."""
     specs = build_specs(config, models.checkpoint, models.critic_checkpoint)
-    problems = [*_check_model(config, models), *_check_megatron_options(config, specs, models)]
+    architectures = {role: models.critic_architecture if role is Role.critic else models.architecture for role in specs}
+    problems = list(_check_lengths(config, models))
+    for role, spec in specs.items():
+        problems += check_layout(architectures[role], spec.parallel, f"{role.value}.parallel", spec.megatron)
+        problems += check_role_fields(architectures[role], spec)
+    if config.model.megatron:
+        from megarl.mcore.model import check_options  # imports Megatron, which takes seconds
+
+        for role, spec in specs.items():
+            problems += [f"{role.value}: {problem}" for problem in check_options(architectures[role], spec)]
     if problems:
         raise ConfigError(problems)
     return specs
+
+
+def _check_lengths(config: Config, models: Models) -> Iterator[str]:
+    longest, architecture = config.data.prompt_length + config.rollout.response_length, models.architecture
+    if longest > architecture.max_length:
+        yield (
+            f"rollout.response_length: found {config.rollout.response_length}; with data.prompt_length"
+            f" {config.data.prompt_length} it is {longest} tokens; the model has {architecture.max_length} positions"
+        )
+    own, positions = config.data.num_critic_tokens, models.critic_architecture.max_length
+    if own and needs_critic(config.algo) and longest + own > positions:
+        yield (
+            f"data.critic_prompt_length: found {own}; with data.prompt_length and rollout.response_length the critic"
+            f" reads up to {longest + own} tokens; it has {positions} positions"
+        )
+    if config.has_servers:
+        yield from check_serving_layout(architecture, config.rollout.tp)
 
 
 def load_saved_rollouts(
@@ -247,58 +258,57 @@ def _check_tokens(saved: SavedGroups, renderer: Renderer) -> Iterator[str]:
             yield f"rollout.file: the model's tokenizer cannot read the text of prompt {prompt.id!r}: {error}"
             return
         if prompt.token_ids not in ways:
-            found, read = (f"{list(each[:8])}{' ...' if len(each) > 8 else ''}" for each in (prompt.token_ids, ways[0]))
             yield (
-                f"rollout.file: prompt {prompt.id!r} has the tokens {found}; the model's tokenizer"
-                f" reads its text as {read}: the responses must be of a policy with the same tokenizer"
+                f"rollout.file: prompt {prompt.id!r} has the tokens {list(prompt.token_ids)}; the model's tokenizer"
+                f" reads its text as {list(ways[0])}: the responses must be of a policy with the same tokenizer"
             )
             return
 
 
 def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None = None) -> dict[Role, WorkerSpec]:
     """The worker spec of each role. critic_checkpoint: what the critic starts from, if not `checkpoint`."""
-    policy_steps, num_iterations = config.train.num_optimizer_steps, config.train.num_iterations
-    low_high = config.critic.value_range
-    lora = config.policy.lora if config.policy.lora.rank else None
-    policy_only: dict[str, Any] = {"router_replay": config.rollout.router_replay, "lora": lora}
-    critic_only: dict[str, Any] = {
-        "critic_prompt": config.data.critic_prompt,
-        "trainable": config.critic.trainable,
-        "value_range": None if low_high is None else (low_high[0], low_high[1]),
-    }
-    steps = {Role.policy: policy_steps, Role.critic: policy_steps * config.critic.updates_per_policy_update}
+    num_steps, train, bounds = config.train.num_optimizer_steps, config.train, config.critic.value_range
 
-    def build(role: Role, node: TrainedRoleConfig | ReferenceConfig, start: Path) -> WorkerSpec:
-        trained = node if isinstance(node, TrainedRoleConfig) else None
-        compute = {name: getattr(node, name) for name in ROLE_KEYS.values()} if trained else {}
+    def build(role: Role, start: Path, num_steps: int = 0, **own: Any) -> WorkerSpec:
+        node = getattr(config, role.value)
+        is_trained = role is not Role.reference
+        own |= {name: getattr(node, name) for name in ROLE_KEYS.values()} if is_trained else {}
         return WorkerSpec(
             role=role,
             checkpoint=str(start),
             parallel=node.parallel,
-            optimizer=trained.optimizer.resolve_schedule(steps[role], num_iterations) if trained else None,
+            optimizer=node.optimizer.resolve_schedule(num_steps, train.num_iterations) if is_trained else None,
             dtype=node.dtype,
             offload=node.offload,
-            **compute,
             algo=config.algo,
             temperature=config.rollout.temperature,
             response_length=config.rollout.response_length,
-            tokens_per_microbatch=config.train.tokens_per_microbatch,
+            tokens_per_microbatch=train.tokens_per_microbatch,
             seed=config.seed,
             megatron=config.model.megatron,
             num_threads=config.cluster.cpu_threads_per_worker or 1,
             deadline_s=config.cluster.call_deadline_s,
-            deterministic=config.train.deterministic,
-            **(policy_only if role is Role.policy else critic_only if role is Role.critic else {}),
+            deterministic=train.deterministic,
+            **own,
         )
 
-    policy, critic, reference = config.policy, config.critic, config.reference
-    if config.has_critic_alone:
-        return {Role.critic: build(Role.critic, critic, critic_checkpoint or checkpoint)}
-    specs = {Role.policy: build(Role.policy, policy, checkpoint)}
+    specs: dict[Role, WorkerSpec] = {}
+    if not config.has_critic_alone:
+        lora = config.policy.lora if config.policy.lora.rank else None
+        specs[Role.policy] = build(
+            Role.policy, checkpoint, num_steps, router_replay=config.rollout.router_replay, lora=lora
+        )
     if needs_critic(config.algo):
-        specs[Role.critic] = build(Role.critic, critic, critic_checkpoint or checkpoint)
-    if needs_reference(config.algo):
-        specs[Role.reference] = build(Role.reference, reference, checkpoint)
+        specs[Role.critic] = build(
+            Role.critic,
+            critic_checkpoint or checkpoint,
+            num_steps * config.critic.updates_per_policy_update,
+            critic_prompt=config.data.critic_prompt,
+            trainable=config.critic.trainable,
+            value_range=None if bounds is None else (bounds[0], bounds[1]),
+        )
+    if needs_reference(config.algo) and not config.has_critic_alone:
+        specs[Role.reference] = build(Role.reference, checkpoint)
     return specs
 
 
@@ -330,32 +340,3 @@ def _read_architecture(checkpoint: Path, key: str) -> Architecture:
     for line in list_unknown_keys(load_json_object(path), path):
         print(f"{key}: {line}", flush=True)
     return architecture
-
-
-def _check_model(config: Config, models: Models) -> Iterator[str]:
-    longest, architecture = config.data.prompt_length + config.rollout.response_length, models.architecture
-    if longest > architecture.max_length:
-        yield (
-            f"rollout.response_length: found {config.rollout.response_length}; with data.prompt_length"
-            f" {config.data.prompt_length} it is {longest} tokens; the model has {architecture.max_length} positions"
-        )
-    own, positions = config.data.num_critic_tokens, models.critic_architecture.max_length
-    if own and needs_critic(config.algo) and longest + own > positions:
-        yield (
-            f"data.critic_prompt_length: found {own}; with data.prompt_length and rollout.response_length the critic"
-            f" reads up to {longest + own} tokens; it has {positions} positions"
-        )
-    if config.has_servers:
-        yield from check_serving_layout(architecture, config.rollout.tp)
-
-
-def _check_megatron_options(config: Config, specs: dict[Role, WorkerSpec], models: Models) -> Iterator[str]:
-    architectures = {role: models.critic_architecture if role is Role.critic else models.architecture for role in specs}
-    for role, spec in specs.items():
-        yield from check_layout(architectures[role], spec.parallel, f"{role.value}.parallel", spec.megatron)
-        yield from check_role_fields(architectures[role], spec)
-    if config.model.megatron:
-        from megarl.mcore.model import check_options  # imports Megatron, which takes seconds
-
-        for role, spec in specs.items():
-            yield from (f"{role.value}: {problem}" for problem in check_options(architectures[role], spec))

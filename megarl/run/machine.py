@@ -13,12 +13,8 @@ from megarl.config.checks.config import describe_iteration_size
 from megarl.config.placement import SERVERS, list_groups
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.root import Config
-from megarl.config.schema.run import ClusterConfig
 from megarl.cpu.dtype import choose_dtype
 
-SHM = Path("/dev/shm")
-SHM_NEEDED_FROM = 10**10
-"""Bytes above which Ray takes its object store from /dev/shm only; a smaller one may be in a file"""
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 LEAST_OPEN_FILES = 4096
 """Ray's processes and a server have some hundred connections and files each"""
@@ -45,18 +41,6 @@ def check_machine(config: Config, command: str = "train") -> Iterator[str]:
             f" rollout.response_length={rollout.response_length} tokens take {needed // 2**30} GiB in the trainer, and"
             f" this machine has {memory // 2**30} GiB"
         )
-    if config.cluster.ray_address is None:
-        yield from check_object_store(config.cluster)
-
-
-def check_object_store(cluster: ClusterConfig) -> Iterator[str]:
-    """A message where Ray would refuse to start with so large an object store on this machine."""
-    wanted, memory, shared = cluster.object_store_mb * 2**20, find_memory(), psutil.disk_usage(str(SHM)).free
-    found = f"cluster.object_store_mb: found {cluster.object_store_mb}"
-    if wanted > memory:
-        yield f"{found}; this machine has {memory // 2**20} MiB of memory"
-    elif wanted > max(shared, SHM_NEEDED_FROM):
-        yield f"{found}; {SHM} of this machine, where Ray has it, has {shared // 2**20} MiB free"
 
 
 def find_memory() -> int:

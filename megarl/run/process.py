@@ -17,9 +17,6 @@ from typing import Any, TextIO
 
 DRIVER_LOG = "driver.log"
 FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
-QUIET_LOGGERS = ("httpx",)
-"""These log a line for each request"""
-
 _captured: tuple[TextIO, TextIO] | None = None
 """Standard output and error as they were before; None: nothing is captured"""
 
@@ -45,9 +42,8 @@ def capturing_output(log: Path) -> Iterator[None]:
     log.parent.mkdir(parents=True, exist_ok=True)
     root, handler = logging.getLogger(), logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(FORMAT))
-    for name in QUIET_LOGGERS:
-        logging.getLogger(name).setLevel(logging.WARNING)
-    level, was_enabled = root.level, faulthandler.is_enabled()
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for each request
+    level = root.level
     flush_output()
     with _duplicate(sys.stdout, 1) as terminal, _duplicate(sys.stderr, 2) as errors:
         with log.open("ab") as file:
@@ -61,8 +57,6 @@ def capturing_output(log: Path) -> Iterator[None]:
             yield
         finally:
             faulthandler.disable()
-            if was_enabled:
-                faulthandler.enable()
             root.removeHandler(handler)
             root.setLevel(level)
             flush_output()
@@ -127,12 +121,25 @@ class Stopped(BaseException):
 
     def __init__(self, number: int):
         self.number = number
+        self.exit_code = 128 + number
+        """As a shell reports it for a process that this signal ended"""
         super().__init__(f"stopped by {signal.Signals(number).name}")
 
-    @property
-    def exit_code(self) -> int:
-        """The exit code that a shell reports for a process that this signal ended."""
-        return 128 + self.number
+
+def _stop(number: int, _frame: FrameType | None) -> None:
+    global _number
+    _number = number
+    # While Ray starts, a handler of its own runs before this one; it has the process aborted 3 s later.
+    signal.alarm(0)
+    for each in STOPPING_SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    if _deferred is None:
+        raise Stopped(number)
+    _deferred.append(Stopped(number))
+    # Not print: the signal may have interrupted one.
+    text = f"\n{signal.Signals(number).name}: finishing the current update first\n"
+    with contextlib.suppress(OSError):
+        os.write(get_error_descriptor(), text.encode())
 
 
 @contextmanager
@@ -140,28 +147,11 @@ def stopping_on_signals() -> Iterator[None]:
     """Within the block the first such signal raises Stopped; later ones are ignored during the clean-up.
 
     A SIGHUP that is ignored already (nohup) stays ignored. The others are taken also where the shell ignores them, as
-    for jobs in the background of a script.
+    for jobs in the background of a script. Outside of the main thread, which alone gets signals, it does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # Python delivers signals to the main thread only
+        yield
         return
-
-    def stop(number: int, _frame: FrameType | None) -> None:
-        global _number
-        _number = number
-        # While Ray starts, a handler of its own runs before this one; it has the process aborted 3 s later.
-        signal.alarm(0)
-        for each in STOPPING_SIGNALS:
-            signal.signal(each, signal.SIG_IGN)
-        if _deferred is not None:
-            _deferred.append(Stopped(number))
-            # Not print: the signal may have interrupted one.
-            text = f"\n{signal.Signals(number).name}: finishing the current update first\n"
-            with contextlib.suppress(OSError):
-                os.write(get_error_descriptor(), text.encode())
-            return
-        raise Stopped(number)
-
     report, again = sys.unraisablehook, list[threading.Timer]()
 
     def raise_again(lost: "sys.UnraisableHookArgs") -> None:
@@ -169,13 +159,13 @@ def stopping_on_signals() -> Iterator[None]:
         if not isinstance(lost.exc_value, Stopped):
             report(lost)
             return
-        signal.signal(lost.exc_value.number, stop)
+        signal.signal(lost.exc_value.number, _stop)
         again.append(threading.Timer(AGAIN_S, os.kill, (os.getpid(), lost.exc_value.number)))
         again[-1].start()
 
     has_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     taken = [number for number in STOPPING_SIGNALS if number is not signal.SIGHUP or not has_nohup]
-    previous = {number: signal.signal(number, stop) for number in taken}
+    previous = {number: signal.signal(number, _stop) for number in taken}
     sys.unraisablehook = raise_again
     try:
         yield

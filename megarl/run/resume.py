@@ -15,23 +15,19 @@ from megarl.report.record import load_record
 
 PREFIX = "resume="
 
-_LAYOUT = ("parallel.", "recompute", "recompute_method", "recompute_num_layers", "offload")
-
 MAY_CHANGE = (
     *("train.num_iterations", "train.max_minutes", "train.max_samples", "train.stop_at_heldout_reward"),
+    *("train.eval_every", "train.num_eval_prompts", "train.eval_sets", "train.tokens_per_microbatch"),
+    *("train.deterministic", "train.profile", "data.critic_prompt_length"),
+    *("checkpoint.", "cluster.", "evaluate.", "logger.", "reference.parallel.", "reference.offload"),
     *(
-        "train.eval_every",
-        "train.num_eval_prompts",
-        "train.eval_sets",
-        "train.tokens_per_microbatch",
-        "train.deterministic",
+        f"{role}.{name}"
+        for role in ("policy", "critic")
+        for name in (
+            *("parallel.", "recompute", "recompute_method", "recompute_num_layers", "offload"),
+            *("optimizer.overlap_grad_reduce", "optimizer.overlap_param_gather"),
+        )
     ),
-    "train.profile",
-    "data.critic_prompt_length",
-    *("checkpoint.", "cluster.", "evaluate.", "logger."),
-    *(f"{role}.{name}" for role in ("policy", "critic") for name in _LAYOUT),
-    *(f"{role}.optimizer.overlap_{what}" for role in ("policy", "critic") for what in ("grad_reduce", "param_gather")),
-    *("reference.parallel.", "reference.offload"),
     *("rollout.num_servers", "rollout.tp", "rollout.transport", "rollout.sync_bucket_mb", "rollout.kv_cache_tokens"),
     *("rollout.max_running_requests", "rollout.num_threads", "rollout.offload", "rollout.max_server_restarts"),
     *("rollout.startup_deadline_s", "rollout.request_deadline_s", "rollout.sync_deadline_s"),
@@ -56,12 +52,8 @@ def take_resume(arguments: Sequence[str]) -> tuple[list[str], Path | None]:
     if len(directories) > 1 or not directories[0]:
         raise ConfigError([f"resume: found {', '.join(directories) or 'nothing'}; one run directory is needed"])
     if any(text in ("-m", "--multirun") for text in own):
-        raise ConfigError(
-            [
-                "resume: a sweep is resumed by its own command with hydra.sweep.dir=SWEEP_DIR;"
-                " resume=SWEEP_DIR/RUN is for one run"
-            ]
-        )
+        how = "by its own command with hydra.sweep.dir=SWEEP_DIR; resume=SWEEP_DIR/RUN is for one run"
+        raise ConfigError([f"resume: a sweep is resumed {how}"])
     run_dir = Path(directories[0]).expanduser().resolve()
     given = {_name_key(text) for text in own}
     before = [text for text in load_run(run_dir)["overrides"] if _name_key(text) not in given]
@@ -127,5 +119,4 @@ def _name_key(override: str) -> str:
 
 def quote(path: Path) -> str:
     """The path as Hydra's grammar reads it back."""
-    escaped = str(path).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
+    return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"
