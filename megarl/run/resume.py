@@ -10,8 +10,7 @@ from megarl.config.overrides import is_search_path
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import AUTO
 from megarl.config.values import list_values
-from megarl.files import RUN_FILE, write_atomically
-from megarl.report.record import load_record
+from megarl.files import RUN_FILE, load_json_object, write_atomically
 
 PREFIX = "resume="
 
@@ -69,8 +68,9 @@ def save_run(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
     # An address is that of one start; what auto stands for is that of each.
     kept = [text for text in overrides if _name_key(text) != "cluster.ray_address" or text.endswith(f"={AUTO}")]
     content = {"overrides": kept, "config": dict(list_values(config)), "directory": str(Path.cwd())}
-    record = load_record(run_dir) | content | {"status": None, "outcome": None}
-    write_atomically(run_dir / RUN_FILE, json.dumps(record, indent=1))
+    path = run_dir / RUN_FILE
+    before = load_json_object(path) if path.exists() else {}
+    write_atomically(path, json.dumps(before | content | {"status": None, "outcome": None}, indent=1))
 
 
 def load_run(run_dir: Path) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def load_run(run_dir: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError([f"resume: {run_dir} is not a run directory: it has no {RUN_FILE}"])
     try:
-        content = load_record(run_dir)
+        content = load_json_object(path)
         overrides = [_check_override(text) for text in content["overrides"]]
         return {"overrides": overrides, "config": dict(content["config"])}
     except (ValueError, KeyError, TypeError) as error:
