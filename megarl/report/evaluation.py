@@ -1,4 +1,4 @@
-"""The results of an evaluation: exact avg@k, pass@k and maj@k of each problem, the mean over problems with its
+"""The results of an evaluation: avg@n, pass@k and maj@n of each problem's n responses, the mean over problems with its
 confidence interval for each set, as a table and as evaluation.json.
 """
 
@@ -21,7 +21,7 @@ RESPONSES_FILE_NAME = "responses.jsonl"
 UNKNOWN = "-"
 PRIOR_WEIGHT = 2.0
 """Problems' worth of a design effect of 1 in its estimate: the smallest whole number with which simulated intervals
-of 30 and more problems cover what they promise for chances from U-shaped distributions, also strongly skewed ones."""
+cover what they promise for chances from U-shaped distributions."""
 
 
 @dataclass(frozen=True)
@@ -58,54 +58,23 @@ def compute_pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return float(1 - Fraction(comb(num_samples - num_correct, k), comb(num_samples, k)))
 
 
-def compute_maj_at_k(votes: Votes, k: int) -> float:
-    """Probability that the answer most frequent among `k` of the responses is correct; unbiased like pass@k.
-
-    The mean over all C(n, k) choices of k responses, computed by counting them. Ties are split: a correct answer tied
-    with one wrong answer counts one half. No vote at all is wrong.
-    """
-    total = Fraction(0)
-    for most in range(1, min(votes.num_correct, k) + 1):
-        ways = _count_ways(votes, k - most, most)
-        total += comb(votes.num_correct, most) * sum(Fraction(count, 1 + tied) for tied, count in ways.items())
-    return float(total / comb(votes.num_samples, k))
-
-
-def _count_ways(votes: Votes, num_chosen: int, most: int) -> dict[int, int]:
-    """The number of ways to choose `num_chosen` incorrect responses so that no wrong answer has more than `most` votes,
-    by the number of wrong answers with exactly `most`.
-    """
-    num_free = votes.num_silent + sum(count for count in votes.wrong if count < most)
-    table = {(0, 0): 1}
-    for count in votes.wrong:
-        if count < most:
-            continue
-        longer: dict[tuple[int, int], int] = defaultdict(int)
-        for (chosen, tied), ways in table.items():
-            for taken in range(min(most, num_chosen - chosen) + 1):
-                longer[chosen + taken, tied + (taken == most)] += ways * comb(count, taken)
-        table = longer
-    found: dict[int, int] = defaultdict(int)
-    for (chosen, tied), ways in table.items():
-        found[tied] += ways * comb(num_free, num_chosen - chosen)
-    return found
+def compute_majority(votes: Votes) -> float:
+    """1 where the most frequent answer is correct; a tie with other answers is split; no vote at all is wrong."""
+    most = max(votes.wrong, default=0)
+    if not votes.num_correct or votes.num_correct < most:
+        return 0.0
+    return 1 / (1 + votes.wrong.count(votes.num_correct))
 
 
 def compute_mean(values: Sequence[float], num_samples: int, confidence: float) -> Estimate:
-    """The mean over problems of values in [0, 1], and its interval over problems.
+    """The mean over problems of values in [0, 1], and its interval over problems. num_samples: n, of each problem.
 
     The interval is Wilson's (1927) for a proportion, with N / d in place of the N problems, where d is the design
-    effect of cluster sampling (Kish 1965): the variance over problems divided by p (1 - p). With one response per
-    problem d is 1, and this is Wilson's interval itself. With n responses d is 1 / n + (1 - 1 / n) r for the
-    correlation r within a problem, so its estimate is clamped to [1 / n, 1].
+    effect of cluster sampling (Kish 1965): the variance over problems divided by p (1 - p), in [1 / n, 1]. Where nearly
+    all problems are 0, or nearly all 1, few of them tell what d is; so it is the average of the estimate with weight
+    4 N p (1 - p), about the number of problems that tell, and of 1 with weight PRIOR_WEIGHT.
 
-    Where nearly all problems are 0, or nearly all 1, few of them tell what d is, and an estimate that is too small
-    comes together with a mean that is too far out: with the plain estimate 95% intervals of 30 problems cover down to
-    85%. So d is the average of the estimate with weight 4 N p (1 - p), about the number of problems that tell, and of
-    1, its upper bound, with weight 2. Where all values are 0, or all 1, d is 1. Unlike a bootstrap or t-interval it
-    does not shrink to a point for 0 of 30. Problems count as a random sample of problems like them.
-
-    num_samples: n. Raises ValueError for no values, one outside [0, 1], or a confidence outside (0, 1).
+    Raises ValueError for no values, one outside [0, 1], or a confidence outside (0, 1).
     """
     if not values or not all(0 <= value <= 1 for value in values):
         raise ValueError(f"one or more values in [0, 1] were expected; found {list(values)[:5]}")
@@ -138,7 +107,7 @@ class SetResult:
     num_samples: int
     """Responses per problem"""
     estimates: Mapping[str, Estimate]
-    """avg@N, pass@k, maj@k"""
+    """avg@n, pass@k, maj@n"""
     mean_reward: float
     mean_response_tokens: float
     """Generated tokens of a response"""
@@ -156,25 +125,21 @@ class SetResult:
 def summarize_set(
     name: str, samples: Sequence[Sample], ks: Sequence[int], confidence: float, *, reads_answers: bool
 ) -> SetResult:
-    """The result of a set from its samples, the same number for each problem.
+    """The result of a set from its samples, the same number for each problem, else ValueError.
 
-    A sample without a reward counts as wrong, with a reward of 0 and without a vote, so that no problem is left out:
-    the true estimate is at most `failed_frac` higher, and never lower.
-    reads_answers: whether the verifier fills Score.answer; maj@k is left out where it does not. Raises ValueError for
-    no samples, or problems with different numbers of them.
+    A sample without a reward counts as wrong, with a reward of 0 and without a vote. reads_answers: whether the
+    verifier fills Score.answer; without it there is no majority.
     """
     problems = count_votes(samples)
     sizes = {problem.votes.num_samples for problem in problems}
     if len(sizes) != 1:
-        raise ValueError(
-            f"{name}: found problems with {sorted(sizes)} samples; every problem must have the same number"
-        )
+        raise ValueError(f"{name}: found problems with {sorted(sizes)} samples; each must have the same number")
     num_samples = sizes.pop()
     values = {f"avg@{num_samples}": [p.votes.num_correct / num_samples for p in problems]}
     for k in ks:
         values[f"pass@{k}"] = [compute_pass_at_k(num_samples, p.votes.num_correct, k) for p in problems]
-    for k in ks if reads_answers else ():
-        values[f"maj@{k}"] = [compute_maj_at_k(p.votes, k) for p in problems]
+    if reads_answers and num_samples > 1:
+        values[f"maj@{num_samples}"] = [compute_majority(p.votes) for p in problems]
     unread = [sample.score.answer is None and sample.score.failure is None for sample in samples]
     return SetResult(
         name=name,
@@ -204,42 +169,34 @@ def count_votes(samples: Sequence[Sample]) -> tuple[ProblemResult, ...]:
     return tuple(results)
 
 
-def format_table(results: Sequence[SetResult], *, has_environment: bool = False) -> str:
-    """A Markdown table with a row per set; each estimate in percent with its interval.
-
-    The columns "turns" and "no reward" are there where an environment may answer, or a response has no reward.
-    """
+def format_table(results: Sequence[SetResult]) -> str:
+    """A Markdown table with a row per set; each estimate in percent with its interval."""
     names = list(dict.fromkeys(key for result in results for key in result.estimates))
-    turns = has_environment or any(result.mean_turns != 1 for result in results)
-    failed = any(result.failed_frac for result in results)
-    header = ["set", "problems", *names, "reward", "tokens", *["turns"] * turns, "truncated", "no answer"]
-    header += ["no reward"] * failed
     rows = []
     for result in results:
-        estimates = [_format_estimate(result.estimates.get(key)) for key in names]
-        numbers = [f"{result.mean_reward:.3f}", f"{result.mean_response_tokens:.0f}"]
-        shares = [_format_share(result.truncated_frac), _format_share(result.unread_frac)]
-        numbers += [*[f"{result.mean_turns:.1f}"] * turns, *shares, *[_format_share(result.failed_frac)] * failed]
-        rows.append([result.name, str(len(result.problems)), *estimates, *numbers])
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [header, ["-" * width for width in widths], *rows]
+        row = {"set": result.name, "problems": str(len(result.problems))}
+        row |= {name: _format_estimate(result.estimates.get(name)) for name in names}
+        row |= {"reward": f"{result.mean_reward:.3f}", "tokens": f"{result.mean_response_tokens:.0f}"}
+        row |= {"turns": f"{result.mean_turns:.1f}", "truncated": _format_share(result.truncated_frac)}
+        row |= {"no answer": _format_share(result.unread_frac), "no reward": _format_share(result.failed_frac)}
+        rows.append(row)
+    hidden = {"turns"} if all(result.mean_turns == 1 for result in results) else set()
+    hidden |= set() if any(result.failed_frac for result in results) else {"no reward"}
+    header = [name for name in rows[0] if name not in hidden]
+    cells = [[row[name] for name in header] for row in rows]
+    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
+    lines = [header, ["-" * width for width in widths], *cells]
     return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines)
 
 
 def write_evaluation(path: Path, results: Sequence[SetResult], settings: Mapping[str, Any]) -> None:
-    """Write strict JSON: `settings`, and under "sets" each result by its name.
-
-    Raises ValueError for a number that is not finite.
-    """
+    """Write strict JSON: `settings`, and under "sets" each result by its name."""
     sets = {result.name: {"num_problems": len(result.problems), **asdict(result)} for result in results}
     path.write_text(json.dumps({**settings, "sets": sets}, allow_nan=False, indent=1) + "\n", encoding="utf-8")
 
 
 def format_response(name: str, index: int, sample: Sample, decode: Decode | None = None) -> str:
-    """A line of responses.jsonl; `index` counts the responses to one problem from 0. decode: as in `list_turns`.
-
-    Where the environment answered there is also "turns", and without a reward "failure".
-    """
+    """A line of responses.jsonl; `index` counts the responses to one problem from 0. decode: as in `list_turns`."""
     prompt, response, score = sample.prompt, sample.response, sample.score
     record = {
         "set": name,

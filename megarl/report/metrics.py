@@ -29,12 +29,7 @@ UPDATE_TFLOPS, MFU = "derived/update_tflops", "derived/mfu"
 
 
 def check_metrics(metrics: Metrics) -> None:
-    """Refuse values that strict JSON cannot represent as a number.
-
-    Raises:
-        ValueError: a value is NaN or infinite, or a metric is named "iteration".
-        TypeError: a name is not a string, or a value is not an int or a float.
-    """
+    """Refuse what strict JSON cannot represent as a number: ValueError, or TypeError where it is none at all."""
     for name, value in metrics.items():
         if name == ITERATION or not isinstance(name, str):
             raise ValueError(f"a metric may not be named {name!r}: it must be a text other than {ITERATION!r}")
@@ -79,26 +74,19 @@ class MetricsWriter(LineFile):
 
 
 def load_metrics(path: Path) -> list[dict[str, float]]:
-    """The lines of a metrics.jsonl, in order, each with "iteration" among its keys.
-
-    Raises:
-        ValueError: a line is not a JSON object of finite numbers with a whole "iteration"; says FILE:LINE.
-        FileNotFoundError: there is no such file.
-    """
+    """The lines of a metrics.jsonl, in order. Raises ValueError that says FILE:LINE, as `parse_line`."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     return [parse_line(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
 
 
 def parse_line(line: str, where: str) -> dict[str, float]:
-    """Parse one line of metrics.jsonl. Raises ValueError starting with `where`."""
+    """Raises ValueError, starting with `where`, unless it is a JSON object of finite numbers with a whole iteration."""
     if not line.endswith("\n"):
         raise ValueError(f"{where}: the line is incomplete: the run that wrote it was killed, or is still writing")
     try:
         record = parse_strict_json(line)
-        if not isinstance(record, dict):
-            raise ValueError(f"a JSON {type(record).__name__}, not an object with metrics: {line.strip()[:80]}")
-        if not isinstance(record.get(ITERATION), int) or isinstance(record[ITERATION], bool):
-            raise ValueError(f'"{ITERATION}" is {record.get(ITERATION)!r}, not a whole number')
+        if not isinstance(record, dict) or type(record.get(ITERATION)) is not int:
+            raise ValueError(f'not a JSON object with a whole "{ITERATION}": {line.strip()[:80]}')
         check_metrics({name: value for name, value in record.items() if name != ITERATION})
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None
@@ -137,33 +125,32 @@ class Point:
 
 @dataclass
 class History:
-    """The points of one file; all but `points` is over its lines."""
+    """The points of one file, and of each metric, over all its lines: sum, number, newest value, and the largest with
+    the first iteration that has it.
+    """
 
     points: list[Point] = field(default_factory=list)
     width: int = 1
     """Lines of every point but the last"""
     num_lines: int = 0
     sums: dict[str, float] = field(default_factory=dict)
-    """Of each metric"""
     counts: dict[str, int] = field(default_factory=dict)
-    """How many lines have each metric"""
     last: dict[str, float] = field(default_factory=dict)
-    """The newest value of each metric"""
     best: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Of each metric, the largest value and the first iteration that has it"""
 
     def add(self, line: dict[str, float]) -> None:
         """Take the next line of the file."""
         iteration = int(line[ITERATION])
-        values = {name: value for name, value in line.items() if name != ITERATION}
+        point = Point(iteration, iteration, 1, {})
         self.num_lines += 1
-        self.last.update(values)
-        for name, value in values.items():
-            self.counts[name] = self.counts.get(name, 0) + 1
+        for name, value in line.items():
+            if name == ITERATION:
+                continue
+            point.metrics[name] = Range(1, value, value, value)
+            self.last[name], self.counts[name] = value, self.counts.get(name, 0) + 1
             self.sums[name] = self.sums.get(name, 0.0) + value
             if name not in self.best or value > self.best[name][0]:
                 self.best[name] = value, iteration
-        point = Point(iteration, iteration, 1, {name: Range(1, value, value, value) for name, value in values.items()})
         if self.points and self.points[-1].num_lines < self.width:
             self.points[-1].add(point)
             return
@@ -191,10 +178,8 @@ class History:
     @property
     def lines(self) -> list[dict[str, float]]:
         """The means of each point, as lines of a shorter metrics.jsonl."""
-        return [
-            {ITERATION: point.last} | {name: found.mean for name, found in point.metrics.items()}
-            for point in self.points
-        ]
+        means = ({name: found.mean for name, found in point.metrics.items()} for point in self.points)
+        return [{ITERATION: point.last, **each} for point, each in zip(self.points, means, strict=True)]
 
     def list_recent(self, metric: str, number: int = MOST_POINTS) -> list[float]:
         """The means of the metric in its last `number` points that have it."""
@@ -231,15 +216,13 @@ def derive_metrics(line: Mapping[str, float]) -> dict[str, float]:
     or an evaluation; with rollout.max_staleness the servers generate then, too. update_tflops: 1e12 model operations a
     second of policy and critic during the update.
     """
-    seconds, rollout = line.get(SECONDS, 0.0), line.get("time/rollout")
+    seconds, rollout, update = line.get(SECONDS, 0.0), line.get("time/rollout"), line.get("time/update", 0.0)
     if rollout is None or seconds <= 0:
         return {}
     generating = rollout + line.get("time/evaluate", 0.0)
     derived = {"derived/rollout_frac": rollout / seconds, "derived/servers_idle_frac": 1 - generating / seconds}
     tflop = [line[name] for name in MODEL_TFLOP if name in line]
-    if tflop and line.get("time/update", 0.0) > 0:
-        derived[UPDATE_TFLOPS] = sum(tflop) / line["time/update"]
-    return derived
+    return derived | ({UPDATE_TFLOPS: sum(tflop) / update} if tflop and update > 0 else {})
 
 
 def add_mfu(history: History, peak_tflops: float) -> None:

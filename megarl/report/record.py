@@ -30,9 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from pydantic import TypeAdapter
 
 from megarl.files import RUN_FILE, load_json_object
 from megarl.report.metrics import FILE_NAME, History, add_mfu, load_history
@@ -104,12 +102,8 @@ def clear_outcome(run_dir: Path) -> None:
 def load_outcome(run_dir: Path) -> Outcome | None:
     """None where the run has not ended. Raises ValueError naming the file where it is not valid."""
     try:
-        content = load_record(run_dir).get("outcome")
-        if content is None:
-            return None
-        results = {name: float(value) for name, value in content["results"].items()}
-        return Outcome(State(content["state"]), str(content["why"]), results)
-    except DAMAGED as error:
+        return TypeAdapter(Outcome | None).validate_python(load_record(run_dir).get("outcome"))
+    except ValueError as error:
         raise ValueError(f"{run_dir / RUN_FILE}: is not what a run writes: {error!r}") from None
 
 
@@ -234,7 +228,7 @@ def load_run(directory: Path) -> RunRecord:
         record = load_record(directory)
         if "config" in record:
             config, overrides = dict(record["config"]), [str(text) for text in record["overrides"]]
-        starts = [Start(**start) for start in record.get("starts", ())]
+        starts = TypeAdapter(list[Start]).validate_python(record.get("starts", []))
         if (outcome := load_outcome(directory)) is not None:
             state, why = outcome.state.value, outcome.why
         elif (status := record.get("status")) is None:
@@ -244,41 +238,11 @@ def load_run(directory: Path) -> RunRecord:
             why = f"in progress or killed, at iteration {int(status['iteration'])}, in {phase}"
     except DAMAGED as error:
         problems.append(f"{directory / RUN_FILE}: is not what a run writes: {error!r}")
-    if not config:
-        config, overrides = _load_hydra(directory, problems)
     history = load_history(directory / FILE_NAME, problems, needed=state == State.done.value)
     # A run that goes on elsewhere is measured by its newest machine.
     if starts and (peak := starts[-1].hardware.get("peak_tflops")):
         add_mfu(history, float(peak))
     return RunRecord(directory, directory.name, state, why, config, overrides, starts, history, problems)
-
-
-def _load_hydra(folder: Path, problems: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Configuration and overrides from Hydra's files, where the run ended before run.json had them."""
-    composed, found = (_load_yaml(folder / HYDRA_FOLDER / name, problems) for name in ("config.yaml", "overrides.yaml"))
-    config = _flatten(composed) if isinstance(composed, dict) else {}
-    return config, [str(text) for text in found] if isinstance(found, list) else []
-
-
-def _load_yaml(path: Path, problems: list[str]) -> Any:
-    """None where the file is missing or damaged, which is a problem."""
-    try:
-        tree = OmegaConf.load(path)
-        try:
-            return OmegaConf.to_container(tree, resolve=True)
-        except OmegaConfBaseException:
-            # Some values, such as the nodes of a Slurm job, are known only where the run executes.
-            return OmegaConf.to_container(tree, resolve=False)
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        problems.append(f"{path}: cannot be read: {error}")
-        return None
-
-
-def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def format_outcomes(runs: Sequence[RunRecord]) -> str:

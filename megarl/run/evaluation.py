@@ -138,8 +138,7 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
             decode=inputs.tokenizer.decode,
         )
         write_evaluation(run_dir / FILE_NAME, results, list_settings(configs, inputs))
-        has_environment = any(each.conversation is not None for each in inputs.sets)
-        progress.line(format_table(results, has_environment=has_environment))
+        progress.line(format_table(results))
     return results
 
 

@@ -330,7 +330,7 @@ class EvaluateConfig:
     top_k: int = -1
     """Sample from this many most likely tokens; -1: from all."""
     k: list[int] | None = None
-    """The k of pass@k and maj@k. null: 2, 4, 8, ... up to num_samples (for k = 1 both are avg)."""
+    """The k of pass@k. null: 2, 4, 8, ... up to num_samples (for k = 1 it is avg)."""
     num_problems: int | None = key(None, low=1)
     """Problems of each set, drawn at random under `seed`; null: every problem."""
     heldout: bool = False
@@ -351,7 +351,7 @@ def get_temperature(config: EvaluateConfig) -> float:
 
 
 def list_ks(config: EvaluateConfig) -> tuple[int, ...]:
-    """The k of pass@k and maj@k, ascending."""
+    """The k of pass@k, ascending."""
     if config.k is not None:
         return tuple(sorted(set(config.k)))
     return tuple(2**i for i in range(1, max(1, config.num_samples).bit_length()))

@@ -73,22 +73,6 @@ def test_too_many_failures_end_the_run_with_their_reasons_and_a_mended_reward_go
     check_resumed(run_dir, untouched, [*RUN, *SELDOM])
 
 
-def test_a_heldout_response_without_a_reward_counts_as_wrong_and_is_said(run_dir: Path, said: Said) -> None:
-    num_calls = 0
-
-    def reward(prompt: Prompt, response: Response) -> Score:
-        nonlocal num_calls
-        num_calls += 1
-        # The evaluation before the first update; more than training would bear.
-        return Score(0.0, False, failure="lost") if num_calls <= 4 else Score(1.0, True)
-
-    overrides = ("algo=reinforce_pp", "train.num_iterations=1", "logger.terminal=true")
-    World(reward=reward).run_job(run_dir, overrides)
-    line = load_metrics(run_dir / "metrics.jsonl")[0]
-    assert (line["reward/heldout"], line["heldout/correct"], line["heldout/failed_frac"]) == (0.5, 0.5, 0.5)
-    assert "warning: evaluation-0: 4 of 8 responses have no reward: 4 x lost" in said()
-
-
 def test_groups_that_were_complete_ahead_are_sampled_again_where_too_many_had_failed(run_dir: Path) -> None:
     judge_is_up = False
 

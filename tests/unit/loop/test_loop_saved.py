@@ -155,26 +155,6 @@ def test_a_file_that_changes_during_the_run_is_refused(saved, tmp_path):
             trainer.source.take(1)
 
 
-def test_dis_weights_each_token_by_the_ratio_to_the_recorded_log_prob_or_masks_it(saved, tmp_path):
-    given = ["algo=sao", "reward.wrong=0", "train.responses_per_prompt=4", "algo.loss_agg_mode=token-mean"]
-    given += ["algo.clip_low=0.2", "algo.clip_high=0.2", "policy.frozen_iterations=0"]
-    given += ["algo.value_pretrain.enabled=false"]
-    world = World()
-    with world.open_trainer(tmp_path, [*given, f"rollout.file={saved}"]) as trainer:
-        samples = build_targets(trainer)
-        assert ("policy", "logprobs") not in world.log
-        now = trainer.components.policy.logprobs(samples.sequences, 1.0).result()
-        total = num_masked = 0
-        for row, column in samples.mask.nonzero().tolist():
-            ratio = math.exp(float(now[row, column]) - float(samples.rollout_logprobs[row, column]))
-            is_inside = 0.8 < ratio < 1.2
-            num_masked += not is_inside
-            total -= is_inside * ratio * float(samples.advantages[row, column]) * float(now[row, column])
-        assert 0 < num_masked < int(samples.mask.sum())
-        step = trainer.components.policy.update(samples, [torch.arange(24)]).result()[0]
-    assert step["policy/loss"] == pytest.approx(total / int(samples.mask.sum()), rel=1e-4, abs=1e-6)
-
-
 def test_value_pretraining_repeats_its_file_in_order_and_goes_on_in_it_wherever_it_was(saved, tmp_path):
     said: list[str] = []
     config, _ = load(["algo=vapo", "algo.value_pretrain.steps=9", f"algo.value_pretrain.rollouts={saved}"])

@@ -19,6 +19,7 @@ from megarl.rollout.rollout_file import load_rollouts
 from megarl.run.process import Stopped, stopping_on_signals
 from megarl.task.data import PromptSampler
 from megarl.trainer import Trainer
+from megarl.types import Experience, Metrics, Rollout, TrainingSamples
 
 DEADLINE_S = 30.0
 TWO_SERVERS = ("algo=ppo", "rollout.num_servers=2", "train.num_iterations=2", "train.eval_every=2")
@@ -90,19 +91,22 @@ def test_a_server_that_is_lost_again_and_again_ends_the_run(given: tuple[str, ..
     assert "rollout.max_server_restarts=2 have been made in a row" in caught.value.__notes__[0]
 
 
-def test_a_server_that_was_just_started_is_never_asked_before_a_sync(tmp_path: Path) -> None:
-    with World().open_trainer(tmp_path, TWO_SERVERS) as trainer:
-        assert {server.version for server in get_servers(trainer).all.values()} == {UNPUBLISHED}
-        with pytest.raises(RuntimeError, match="servers' weight version -1; the trainer's is 0"):
-            trainer.source.take(1)
-
-
 @contextmanager
 def staleness_of_one(tmp_path: Path, *overrides: str) -> Iterator[tuple[Trainer, World]]:
     world = World()
     given = [*STALE, "logger.save_rollouts=true", *overrides]
     with world.open_trainer(tmp_path, given) as trainer:
         yield trainer, world
+
+
+def step(trainer: Trainer, iteration: int) -> tuple[Rollout, Metrics, Experience, TrainingSamples]:
+    """One iteration, and the weights that it has made to the servers."""
+    rollout, metrics = trainer.source.take(iteration)
+    experience, _ = trainer.roles.score(rollout, 1)
+    samples, _ = trainer.algorithm.build_targets(experience, 1)
+    trainer.roles.update(samples, iteration)
+    trainer.fleet.publish(iteration)
+    return rollout, metrics, experience, samples
 
 
 def get_number(key: str | None) -> int:
@@ -137,10 +141,10 @@ def test_at_staleness_one_an_iteration_learns_from_two_versions_each_with_its_ow
         world.on_token = on_token
         trainer.fleet.publish(0)
         for iteration in range(1, 5):
-            rollout, metrics = trainer.source.take(iteration)
-            experience, _ = trainer.roles.score(rollout, 1)
+            rollout, metrics, experience, _ = step(trainer, iteration)
+            published[iteration].set()
             versions = [v for sample in rollout.samples for v in sample.response.weight_versions.expand()]
-            behind = trainer.version - torch.tensor(versions)
+            behind = iteration - 1 - torch.tensor(versions)
             assert metrics["rollout/staleness_max"] == behind.max() == (iteration > 1)
             assert metrics["rollout/staleness_mean"] == pytest.approx(float(behind.double().mean()))
             assert (metrics["rollout/mixed_frac"] > 0) == (iteration > 1)
@@ -154,10 +158,6 @@ def test_at_staleness_one_an_iteration_learns_from_two_versions_each_with_its_ow
             # The present policy is that of the tokens that are not behind, and of no others.
             assert gap[behind == 0].max() < 1e-5
             assert iteration == 1 or gap[behind == 1].max() > 1e-3
-            samples, _ = trainer.algorithm.build_targets(experience, 1)
-            trainer.roles.update(samples, iteration)
-            trainer.fleet.publish(iteration)
-            published[iteration].set()
         assert trainer.source.close() == 0
         inputs = load([*STALE, "logger.save_rollouts=true", "train.num_iterations=4"])[1]
     # The prompts are those of a run that waits.
@@ -192,9 +192,7 @@ def test_a_straggler_delays_nobody_and_its_tokens_that_are_older_than_allowed_ar
         world.on_token = on_token
         trainer.fleet.publish(0)
         for iteration in range(1, 5):
-            rollout, metrics = trainer.source.take(iteration)
-            experience, _ = trainer.roles.score(rollout, 1)
-            samples, _ = trainer.algorithm.build_targets(experience, 1)
+            rollout, metrics, experience, samples = step(trainer, iteration)
             if metrics["rollout/too_stale_frac"]:
                 assert experience.too_stale is not None
                 rows = torch.tensor([sample.group_number == 0 for sample in rollout.samples])
@@ -206,8 +204,6 @@ def test_a_straggler_delays_nobody_and_its_tokens_that_are_older_than_allowed_ar
                 assert samples.loss_mask[rows].any()
                 frac = experience.too_stale.sum() / experience.mask.sum()
                 assert metrics["rollout/too_stale_frac"] == pytest.approx(float(frac))
-            trainer.roles.update(samples, iteration)
-            trainer.fleet.publish(iteration)
             if iteration == 2:
                 published.set()
         assert trainer.source.close() == 0
@@ -258,7 +254,7 @@ def test_a_server_lost_while_it_generates_ahead_comes_back_and_its_groups_are_be
 
 JOB = (
     *("algo=vapo", "algo.value_pretrain.steps=2", "algo.value_pretrain.patience=null", "rollout.num_servers=2"),
-    *("train.num_iterations=3", "train.eval_every=1", "checkpoint.save_every=1"),
+    *("train.num_iterations=3", "train.eval_every=1", "checkpoint.save_every=1", "policy.frozen_iterations=1"),
 )
 
 
@@ -274,14 +270,14 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("offload", ["kv_cache", "all"])
-def test_a_run_is_the_same_with_value_pretraining_evaluations_and_checkpoints(
+def test_a_run_is_the_same_with_value_pretraining_frozen_iterations_evaluations_and_checkpoints(
     offload: str, kept: list[dict[str, Any]], run_dir: Path
 ) -> None:
     world = World()
     world.run_job(run_dir, [*JOB, f"rollout.offload={offload}"])
     assert read_numbers(run_dir) == kept
     # Once for each rollout of value pretraining and each iteration, also for that of the start.
-    assert world.components[0].sync.published == [0, 0, 0, 1, 2, 3]  # type: ignore[attr-defined]
+    assert world.components[0].sync.published == [0, 0, 0, 0, 1, 2]  # type: ignore[attr-defined]
 
 
 def test_servers_lost_in_a_rollout_or_a_role_lost_in_an_update_make_all_servers_begin_anew(
@@ -289,7 +285,7 @@ def test_servers_lost_in_a_rollout_or_a_role_lost_in_an_update_make_all_servers_
 ) -> None:
     world = World()
     rollout = Disturbance(lambda: world.components[0].servers.lose(0), key="iteration-2/round-1")
-    update = Disturbance(lambda: WorkerError("policy rank 0/1 died", lost=True), "policy", "update", 3)
+    update = Disturbance(lambda: WorkerError("policy rank 0/1 died", lost=True), "policy", "update", 2)
     world.on_token, world.watch = rollout.on_token, update.watch
     world.run_job(run_dir, [*JOB, "rollout.offload=all"])
     assert rollout.has_come
