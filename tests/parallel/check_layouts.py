@@ -14,18 +14,19 @@ Exit code: 0 all equal, 1 some differ, 2 the configuration is refused.
 import argparse
 import itertools
 import os
+import shutil
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path += [str(Path(__file__).parents[1] / "unit" / room) for room in ("mcore", "algo")]
 
 import torch
-from layout_runs import evaluate, gather, launch_each, within_vocabulary
+from layout_runs import Run, read, run_specs
 from tiny_checkpoints import build_samples
 from torch import Tensor
 
@@ -36,12 +37,12 @@ from megarl.config.overrides import take_config_dirs
 from megarl.config.schema.roles import Dtype, ParallelConfig
 from megarl.config.schema.root import Config
 from megarl.mcore.entries import VALUE_HEAD
-from megarl.mcore.hf import CheckpointReader, write_safetensors
+from megarl.mcore.hf import write_safetensors
 from megarl.mcore.spec import Role, WorkerSpec, check_layout, check_role_fields, read_architecture
 from megarl.models.architecture import Architecture
 from megarl.models.checkpoint import load_tokenizer
 from megarl.run.inputs import load_models, load_specs
-from megarl.types import Metrics, TrainingSamples
+from megarl.types import TrainingSamples
 
 LEAST_EPS = 1e-5
 FLOAT32 = {"loss": 1e-6, "gradient norm": 1e-5, "gradient": 1e-5, "update": 1e-3, "evaluation": 2e-5}
@@ -50,25 +51,8 @@ the first step, of what all steps together changed; an absolute one of log-probs
 BOUNDS = {Dtype.float32: FLOAT32, Dtype.bfloat16: dict.fromkeys(FLOAT32, 1e-1) | {"loss": 2e-2, "update": 5e-1}}
 
 
-@dataclass(frozen=True)
-class LayoutRun:
-    """What one role computed in one layout."""
-
-    role: Role
-    metrics: list[Metrics]
-    """of each optimizer step"""
-    directory: Path
-    """DIRECTORY/before, /gradient (of the first step) and /after: Hugging Face checkpoints"""
-    evaluations: list[Tensor]
-    """float32 [B, T] log-probs, entropies and, with a reference, KL of a policy; values of a critic; after the steps"""
-
-    def list_metrics(self, name: str, default: str = "") -> list[float]:
-        role = self.role.value
-        return [step.get(f"{role}/{name}", step.get(f"{role}/{default}")) for step in self.metrics]
-
-    def read(self, kind: str) -> dict[str, Tensor]:
-        with CheckpointReader(self.directory / kind) as reader:
-            return {name: reader.read(name) for name in sorted(reader.names)}
+VERBS = "weights:before gradient:gradient update:3 weights:after evaluate details"
+"""Three optimizer steps over all samples, and what a layout must not change of them"""
 
 
 def describe_layout(parallel: ParallelConfig) -> str:
@@ -78,65 +62,41 @@ def describe_layout(parallel: ParallelConfig) -> str:
     return "-".join(parts) or "one"
 
 
-def take_steps(worker: Any, directory: Path, samples: TrainingSamples, num_steps: int) -> dict[str, Any]:
-    samples = replace(samples, sequences=within_vocabulary(samples.sequences, worker))
-    sequences, rows = samples.sequences, torch.arange(samples.sequences.num_samples)
-    worker.export_weights(directory / "before")
-    worker.export_gradient(samples, directory / "gradient")
-    metrics = worker.update(samples, [rows] * num_steps)
-    worker.export_weights(directory / "after")
-    evaluations = [evaluate(worker, sequences)[0]]
-    if worker.spec.role is Role.policy:
-        evaluations.append(gather(worker.entropies(sequences, 0.8), sequences)[0])
-    if worker.reference is not None:
-        evaluations.append(gather(worker.reference_kl(sequences, 0.8), sequences)[0])
-    return {"metrics": metrics, "evaluations": evaluations}
-
-
 def run_layouts(
-    specs: Mapping[str, WorkerSpec], samples: TrainingSamples, num_steps: int, scratch: Path
-) -> dict[str, LayoutRun]:
-    """Run the same `num_steps` optimizer steps over all samples under each spec; results under `scratch`.
-
-    A critic whose checkpoint has no value head gets a random one: its own head of zeros would leave all other gradients
-    at zero. Layouts of as many processes run one after the other in one group of processes.
+    scratch: Path, specs: Mapping[str, Any], samples: TrainingSamples, verbs: str = VERBS
+) -> dict[str, Run]:
+    """The same under each spec, as `run_specs` runs them. A critic whose checkpoint has no value head gets a random
+    one: its own head of zeros would leave all other gradients at zero.
     """
     scratch.mkdir(parents=True, exist_ok=True)
-    specs = {name: _start_with_value_head(spec, scratch) for name, spec in specs.items()}
-    found: dict[str, Any] = {}
-    for size in sorted({spec.parallel.num_processes for spec in specs.values()}):
-        group = {name: spec for name, spec in specs.items() if spec.parallel.num_processes == size}
-        found |= launch_each(size, take_steps, group, samples, num_steps, scratch=str(scratch))
-    return {
-        name: LayoutRun(spec.role, found[name]["metrics"], scratch / name, found[name]["evaluations"])
-        for name, spec in specs.items()
-    }
+    given = {name: spec if isinstance(spec, tuple) else (spec, {}) for name, spec in specs.items()}
+    given = {name: (_start_with_value_head(spec, scratch), own) for name, (spec, own) in given.items()}
+    return run_specs(scratch, given, verbs, samples=samples, sequences=(samples.sequences,))
 
 
 def _start_with_value_head(spec: WorkerSpec, scratch: Path) -> WorkerSpec:
     """The spec; of a critic without a value head, with a copy of its checkpoint that has one."""
     source = Path(spec.checkpoint).resolve()
-    with CheckpointReader(source) as reader:
-        if spec.role is not Role.critic or VALUE_HEAD in reader:
-            return spec
-        tensors = {name: reader.read(name) for name in reader.names}
+    if spec.role is not Role.critic or VALUE_HEAD in (tensors := read(source)):
+        return spec
     directory = scratch / f"critic-{source.name}"
     if not directory.exists():
-        directory.mkdir()
-        for file in source.iterdir():
-            if "safetensors" not in file.name:
-                (directory / file.name).symlink_to(file)
+        skipped = shutil.ignore_patterns("*.safetensors*")
+        shutil.copytree(source, directory, ignore=skipped)
         size = read_architecture(source).hidden_size
         tensors[VALUE_HEAD] = torch.randn(1, size, generator=torch.Generator().manual_seed(spec.seed)) / size**0.5
         write_safetensors(directory, tensors.items())
     return replace(spec, checkpoint=str(directory))
 
 
-def compare_runs(run: LayoutRun, reference: LayoutRun) -> dict[str, float]:
+def compare_runs(run: Run, reference: Run) -> dict[str, float]:
     """The largest differences, by the names of `FLOAT32`; with the name of the tensor whose gradient differs most."""
-    losses = zip(run.list_metrics("loss"), reference.list_metrics("loss"), strict=True)
+    losses, norms = (
+        torch.tensor([one.list_metrics(name) for one in (run, reference)], dtype=torch.float64)
+        for name in ("loss", "grad_norm")
+    )
     # Terms of either sign cancel in a loss, not in this. A critic's are never negative.
-    sizes, norms = reference.list_metrics("loss_size", "loss"), reference.list_metrics("grad_norm")
+    sizes = torch.tensor(reference.list_metrics("loss_size", "loss"), dtype=torch.float64)
     gradients, expected = run.read("gradient"), reference.read("gradient")
     assert gradients.keys() == expected.keys(), "runs of other models"
     each = {name: _compare(gradients[name], tensor) for name, tensor in expected.items()}
@@ -145,38 +105,33 @@ def compare_runs(run: LayoutRun, reference: LayoutRun) -> dict[str, float]:
     for one in (run, reference):
         before, after = one.read("before"), one.read("after")
         changes.append(torch.cat([(after[name].double() - before[name].double()).flatten() for name in after]))
-    return {
-        "loss": max(_no_nan(abs(a - b) / size) for (a, b), size in zip(losses, sizes, strict=True)),
-        "gradient norm": max(
-            _no_nan(abs(a - b) / b) for a, b in zip(run.list_metrics("grad_norm"), norms, strict=True)
-        ),
+    evaluations = [
+        (found - other).abs().max()
+        for kind in ("evaluate", "entropies", "reference_kl")
+        for found, other in zip(run.found.get(kind, []), reference.found.get(kind, []), strict=True)
+    ]
+    differences = {
+        "loss": ((losses[0] - losses[1]).abs() / sizes).max().item(),
+        "gradient norm": ((norms[0] - norms[1]).abs() / norms[1]).max().item(),
         f"gradient of {worst}": each[worst],
         "update": _compare(*changes),
-        "evaluation": max(
-            _no_nan((found - other).abs().max().item())
-            for found, other in zip(run.evaluations, reference.evaluations, strict=True)
-        ),
+        "evaluation": torch.stack(evaluations).max().item(),
     }
+    return {what: difference if difference == difference else float("inf") for what, difference in differences.items()}
 
 
 def _compare(found: Tensor, expected: Tensor) -> float:
-    """||difference|| / ||expected||; 0 where both are 0."""
+    """||difference|| / ||expected||; 0 where both are 0, infinite where there is no number."""
     difference, size = (found.double() - expected.double()).norm().item(), expected.double().norm().item()
-    return 0.0 if difference == size == 0 else _no_nan(difference / size) if size else float("inf")
-
-
-def _no_nan(number: float) -> float:
-    return number if number == number else float("inf")
+    if difference == size == 0:
+        return 0.0
+    return difference / size if size and difference == difference else float("inf")
 
 
 def find_problems(differences: Mapping[str, float], bounds: Mapping[str, float] = FLOAT32) -> list[str]:
     """What is beyond its bound; empty: the layout computes the same."""
-    problems = []
-    for what, found in differences.items():
-        bound = bounds[what.partition(" of ")[0]]
-        if found > bound:
-            problems.append(f"{what}: differs by {found:.2g}; the bound is {bound:.2g}")
-    return problems
+    found = {what: (difference, bounds[what.partition(" of ")[0]]) for what, difference in differences.items()}
+    return [f"{what}: differs by {x:.2g}; the bound is {bound:.2g}" for what, (x, bound) in found.items() if x > bound]
 
 
 def list_divisors(number: int) -> list[int]:
@@ -242,7 +197,7 @@ def check_all(overrides: list[str], num_processes: int, num_rows: int | None) ->
         )
         specs = {describe_layout(layout): replace(spec, parallel=layout) for layout in layouts}
         with tempfile.TemporaryDirectory(prefix="megarl-layouts-") as scratch:
-            runs = run_layouts(specs, samples, 3, Path(scratch))
+            runs = run_layouts(Path(scratch), specs, samples)
             for name, run in runs.items():
                 differences = compare_runs(run, runs["one"])
                 problems = find_problems(differences, BOUNDS[spec.dtype])

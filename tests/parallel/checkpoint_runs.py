@@ -7,11 +7,10 @@ from unittest import mock
 
 import lazy_adam
 import torch
-from layout_runs import build_spec, collect, working
+from layout_runs import build_spec, working
 from tiny_checkpoints import build_samples
 
 from megarl.mcore.spec import Role, WorkerSpec
-from megarl.tools.gpu.measured import measuring_peaks
 
 ROWS = [torch.arange(12)]
 
@@ -23,13 +22,13 @@ def find_storages(worker: Any) -> set[int]:
     return {tensor.data_ptr() for tensor in list_optimizer_tensors(worker.optimizer) if tensor.ndim}
 
 
-def save_and_load(rank: int, world_size: int, spec: WorkerSpec, is_lazy: bool, scratch: str) -> dict[str, Any]:
+def save_and_load(rank: int, world_size: int, spec: WorkerSpec, is_lazy: bool, root: Path) -> dict[str, Any]:
     """A save before the first step and one after the second; what a new worker makes of each, as checksums of the
-    weights after one more step. Files of the runs before in `scratch` are continued too, under "other".
+    weights after one more step. Files of the runs before in `root` are continued too, under "other".
     """
     if is_lazy:
         lazy_adam.install()
-    root, name = Path(scratch), "lazy" if is_lazy else "torch"
+    name = "lazy" if is_lazy else "torch"
     others = [folder for folder in root.glob("*-stepped") if folder.name != f"{name}-stepped"]
     states = {key: root / f"{name}-{key}" for key in ("fresh", "stepped")}
     result: dict[str, Any] = {"other": {}}
@@ -53,7 +52,7 @@ def save_and_load(rank: int, world_size: int, spec: WorkerSpec, is_lazy: bool, s
     return result
 
 
-def save_in_buckets(rank: int, world_size: int, checkpoint: Path, scratch: str) -> dict[str, Any]:
+def save_in_buckets(rank: int, world_size: int, checkpoint: Path, scratch: Path) -> dict[str, Any]:
     """All tensors of a checkpoint after two steps whose gradients are reduced in one bucket or in many."""
     from megatron.core import dist_checkpointing
 
@@ -67,28 +66,14 @@ def save_in_buckets(rank: int, world_size: int, checkpoint: Path, scratch: str) 
         spec = build_spec(Role.policy, checkpoint, "dp2", optimizer=optimizer)
         config = partial(model.DistributedDataParallelConfig, bucket_size=size)
         patched = mock.patch.object(model, "DistributedDataParallelConfig", config)
-        with patched, working(spec, rank, world_size, Path(scratch) / name) as worker:
+        with patched, working(spec, rank, world_size, scratch / name) as worker:
             worker.update(build_samples(), ROWS * 2)
-            worker.save(Path(scratch) / name)
+            worker.save(scratch / name)
             num_buckets = sum(len(buffer.buckets) for buffer in worker.model[0].buffers)
         if rank == 0:
-            torch.distributed.init_process_group(
-                "gloo", init_method=f"file://{scratch}/read-{name}", rank=0, world_size=1
-            )
+            torch.distributed.init_process_group("gloo", init_method=f"file://{scratch}/.{name}", rank=0, world_size=1)
             plain = dist_checkpointing.load_plain_tensors(f"{scratch}/{name}")
             torch.distributed.destroy_process_group()
             tensors = {key: value for key, value in plain.items() if isinstance(value, torch.Tensor)}
             results[name] = {"num_buckets": num_buckets, "tensors": tensors}
-    return results
-
-
-def measure_saves(rank: int, world_size: int, runs: dict[str, WorkerSpec], scratch: str) -> dict[str, list[int]]:
-    """Bytes of each rank's tensors at the peak of a save, beside those that are there before it."""
-    results: dict[str, list[int]] = {}
-    for name, spec in runs.items():
-        with working(spec, rank, world_size, Path(scratch) / name) as worker:
-            with measuring_peaks() as meter, meter.phase("save"):
-                worker.begin_save(Path(scratch) / name)
-            worker.finish_save()
-            results[name] = collect(meter.peaks["save"])
     return results

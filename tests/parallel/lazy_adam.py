@@ -16,19 +16,11 @@ NAMES = ("exp_avg", "exp_avg_sq")
 
 class FusedAdam(torch.optim.Optimizer):
     def __init__(
-        self,
-        params: Any,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        *,
-        bias_correction: bool = True,
-        adam_w_mode: bool = True,
+        self, params: Any, *, lr: float, betas: Any, eps: float, weight_decay: float, adam_w_mode: bool = True
     ) -> None:
         assert adam_w_mode
-        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
-        super().__init__(params, {**defaults, "weight_decay": weight_decay})
+        defaults = {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -36,7 +28,7 @@ class FusedAdam(torch.optim.Optimizer):
             group["step"] = group["step"] + 1 if "step" in group else 1
             assert isinstance(group["step"], int), "the kernel takes an int"
             (beta1, beta2), step = group["betas"], group["step"]
-            first, second = (1 - beta1**step, 1 - beta2**step) if group["bias_correction"] else (1, 1)
+            first, second = 1 - beta1**step, 1 - beta2**step
             for param in group["params"]:
                 state = self.state[param]
                 if len(state) == 0:

@@ -6,13 +6,14 @@ Four processes: test_layouts.py, the same comparison.
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import check_layouts
 import pytest
 import torch
-from check_layouts import LayoutRun, compare_runs, describe_layout, find_problems
+from check_layouts import compare_runs, describe_layout, find_problems
+from layout_runs import Run, build_spec, read_layout
 from safetensors.torch import save_file
-from torch import Tensor
 
 from megarl.config.load import load_config
 from megarl.config.schema.roles import ParallelConfig
@@ -75,44 +76,55 @@ def test_a_wrong_key_ends_it_with_code_2_before_anything_starts() -> None:
     assert "algo.clip_hgh" in errors
 
 
-def write_run(
-    directory: Path, gradient: dict[str, Tensor] = GRADIENT, step: float = 0.1, loss: float = 1.0, norm: float = 10.05
-) -> LayoutRun:
-    kinds = {"before": WEIGHTS, "gradient": gradient, "after": {k: v + step for k, v in WEIGHTS.items()}}
-    for kind, tensors in kinds.items():
+def write_run(directory: Path, gradient: Any = None, step: float = 0.1, loss: float = 1.0, norm: float = 10.05) -> Run:
+    after = {key: tensor + step for key, tensor in WEIGHTS.items()}
+    for kind, tensors in {"before": WEIGHTS, "gradient": GRADIENT | (gradient or {}), "after": after}.items():
         (directory / kind).mkdir(parents=True)
         save_file(tensors, directory / kind / "model.safetensors")
     metrics = [{"policy/loss": loss, "policy/loss_size": 2.0, "policy/grad_norm": norm}] * 3
-    return LayoutRun(Role.policy, metrics, directory, [torch.full((2, 3), loss)])
+    found = {"metrics": metrics, "evaluate": [torch.full((2, 3), loss)]}
+    return Run(build_spec(Role.policy, directory), directory, found)
 
 
-def test_differences_are_relative_to_the_size_of_what_is_compared(tmp_path: Path) -> None:
-    reference = write_run(tmp_path / "reference")
-    assert find_problems(compare_runs(reference, reference)) == []
-    gradient = {"a": torch.tensor([0.6, 0.8 + 1e-4]), "b": torch.tensor([[10.0 + 2e-4]])}
-    other = write_run(tmp_path / "other", gradient, step=0.2, loss=1.5, norm=10.05 * 1.1)
-    # |1.5 - 1| of a mean |L_t| of 2; ||a|| is 1, so that a is worse than b; every weight moved 0.2 instead of 0.1.
-    expected = {"loss": 0.25, "gradient norm": 0.1, "gradient of a": 1e-4, "update": 1.0, "evaluation": 0.5}
-    assert compare_runs(other, reference) == pytest.approx(expected, rel=1e-2)
+NAN = {"step": float("nan"), "loss": float("nan"), "norm": float("nan")}
 
 
-def test_what_is_beyond_its_bound_is_named_and_nan_is_beyond_every_bound(tmp_path: Path) -> None:
-    reference = write_run(tmp_path / "reference")
-    other = write_run(tmp_path / "other", {"a": GRADIENT["a"], "b": GRADIENT["b"] * (1 + 3e-5)})
-    (problem,) = find_problems(compare_runs(other, reference))
-    assert problem == "gradient of b: differs by 3e-05; the bound is 1e-05"
-    gradient = {"a": torch.tensor([torch.nan, 0.0]), "b": GRADIENT["b"]}
-    bad = write_run(tmp_path / "bad", gradient, step=float("nan"), loss=float("nan"), norm=float("nan"))
-    problems = find_problems(compare_runs(bad, reference))
-    assert [problem.split(":")[0] for problem in problems] == [
-        "loss",
-        "gradient norm",
-        "gradient of a",
-        "update",
-        "evaluation",
+@pytest.mark.parametrize(
+    ("gradient", "changes", "expected"),
+    [
+        ({}, {}, {"loss": 0, "gradient norm": 0, "gradient of a": 0, "update": 0, "evaluation": 0}),
+        # |1.5 - 1| of a mean |L_t| of 2; ||a|| is 1, so that a is worse than b; every weight moved 0.2 instead of 0.1.
+        (
+            {"a": torch.tensor([0.6, 0.8 + 1e-4]), "b": torch.tensor([[10.0 + 2e-4]])},
+            {"step": 0.2, "loss": 1.5, "norm": 10.05 * 1.1},
+            {"loss": 0.25, "gradient norm": 0.1, "gradient of a": 1e-4, "update": 1.0, "evaluation": 0.5},
+        ),
+        (
+            {"a": torch.tensor([torch.nan, 0.0])},
+            NAN,
+            dict.fromkeys(("loss", "gradient norm", "gradient of a", "update", "evaluation"), float("inf")),
+        ),
+    ],
+)
+def test_differences_are_relative_to_the_size_of_what_is_compared_and_infinite_of_nan(
+    gradient: Any, changes: dict[str, float], expected: dict[str, float], tmp_path: Path
+) -> None:
+    reference, other = write_run(tmp_path / "reference"), write_run(tmp_path / "other", gradient, **changes)
+    differences = compare_runs(other, reference)
+    assert differences == pytest.approx(expected, rel=1e-2)
+    assert [problem.split(":")[0] for problem in find_problems(differences)] == [
+        key for key in expected if expected[key]
     ]
 
 
-def test_a_layout_has_a_short_name() -> None:
-    parallel = ParallelConfig(num_processes=8, tp=2, sp=True, pp=2, vpp=3)
-    assert describe_layout(parallel) == "tp2-sp-pp2-vpp3-dp2"
+def test_what_is_beyond_its_bound_is_named(tmp_path: Path) -> None:
+    reference = write_run(tmp_path / "reference")
+    other = write_run(tmp_path / "other", {"b": GRADIENT["b"] * (1 + 3e-5)})
+    (problem,) = find_problems(compare_runs(other, reference))
+    assert problem == "gradient of b: differs by 3e-05; the bound is 1e-05"
+
+
+def test_a_layout_has_a_short_name_which_is_read() -> None:
+    parallel = ParallelConfig(num_processes=12, tp=2, sp=True, pp=2, vpp=3, cp=1)
+    assert describe_layout(parallel) == "tp2-sp-pp2-vpp3-dp3"
+    assert read_layout("tp2-sp-pp2-vpp3-dp3") == parallel

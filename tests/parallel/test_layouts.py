@@ -1,19 +1,17 @@
-"""Losses, gradients, updates and evaluations of every layout and every cut into micro-batches equal those of one
-process, with every term of the losses, sequences of different lengths, tokens of the environment in them and a failed
-sample.
+"""Losses, gradients, updates, evaluations and exports of every layout, way and cut into micro-batches equal those of
+one process, which are those of transformers, with every term of the losses, sequences of different lengths, tokens of
+the environment in them and a failed sample.
 """
 
-import re
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from check_layouts import LayoutRun, compare_runs, find_problems, run_layouts
-from layout_runs import build_conversations, build_spec, launch_each, load_and_train, train_and_save
-from tiny_checkpoints import write_checkpoint
+from check_layouts import VERBS, compare_runs, find_problems, run_layouts
+from layout_runs import Run, build_conversations, build_spec, give_experts, read, read_layout, run_specs
+from tiny_checkpoints import padded_reference_logprobs, write_checkpoint
 
 from megarl.config.schema.algo import (
     AlgoConfig,
@@ -25,19 +23,34 @@ from megarl.config.schema.algo import (
     RatioLevel,
     ToprConfig,
 )
-from megarl.config.schema.roles import Offload, OptimizerConfig, ParallelConfig, Recompute, Trainable
+from megarl.config.schema.roles import (
+    LoraConfig,
+    LoraLayers,
+    Offload,
+    OptimizerConfig,
+    Recompute,
+    RecomputeMethod,
+    Trainable,
+)
 from megarl.mcore.microbatches import compute_row_costs, pack
 from megarl.mcore.spec import Role, WorkerSpec, read_architecture
 from megarl.types import TrainingSamples
 
 pytestmark = pytest.mark.slow
 
-CHECKPOINTS: dict[str, dict[str, Any]] = {
-    "qwen3": {"num_hidden_layers": 4},
-    "qwen2": {"num_hidden_layers": 4, "tied": True},
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {"num_hidden_layers": 4}),
+    "qwen2": ("qwen2", {"num_hidden_layers": 4, "tied": True}),
     # Padded to 64 rows: the second of two tensor-parallel ranks has no token at all.
-    "small": {"vocab_size": 30},
-    "qwen3_moe": {"num_hidden_layers": 4},
+    "small": ("qwen3", {"vocab_size": 30}),
+    "qwen3_moe": ("qwen3_moe", {"num_hidden_layers": 4}),
+    "unnormalized": ("qwen3_moe", {"norm_topk_prob": False}),
+    "llama": ("llama", {"tied": True}),
+    "glm4": ("glm4", {}),
+    "glm4_moe": ("glm4_moe", {}),
+    # On two stages, of which the first has no expert at all; and stages with different numbers of routers.
+    "dense_stage": ("glm4_moe", {"num_hidden_layers": 4, "first_k_dense_replace": 2}),
+    "dense_layer": ("glm4_moe", {"num_hidden_layers": 4, "first_k_dense_replace": 1}),
 }
 ALGO = AlgoConfig(
     entropy_coef=0.01,
@@ -67,6 +80,9 @@ OF_EXPERTS = (
     *("dp2-ep2", "cp2-ep2", "tp2-sp-etp2", "tp2-sp", "tp2-sp-ep2"),
     *("pp2-dp2-ep2", "tp2-sp-dp2-ep2-etp2", "tp2-sp-pp2-ep2"),
 )
+FAMILY = ("tp2-sp", "pp2", "dp2")
+EXPERTS = (*FAMILY, "dp2-ep2", "tp2-sp-ep2")
+LORA, OF_ATTENTION = LoraConfig(3, 12.0), LoraConfig(3, 12.0, [LoraLayers.attention])
 ROWS: dict[str, tuple[Role, str, dict[str, Any], tuple[str, ...]]] = {
     "policy": (Role.policy, "qwen3", {"algo": ALGO}, (*LAYOUTS, *MIXTURES)),
     "policy_tied": (Role.policy, "qwen2", {"algo": WHOLE_RESPONSES}, LAYOUTS),
@@ -77,26 +93,57 @@ ROWS: dict[str, tuple[Role, str, dict[str, Any], tuple[str, ...]]] = {
     "experts": (Role.policy, "qwen3_moe", TERMS, OF_EXPERTS),
     "experts_critic": (Role.critic, "qwen3_moe", TERMS, ("dp2-ep2", "tp2-sp-ep2", "pp2-dp2-ep2")),
     "experts_alone": (Role.critic, "qwen3_moe", TERMS | {"trainable": Trainable.mlp}, ("dp2-ep2",)),
+    "unnormalized": (Role.policy, "unnormalized", {}, ()),
+    **{
+        f"{checkpoint}_{role.value}": (role, checkpoint, {}, layouts)
+        for role in (Role.policy, Role.critic)
+        for checkpoint, layouts in (
+            ("llama", FAMILY),
+            ("glm4", FAMILY),
+            ("glm4_moe", EXPERTS),
+            ("dense_stage", EXPERTS),
+        )
+    },
+    "lora": (Role.policy, "qwen2", {"lora": LORA}, ("tp2", *TWO)),
+    "lora_experts": (Role.policy, "qwen3_moe", {"lora": OF_ATTENTION}, ("dp2-ep2", "tp2-sp-ep2")),
+    "replay": (Role.policy, "qwen3_moe", {"router_replay": True}, ("dp2-ep2", "cp2-ep2", "tp2-sp-ep2", "pp2-vpp2")),
+    "replay_dense": (Role.policy, "dense_layer", {"router_replay": True}, ("pp2-vpp2",)),
 }
 OVERLAP = replace(OPTIMIZER, overlap_grad_reduce=True, overlap_param_gather=True)
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "selective": {"recompute": Recompute.selective},
+    "modules": {"recompute": Recompute.selective, "megatron": {"recompute_modules": ["core_attn", "mlp"]}},
+    "pairs": {"recompute": Recompute.full, "recompute_num_layers": 2},
+    "block": {"recompute": Recompute.full, "recompute_method": RecomputeMethod.block, "recompute_num_layers": 1},
+}
 WAYS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "overlap": ("policy", "pp2-vpp2-dp2", {"optimizer": OVERLAP}),
     "uneven": ("policy", "pp2", {"megatron": {"num_layers_in_first_pipeline_stage": 1}}),
     "partly_recomputed": ("critic_partly", "one", {"recompute": Recompute.full}),
     "partly_offloaded": ("critic_partly", "one", {"offload": Offload.all}),
+    **{
+        f"{row}_{name}{layout}": (row, layout, fields)
+        for name, fields in RECOMPUTED.items()
+        for row, layout in (("policy", "one"), ("policy", "tp2-sp"), ("critic", "one"))
+    },
     # The router meets each micro-batch again, when later ones have passed it.
     "experts_recomputed": ("experts", "pp2", {"recompute": Recompute.full}),
+    **{
+        f"{row}_recomputed_{layout}": (row, layout, {"recompute": Recompute.full})
+        for row in ("replay", "replay_dense")
+        for layout in ("pp2", "pp2-vpp2", "cp2")
+    },
+    "lora_recomputed": ("lora", "one", {"recompute": Recompute.full}),
 }
-CUTS = {f"{row}_cut{number}": (row, number) for row in ("policy", "critic", "experts") for number in (2, 4, 8)}
+CUTS = {
+    f"{row}_cut{number}": (row, number) for row in ("policy", "critic", "experts", "replay") for number in (2, 4, 8)
+}
 SAMPLES = build_conversations(seed=0)
-
-
-def read_layout(name: str) -> ParallelConfig:
-    """What `describe_layout` calls so."""
-    found = dict(re.fullmatch(r"([a-z]+)(\d*)", part).groups() for part in name.split("-"))  # type: ignore[union-attr]
-    sizes = {key: int(size) for key, size in found.items() if size}
-    number = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1) * sizes.pop("dp", 1)
-    return ParallelConfig(num_processes=number, sp="sp" in found, **sizes)
+REPLAYED = replace(SAMPLES, sequences=give_experts(SAMPLES.sequences))
+NAMES = [
+    *((f"{row}-{layout}", row) for row, (_, _, _, layouts) in ROWS.items() for layout in layouts),
+    *((name, row) for name, (row, *_) in (WAYS | CUTS).items()),
+]
 
 
 def find_budget(spec: WorkerSpec, num_microbatches: int) -> int:
@@ -108,14 +155,17 @@ def find_budget(spec: WorkerSpec, num_microbatches: int) -> int:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("layouts")
-    for name, fields in CHECKPOINTS.items():
-        write_checkpoint(root / name, name if name != "small" else "qwen3", **fields)
-    return root
+    return tmp_path_factory.mktemp("layouts")
 
 
 @pytest.fixture(scope="module")
-def runs(root: Path) -> dict[str, LayoutRun]:
+def models(root: Path) -> dict[str, Any]:
+    """Of transformers, by checkpoint."""
+    return {name: write_checkpoint(root / name, family, **fields) for name, (family, fields) in CHECKPOINTS.items()}
+
+
+@pytest.fixture(scope="module")
+def runs(root: Path, models: dict[str, Any]) -> dict[str, Run]:
     specs = {}
     for row, (role, checkpoint, fields, layouts) in ROWS.items():
         one = build_spec(role, root / checkpoint, optimizer=OPTIMIZER, **fields)
@@ -129,10 +179,15 @@ def runs(root: Path) -> dict[str, LayoutRun]:
         specs[name] = replace(one, parallel=read_layout(layout), tokens_per_microbatch=find_budget(one, 4), **fields)
     for name, (row, number) in CUTS.items():
         specs[name] = replace(specs[row], tokens_per_microbatch=find_budget(specs[row], number))
-    return run_layouts(specs, SAMPLES, 3, root / "runs")
+    specs["reversed"] = (specs["policy"], {"verbs": VERBS.replace("update", "reversed")})
+    replayed = {name: spec for name, spec in specs.items() if name.startswith("replay")}
+    found = run_layouts(root / "replayed", replayed, REPLAYED, f"scores {VERBS}")
+    return found | run_layouts(
+        root / "runs", {x: specs[x] for x in specs.keys() - replayed}, SAMPLES, f"scores {VERBS}"
+    )
 
 
-def assert_equal(run: LayoutRun, one: LayoutRun) -> None:
+def assert_equal(run: Run, one: Run) -> None:
     assert find_problems(compare_runs(run, one)) == []
     for found, expected in zip(run.metrics, one.metrics, strict=True):
         assert found.keys() == expected.keys()
@@ -143,25 +198,51 @@ def assert_equal(run: LayoutRun, one: LayoutRun) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("name", "row"),
-    [
-        *((f"{row}-{layout}", row) for row, (_, _, _, layouts) in ROWS.items() for layout in layouts),
-        *((name, row) for name, (row, *_) in (WAYS | CUTS).items()),
-    ],
-)
-def test_a_layout_a_way_and_a_cut_compute_what_one_process_does(
-    name: str, row: str, runs: dict[str, LayoutRun]
+def trains(row: str, tensor: str) -> bool:
+    """Whether training a role of this row moves a tensor of its checkpoint."""
+    if row == "experts_alone":
+        return ".mlp.experts." in tensor or tensor == "score.weight"
+    if row == "critic_partly":
+        return ".mlp." in tensor or tensor == "score.weight"
+    if row.startswith("lora"):
+        kinds = ("q_proj", "k_proj", "v_proj", "o_proj") + (("mlp",) if row == "lora" else ())
+        return tensor.endswith(".weight") and any(kind in tensor for kind in kinds)
+    return not tensor.endswith("e_score_correction_bias")
+
+
+@pytest.mark.parametrize(("name", "row"), [*NAMES, ("reversed", "policy")])
+def test_a_layout_a_way_a_cut_and_another_order_compute_what_one_process_does(
+    name: str, row: str, runs: dict[str, Run]
 ) -> None:
     assert_equal(runs[name], runs[row])
-    if row in ("critic_partly", "experts_alone"):
-        before, after = runs[name].read("before"), runs[name].read("after")
-        moved = {key for key in after if not torch.equal(before[key], after[key])}
-        kind = ".mlp.experts." if row == "experts_alone" else ".mlp."
-        assert moved == {key for key in after if kind in key or key == "score.weight"}
 
 
-def test_every_term_of_the_losses_is_on(runs: dict[str, LayoutRun]) -> None:
+@pytest.mark.parametrize(("name", "row"), [*((row, row) for row in ROWS), *NAMES])
+def test_a_role_exports_what_it_loaded_and_moves_what_is_trained(
+    name: str, row: str, root: Path, runs: dict[str, Run]
+) -> None:
+    before, after, source = runs[name].read("before"), runs[name].read("after"), read(Path(runs[name].spec.checkpoint))
+    if ROWS[row][0] is Role.critic:
+        source.pop("lm_head.weight", None)
+    assert before.keys() == after.keys() == source.keys()
+    assert all(torch.equal(before[key], source[key]) for key in source)
+    assert {key for key in after if not torch.equal(before[key], after[key])} == {
+        key for key in after if trains(row, key)
+    }
+
+
+@pytest.mark.parametrize(("name", "row"), [*((row, row) for row in ROWS), *NAMES])
+def test_logprobs_are_those_of_transformers(name: str, row: str, models: dict[str, Any], runs: dict[str, Run]) -> None:
+    role, checkpoint, _, _ = ROWS[row]
+    if role is Role.critic or row.startswith("replay"):
+        pytest.skip("a critic has none; test_replay_layouts.py has those with given experts")
+    model = models[checkpoint]
+    sequences = replace(SAMPLES.sequences, tokens=SAMPLES.sequences.tokens % model.config.vocab_size)
+    expected = padded_reference_logprobs(model, sequences, 0.8)
+    torch.testing.assert_close(runs[name]["scores"][0], expected, rtol=0, atol=1e-5)
+
+
+def test_every_term_of_the_losses_is_on(runs: dict[str, Run]) -> None:
     policy, critic = runs["policy"].metrics[0], runs["critic"].metrics[0]
     for term in ("kl_loss", "entropy", "positive_lm", "clip_frac", "dual_clip_frac"):
         assert policy[f"policy/{term}"] > 1e-3, term
@@ -181,18 +262,16 @@ def keep_half_a_row() -> TrainingSamples:
 
 @pytest.mark.parametrize("samples", [keep_half_a_row(), SAMPLES.select(torch.tensor([0]))], ids=["half", "one row"])
 def test_where_one_rank_has_nothing_to_learn_from_or_no_row_all_is_that_of_one_process(
-    samples: TrainingSamples, root: Path, tmp_path: Path
+    samples: TrainingSamples, root: Path, models: dict[str, Any], tmp_path: Path
 ) -> None:
     specs = {
-        f"{role.value}-{layout}": build_spec(
-            role, root / "qwen3", algo=ALGO, optimizer=OPTIMIZER, parallel=read_layout(layout)
-        )
+        f"{role.value}-{layout}": build_spec(role, root / "qwen3", layout, algo=ALGO, optimizer=OPTIMIZER)
         for role in (Role.policy, Role.critic)
         for layout in ("one", "dp2", "cp2")
     }
-    found = run_layouts(specs, samples, 2, tmp_path)
+    found = run_layouts(tmp_path, specs, samples)
     for run in found.values():
-        one = found[f"{run.role.value}-one"]
+        one = found[f"{run.spec.role.value}-one"]
         assert one.list_metrics("grad_norm")[0] > 0
         assert_equal(run, one)
 
@@ -203,30 +282,30 @@ def test_where_one_rank_has_nothing_to_learn_from_or_no_row_all_is_that_of_one_p
         (Role.policy, "qwen3", {}, "one", TWO),
         (Role.critic, "qwen3", PARTLY, "one", ("tp2-sp", "pp2", "dp2")),
         (Role.policy, "qwen3_moe", {}, "dp2-ep2", ("one", "tp2-sp-ep2", "tp2-sp-etp2")),
+        (Role.policy, "qwen2", {"lora": LORA}, "tp2-sp", ("tp2", "pp2", "dp2", "cp2")),
+        (Role.policy, "qwen3_moe", {"lora": OF_ATTENTION}, "dp2-ep2", ("tp2-sp-ep2",)),
     ],
 )
 def test_loading_continues_identically_also_under_other_layouts(
-    role: Role, checkpoint: str, fields: dict[str, Any], saved_in: str, layouts: tuple[str, ...], root: Path
+    role: Role,
+    checkpoint: str,
+    fields: dict[str, Any],
+    saved_in: str,
+    layouts: tuple[str, ...],
+    root: Path,
+    models: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
-    """Bit by bit in the layout that saved, up to rounding in others."""
-
-    def build(name: str) -> WorkerSpec:
-        return build_spec(role, root / checkpoint, parallel=read_layout(name), **fields)
-
-    specs = {layout: build(layout) for layout in (saved_in, *layouts)}
-    found = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        size = specs[saved_in].parallel.num_processes
-        (saved,) = launch_each(size, train_and_save, {"saved": specs[saved_in]}, scratch=scratch).values()
-        for size in (1, 2):
-            own = {name: spec for name, spec in specs.items() if spec.parallel.num_processes == size}
-            found |= launch_each(size, load_and_train, own, scratch=scratch)
-    same = found[saved_in]
-    assert same["fresh"] != saved["checksum"] == same["checksum"]
-    assert same["metrics"] == saved["metrics"]
+    """Bit by bit in the layout that saved, up to rounding in others. A step is made while the files are written."""
+    specs = {name: build_spec(role, root / checkpoint, name, **fields) for name in (saved_in, *layouts)}
+    first = "update:2 checksum begin:state update finish:state weights:after"
+    saved = run_specs(tmp_path, {"saved": specs[saved_in]}, first)["saved"]
+    found = run_specs(tmp_path, specs, "checksum load:state checksum update weights:after")
+    fresh, loaded = found[saved_in]["checksum"]
+    assert fresh != saved["checksum"][0] == loaded
+    assert found[saved_in].metrics == saved.metrics[2:]
     for name, run in found.items():
-        for key, tensor in saved["after"]["weights"].items():
+        after = run.read("after")
+        for key, tensor in saved.read("after").items():
             tolerance = 0.0 if name == saved_in else 2e-6
-            torch.testing.assert_close(
-                run["after"]["weights"][key], tensor, rtol=0, atol=tolerance, msg=f"{name} {key}"
-            )
+            torch.testing.assert_close(after[key], tensor, rtol=0, atol=tolerance, msg=f"{name} {key}")

@@ -1,138 +1,187 @@
-"""What one process computes, against transformers and against what a run says of itself; layouts: test_layouts.py."""
+"""What one process computes, against transformers and plain losses, also of responses with tokens of the environment in
+them; layouts: test_layouts.py.
+"""
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import reference
 import torch
-from check_layouts import LayoutRun, run_layouts
-from layout_runs import ALL_ROWS, build_spec, launch_each, read, train
-from tiny_checkpoints import (
-    build_samples,
-    build_sequences,
-    compute_padded_kl,
-    padded_reference_logprobs,
-    write_checkpoint,
-)
+from check_layouts import run_layouts
+from layout_runs import Run, build_conversations, build_spec, run_specs
+from tiny_checkpoints import build_samples, build_sequences, compute_padded_kl, write_checkpoint
 
-from megarl.config.schema.algo import AlgoConfig, KLConfig, KLEstimator
+from megarl.config.schema.algo import AlgoConfig, KLConfig, KLEstimator, LossAggMode, MismatchConfig, MismatchCorrection
 from megarl.config.schema.roles import Dtype, OptimizerConfig, Trainable
 from megarl.mcore.spec import Role
+from megarl.types import TrainingSamples
 
 pytestmark = pytest.mark.slow
 
-CHECKPOINTS: dict[str, dict[str, Any]] = {
-    "qwen3": {"family": "qwen3"},
-    "qwen2_tied": {"family": "qwen2", "tied": True},
-    "llama_tied": {"family": "llama", "tied": True},
-    "experts": {"family": "qwen3_moe"},
-    "experts_unnormalized": {"family": "qwen3_moe", "norm_topk_prob": False},
-}
-FULL_KL = AlgoConfig(kl=KLConfig(in_loss=True, loss_estimator=KLEstimator.full, loss_coef=0.3))
+TEMPERATURE = 0.8
+ALGO = AlgoConfig(
+    loss_agg_mode=LossAggMode["seq-mean-token-mean"],
+    value_loss_agg_mode=LossAggMode["seq-mean-token-mean"],
+    value_clip=0.3,
+    entropy_coef=0.1,
+    positive_lm_coef=0.1,
+    dual_clip=1.5,
+    kl=KLConfig(in_loss=True, loss_estimator=KLEstimator.full, loss_coef=0.3),
+    mismatch=MismatchConfig(correction=MismatchCorrection.tis),
+)
 AUX_COEF, Z_COEF = 0.1, 0.01
 TERMS = {"moe_aux_loss_coeff": AUX_COEF, "moe_z_loss_coeff": Z_COEF}
 NUM_EXPERTS, TOP_K = 4, 2
+CONVERSATIONS = {
+    "samples": build_conversations(),
+    "verbs": "update weights:weights gradient:gradient update empty",
+}
+ROWS: dict[str, tuple[Role, str, dict[str, Any], dict[str, Any]]] = {
+    "policy": (Role.policy, "qwen3", {"algo": ALGO, "tokens_per_microbatch": 60}, CONVERSATIONS),
+    "critic": (Role.critic, "qwen3", {"algo": ALGO, "tokens_per_microbatch": 60}, CONVERSATIONS),
+    "plain": (Role.policy, "qwen3", {}, {}),
+    "full_kl": (Role.policy, "qwen3", {"algo": AlgoConfig(kl=ALGO.kl)}, {}),
+    "bfloat16": (Role.policy, "qwen3", {"dtype": Dtype.bfloat16}, {}),
+    "values": (Role.critic, "qwen3", {}, {}),
+    "bounded": (Role.critic, "qwen3", {"value_range": (-1.0, 2.0)}, {}),
+    "experts": (Role.policy, "qwen3_moe", {}, {}),
+    "experts_terms": (Role.policy, "qwen3_moe", {"megatron": TERMS}, {}),
+}
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
-    root = tmp_path_factory.mktemp("checkpoints")
-    return {name: (root / name, write_checkpoint(root / name, **fields)) for name, fields in CHECKPOINTS.items()}
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("one")
 
 
 @pytest.fixture(scope="module")
-def one(checkpoints: dict[str, tuple[Path, Any]]) -> dict[str, Any]:
-    paths = {name: path for name, (path, _) in checkpoints.items()}
-    runs = {name: (build_spec(Role.policy, path), ALL_ROWS) for name, path in paths.items()}
-    runs["reordered"] = (runs["qwen3"][0], [7, 3, 11, 0, 5, 1, 9, 2, 10, 6, 4, 8])
-    runs["critic"] = (build_spec(Role.critic, paths["qwen3"]), ALL_ROWS)
-    runs["bounded"] = (build_spec(Role.critic, paths["qwen3"], value_range=(-1.0, 2.0)), ALL_ROWS)
-    runs["full_kl"] = (build_spec(Role.policy, paths["qwen3"], algo=FULL_KL), ALL_ROWS)
-    runs["bf16"] = (build_spec(Role.policy, paths["qwen3"], dtype=Dtype.bfloat16), ALL_ROWS)
-    return launch_each(1, train, runs)
+def models(root: Path) -> dict[str, Any]:
+    made = {family: write_checkpoint(root / family, family) for family in ("qwen3", "qwen3_moe")}
+    # The grouped product of experts has no float64.
+    made["qwen3_moe"].set_experts_implementation("eager")
+    return {family: model.double() for family, model in made.items()}
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_a_policy_says_what_transformers_says_exports_what_it_loaded_and_moves_every_weight(
-    name: str, checkpoints: dict[str, tuple[Path, Any]], one: dict[str, Any]
+@pytest.fixture(scope="module")
+def runs(root: Path, models: dict[str, Any]) -> dict[str, Run]:
+    # No clipping, which would scale the gradient in its place.
+    optimizer = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, clip_grad=1e9)
+    specs = {
+        name: (build_spec(role, root / family, optimizer=optimizer, **fields), given)
+        for name, (role, family, fields, given) in ROWS.items()
+    }
+    return run_specs(root / "runs", specs, "evaluate details gradient:gradient update:3 evaluate details weights:after")
+
+
+def as_lists(samples: TrainingSamples) -> SimpleNamespace:
+    names = {"old": "old_logprobs", "rollout": "rollout_logprobs", "ref": "ref_logprobs"}
+    names |= {name: name for name in ("mask", "loss_mask", "positive", "advantages", "old_values", "returns")}
+    return SimpleNamespace(**{name: getattr(samples, field).tolist() for name, field in names.items()})
+
+
+def run_rows(samples: TrainingSamples, head: Any) -> tuple[torch.Tensor, ...]:
+    """head(tokens, the positions that predict the response, the response) of every row, padded to [B, T]."""
+    found = []
+    rows = samples.sequences.tokens.split(samples.sequences.lengths.tolist())
+    for tokens, prompt in zip(rows, samples.sequences.prompt_lengths.tolist(), strict=True):
+        found.append(head(tokens[None], slice(prompt - 1, -1), tokens[prompt:]))
+    return tuple(torch.nn.utils.rnn.pad_sequence(list(x), batch_first=True) for x in zip(*found, strict=True))
+
+
+def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert tensor.abs().max() > 1e-5, name
+        torch.testing.assert_close(
+            found[name].double(), tensor, rtol=1e-3, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_conversations_have_environment_tokens_within_responses() -> None:
+    samples = build_conversations()
+    before, after = samples.mask[:, :-1], samples.mask[:, 1:]
+    assert (~before & after).any(1).sum() >= 6
+    assert samples.advantages.isnan().sum() > 20
+    assert samples.mask.any(1).tolist() == [row != 5 for row in range(12)]
+
+
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_a_minibatch_without_any_token_has_finite_metrics_and_no_gradient(role: str, runs: dict[str, Run]) -> None:
+    (empty,) = runs[role]["empty"]
+    assert torch.tensor(list(empty.values())).isfinite().all(), empty
+    assert empty[f"{role}/grad_norm"] == empty[f"{role}/loss"] == 0.0
+    assert empty.keys() == runs[role].metrics[-1].keys()
+
+
+def test_the_policys_gradient_is_that_of_the_generated_tokens_alone(
+    models: dict[str, Any], runs: dict[str, Run]
 ) -> None:
-    path, model = checkpoints[name]
-    before, after = one[name]["before"], one[name]["after"]
-    expected = padded_reference_logprobs(model, build_sequences(seed=5), 0.8)
-    torch.testing.assert_close(before["evaluation"], expected, rtol=0, atol=1e-5)
-    source = read(path)
-    assert before["weights"].keys() == source.keys()
-    assert all(torch.equal(before["weights"][key], source[key]) for key in source)
-    # Otherwise equality after training would show little.
-    assert all((after["weights"][key] - source[key]).abs().max() > 1e-4 for key in source)
+    run, samples, model = runs["policy"], build_conversations(), copy.deepcopy(models["qwen3"])
+    model.load_state_dict(run.read("weights"))
+
+    def score(tokens: torch.Tensor, places: slice, response: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        log_p = torch.log_softmax(model(tokens).logits[0, places] / TEMPERATURE, -1)
+        return log_p.gather(1, response[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+    logprobs, entropy = run_rows(samples, score)
+    kl = compute_padded_kl(model, models["qwen3"], samples.sequences, TEMPERATURE)
+    loss = reference.policy_loss(logprobs, entropy, as_lists(samples), ALGO, 32, kl)
+    loss.backward()
+    assert run.metrics[-1]["policy/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert run.metrics[-1]["policy/kl_loss"] > 1e-4
+    assert_same_gradients(run.read("gradient"), {name: p.grad for name, p in model.named_parameters()})
 
 
-def test_training_does_not_depend_on_the_order_of_the_rows(one: dict[str, Any]) -> None:
-    found, expected = one["reordered"], one["qwen3"]
-    for step, other in zip(found["metrics"], expected["metrics"], strict=True):
-        assert step == pytest.approx(other, rel=2e-5, abs=2e-6)
-    for name, tensor in expected["after"]["weights"].items():
-        torch.testing.assert_close(found["after"]["weights"][name], tensor, rtol=0, atol=2e-6)
+def test_the_critics_gradient_is_that_of_the_generated_tokens_alone(
+    models: dict[str, Any], runs: dict[str, Run]
+) -> None:
+    run, samples, model = runs["critic"], build_conversations(), copy.deepcopy(models["qwen3"]).model
+    weights = run.read("weights")
+    head = weights.pop("score.weight").double().requires_grad_()
+    model.load_state_dict({name.removeprefix("model."): x.double() for name, x in weights.items()})
+    (values,) = run_rows(
+        samples, lambda tokens, places, _: ((model(tokens).last_hidden_state[0, places] @ head.T).squeeze(1),)
+    )
+    loss = reference.critic_loss(values, as_lists(samples), ALGO)
+    loss.backward()
+    assert run.metrics[-1]["critic/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    expected = {f"model.{name}": p.grad for name, p in model.named_parameters()} | {"score.weight": head.grad}
+    assert_same_gradients(run.read("gradient"), expected)
 
 
 def test_the_full_kl_is_that_of_the_trained_model_and_the_start_checkpoint(
-    checkpoints: dict[str, tuple[Path, Any]], one: dict[str, Any]
+    models: dict[str, Any], runs: dict[str, Run]
 ) -> None:
-    run, start = one["full_kl"], checkpoints["qwen3"][1]
-    assert torch.equal(run["before"]["reference_kl"], torch.zeros_like(run["before"]["reference_kl"]))
-    assert run["metrics"][0]["policy/kl_loss"] == 0.0
-    assert run["metrics"][2]["policy/kl_loss"] > 1e-3
+    run, start = runs["full_kl"], models["qwen3"]
+    before, after = run["reference_kl"]
+    assert not before.any()
+    assert run.metrics[0]["policy/kl_loss"] == 0.0
+    assert run.metrics[2]["policy/kl_loss"] > 1e-3
     trained = copy.deepcopy(start)
-    trained.load_state_dict(run["after"]["weights"])
-    expected = compute_padded_kl(trained, start, build_sequences(seed=5), 0.8)
+    trained.load_state_dict(run.read("after"))
+    expected = compute_padded_kl(trained, start, build_sequences(seed=5), TEMPERATURE)
     assert expected.max() > 1e-2
-    torch.testing.assert_close(run["after"]["reference_kl"], expected.float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(after, expected.float(), rtol=1e-4, atol=1e-5)
 
 
-def test_new_values_start_at_zero_or_in_the_middle_of_their_bounds_stay_inside_and_learn(one: dict[str, Any]) -> None:
+def test_new_values_start_at_zero_or_in_the_middle_of_their_bounds_stay_inside_and_learn(runs: dict[str, Run]) -> None:
     lengths = build_sequences(seed=5).response_lengths[:, None]
-    for name, middle in (("critic", 0.0), ("bounded", 0.5)):
-        before, after = (one[name][when]["evaluation"] for when in ("before", "after"))
+    for name, middle in (("values", 0.0), ("bounded", 0.5)):
+        before, after = runs[name]["evaluate"]
         exists = torch.arange(after.shape[1]) < lengths
         assert bool((before[exists] == middle).all())
         assert (after[exists] - middle).abs().max() > 0.01
-        assert one[name]["metrics"][-1]["critic/loss"] < one[name]["metrics"][0]["critic/loss"]
+        assert runs[name].metrics[-1]["critic/loss"] < runs[name].metrics[0]["critic/loss"]
     assert -1 < after[exists].min() < after[exists].max() < 2
 
 
-def test_bfloat16_stays_near_float32(one: dict[str, Any]) -> None:
-    found, expected = one["bf16"], one["qwen3"]
-    torch.testing.assert_close(found["before"]["evaluation"], expected["before"]["evaluation"], rtol=0, atol=0.1)
-    norms = [run["metrics"][0]["policy/grad_norm"] for run in (found, expected)]
-    assert norms[0] == pytest.approx(norms[1], rel=0.05)
-
-
-# Mixtures of experts
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    path = tmp_path_factory.mktemp("experts") / "qwen3_moe"
-    model = write_checkpoint(path, "qwen3_moe")
-    # The grouped product of experts has no float64.
-    model.set_experts_implementation("eager")
-    return path, model.double()
-
-
-@pytest.fixture(scope="module")
-def runs(start: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, LayoutRun]:
-    optimizer = OptimizerConfig(lr=1e-2, eps=1e-5, weight_decay=0.1, clip_grad=1e9)
-    specs = {
-        name: build_spec(role, start[0], optimizer=optimizer, **fields)
-        for name, role, fields in (
-            ("one", Role.policy, {"megatron": TERMS}),
-            ("one_without_terms", Role.policy, {}),
-            ("critic-one", Role.critic, {"megatron": TERMS}),
-            ("mlp-one", Role.critic, {"megatron": TERMS, "trainable": Trainable.mlp}),
-        )
-    }
-    return run_layouts(specs, build_samples(), 1, tmp_path_factory.mktemp("runs"))
+def test_bfloat16_stays_near_float32(runs: dict[str, Run]) -> None:
+    found, expected = runs["bfloat16"], runs["plain"]
+    torch.testing.assert_close(found["evaluate"][0], expected["evaluate"][0], rtol=0, atol=0.1)
+    assert found.list_metrics("grad_norm")[0] == pytest.approx(expected.list_metrics("grad_norm")[0], rel=0.05)
 
 
 def compute_terms(model: Any) -> tuple[torch.Tensor, torch.Tensor, float]:
@@ -154,44 +203,42 @@ def compute_terms(model: Any) -> tuple[torch.Tensor, torch.Tensor, float]:
     return balance / 2, z / 2, (tokens.amax(1) / tokens.mean(1)).mean().item()
 
 
-def test_the_gradient_of_trained_weights_is_that_of_a_critic_which_is_trained_whole(runs: dict[str, LayoutRun]) -> None:
-    whole, partly = runs["critic-one"].read("gradient"), runs["mlp-one"].read("gradient")
+def test_the_load_balancing_terms_are_logged_and_add_their_own_gradient(
+    models: dict[str, Any], runs: dict[str, Run]
+) -> None:
+    model = models["qwen3_moe"]
+    balance, z, load = compute_terms(model)
+    found = {key: value for key, value in runs["experts_terms"].metrics[0].items() if "moe" in key}
+    expected = {"policy/moe_aux_loss": balance.item(), "policy/moe_z_loss": z.item(), "policy/moe_max_load": load}
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert {key for key in runs["experts"].metrics[0] if "moe" in key} == {"policy/moe_max_load"}
+    (2 * (AUX_COEF * balance + Z_COEF * z)).backward()
+    # The experts of a checkpoint have names of their own, those of transformers' model are stacked.
+    gradients = {name: param.grad for name, param in model.named_parameters() if ".experts." not in name}
+    with_terms, without = runs["experts_terms"].read("gradient"), runs["experts"].read("gradient")
+    for name, gradient in gradients.items():
+        if gradient is None:
+            # The head and the last norm come after the last router.
+            assert torch.equal(with_terms[name], without[name]), name
+        else:
+            difference = (with_terms[name] - without[name] - gradient).norm()
+            assert difference <= 1e-4 * gradient.norm() + 1e-7 * with_terms[name].norm(), name
+    assert gradients["model.layers.1.mlp.gate.weight"].norm() > 1e-3
+
+
+def test_the_gradient_of_trained_weights_is_that_of_a_critic_which_is_trained_whole(
+    root: Path, models: dict[str, Any], tmp_path: Path
+) -> None:
+    specs = {
+        name: build_spec(Role.critic, root / "qwen3_moe", megatron=TERMS, trainable=trainable)
+        for name, trainable in (("whole", Trainable.all), ("partly", Trainable.mlp))
+    }
+    runs = run_layouts(tmp_path, specs, build_samples(), "gradient:gradient update")
+    whole, partly = (runs[name].read("gradient") for name in ("whole", "partly"))
     trained = {name: tensor for name, tensor in partly.items() if ".mlp.experts." in name or name == "score.weight"}
     assert all(torch.equal(tensor, whole[name]) for name, tensor in trained.items())
     assert not any(partly[name].any() for name in partly.keys() - trained.keys())
     assert all(whole[name].any() for name in partly.keys() - trained.keys())
     norm = torch.stack([tensor.double().square().sum() for tensor in trained.values()]).sum().sqrt().item()
-    assert runs["mlp-one"].list_metrics("grad_norm")[0] == pytest.approx(norm, rel=1e-5)
-    assert runs["critic-one"].list_metrics("grad_norm")[0] > 1.01 * norm
-
-
-def test_the_load_balancing_terms_add_their_own_gradient(start: tuple[Path, Any], runs: dict[str, LayoutRun]) -> None:
-    model = start[1]
-    balance, z, _ = compute_terms(model)
-    model.zero_grad()
-    (2 * (AUX_COEF * balance + Z_COEF * z)).backward()
-    # The experts of a checkpoint have names of their own, those of transformers' model are stacked.
-    expected = {name: param.grad for name, param in model.named_parameters() if ".experts." not in name}
-    with_terms, without = runs["one"].read("gradient"), runs["one_without_terms"].read("gradient")
-    compared = 0
-    for name, gradient in expected.items():
-        if gradient is None:
-            # The head and the last norm come after the last router.
-            assert torch.equal(with_terms[name], without[name]), name
-            continue
-        found = with_terms[name] - without[name]
-        assert (found - gradient).norm() <= 1e-4 * gradient.norm() + 1e-7 * with_terms[name].norm(), name
-        compared += 1
-    assert compared > 15
-    assert expected["model.layers.1.mlp.gate.weight"].norm() > 1e-3
-
-
-def test_the_load_of_the_experts_and_terms_with_a_coefficient_are_logged(
-    start: tuple[Path, Any], runs: dict[str, LayoutRun]
-) -> None:
-    with torch.no_grad():
-        balance, z, load = compute_terms(start[1])
-    found = {key: value for key, value in runs["one"].metrics[0].items() if "moe" in key}
-    expected = {"policy/moe_aux_loss": balance.item(), "policy/moe_z_loss": z.item(), "policy/moe_max_load": load}
-    assert found == pytest.approx(expected, rel=1e-5)
-    assert {key for key in runs["one_without_terms"].metrics[0] if "moe" in key} == {"policy/moe_max_load"}
+    assert runs["partly"].list_metrics("grad_norm")[0] == pytest.approx(norm, rel=1e-5)
+    assert runs["whole"].list_metrics("grad_norm")[0] > 1.01 * norm

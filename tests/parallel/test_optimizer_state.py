@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_runs import save_and_load, save_in_buckets
-from layout_runs import build_spec, launch, launch_in
+from layout_runs import build_spec, launch
 from tiny_checkpoints import write_checkpoint
 
 from megarl.config.schema.roles import Dtype
@@ -24,7 +24,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     write_checkpoint(path / "qwen3_moe", "qwen3_moe")
     spec = build_spec(Role.policy, path / "qwen3_moe", "dp2", dtype=Dtype.bfloat16)
     (path / "runs").mkdir()
-    found = {name: launch_in(str(path / "runs"), 2, save_and_load, spec, name == "lazy") for name in ADAMS}
+    found = {name: launch(2, save_and_load, spec, name == "lazy", scratch=path / "runs") for name in ADAMS}
     assert {name: found[name]["kind"] for name in ADAMS} == {"torch": "AdamW", "lazy": "FusedAdam"}
     return found
 

@@ -1,6 +1,4 @@
-"""The bound of the weight sync's probe with real models: Megatron's own random errors, beside transformers as the other
-engine.
-"""
+"""The bound of the weight sync's probe with real models: Megatron's own random errors, beside transformers."""
 
 import copy
 from pathlib import Path
@@ -9,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from fakes.backend import Done
-from layout_runs import LAYOUTS, build_spec, launch_each, round_probe
+from layout_runs import build_spec, gather, launch_each
 from tiny_checkpoints import write_checkpoint
 from torch import Tensor
 
-from megarl.config.schema.roles import Dtype, ParallelConfig
+from megarl.config.schema.roles import Dtype
 from megarl.config.schema.run import RolloutConfig
 from megarl.interfaces import SyncError
 from megarl.mcore.spec import Role
@@ -24,18 +22,14 @@ pytestmark = pytest.mark.slow
 
 FAMILIES = ("qwen3", "qwen3_moe")
 LENGTHS = {"text": 64, "long": 256}
-SPLIT = {name: LAYOUTS[name] for name in ("tp2", "tp2_sp", "pp2", "vpp2", "dp2", "cp2")}
-EXPERTS = {"tp2_sp_ep2": ParallelConfig(num_processes=2, tp=2, sp=True, ep=2)}
+LAYOUTS = {"qwen3": ("tp2", "tp2-sp", "pp2", "pp2-vpp2", "dp2", "cp2"), "qwen3_moe": ("tp2-sp-ep2",)}
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
     root = tmp_path_factory.mktemp("checkpoints")
-    made = {}
-    for family in FAMILIES:
-        model = write_checkpoint(root / family, family, num_hidden_layers=4)
-        made[family] = root / family, model.to(torch.bfloat16)
-    return made
+    made = {family: write_checkpoint(root / family, family, num_hidden_layers=4) for family in FAMILIES}
+    return {family: (root / family, model.to(torch.bfloat16)) for family, model in made.items()}
 
 
 @pytest.fixture(scope="module")
@@ -44,31 +38,37 @@ def texts(checkpoints: dict[str, tuple[Path, Any]]) -> dict[str, tuple[int, ...]
     return {name: tuple((7919 * (i + 1)) % vocab_size for i in range(size)) for name, size in LENGTHS.items()}
 
 
+def round_probe(worker: Any, directory: Path, texts: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """By text: the log-probs [1, T], those of copies with random errors of 2^-8, and the former again."""
+    found = {}
+    for text, tokens in texts.items():
+        one, copies = (
+            Sequences(torch.tensor(tokens * num), torch.tensor([len(tokens)] * num), torch.tensor([1] * num))
+            for num in (1, NUM_ESTIMATES)
+        )
+        before = gather(worker.logprobs(one, 1.0), one)
+        rounded = gather(worker.rounded_logprobs(copies, 1.0, 2.0**-8), copies)
+        found[text] = before, rounded, gather(worker.logprobs(one, 1.0), one)
+    return found
+
+
 @pytest.fixture(scope="module")
 def runs(checkpoints: dict[str, tuple[Path, Any]], texts: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Of each family and layout, in bfloat16, for each text: log-probs, those with random errors, log-probs again."""
-
-    def build(family: str, parallel: ParallelConfig) -> Any:
-        return build_spec(Role.reference, checkpoints[family][0], dtype=Dtype.bfloat16, parallel=parallel)
-
-    one = {f"{family}-one": build(family, ParallelConfig()) for family in FAMILIES}
-    two = {f"qwen3-{name}": build("qwen3", parallel) for name, parallel in SPLIT.items()}
-    two |= {f"qwen3_moe-{name}": build("qwen3_moe", parallel) for name, parallel in EXPERTS.items()}
-    return launch_each(1, round_probe, one, texts) | launch_each(2, round_probe, two, texts)
+    """What `round_probe` found of each family and layout, in bfloat16."""
+    specs = {
+        f"{family}-{layout}": build_spec(Role.reference, checkpoints[family][0], layout, dtype=Dtype.bfloat16)
+        for family in FAMILIES
+        for layout in ("one", *LAYOUTS[family])
+    }
+    return launch_each(round_probe, specs, texts)
 
 
 class Policy:
     """What `round_probe` found."""
 
     def __init__(self, found: tuple[Tensor, Tensor, Tensor]) -> None:
-        self.found = found
-
-    def logprobs(self, sequences: Sequences, temperature: float) -> Done[Tensor]:
-        return Done(self.found[0])
-
-    def rounded_logprobs(self, sequences: Sequences, temperature: float, unit: float) -> Done[Tensor]:
-        assert (unit, sequences.num_samples) == (2.0**-8, len(self.found[1]))
-        return Done(self.found[1])
+        self.logprobs = lambda sequences, temperature: Done(found[0])
+        self.rounded_logprobs = lambda sequences, temperature, unit: Done(found[1])
 
 
 class Served:
@@ -127,9 +127,9 @@ def test_an_engine_that_computes_another_model_in_bfloat16_is_found(
         judge(runs[f"{family}-one"][text], texts[text], model)
 
 
-@pytest.mark.parametrize("name", [*(f"qwen3-{x}" for x in SPLIT), *(f"qwen3_moe-{x}" for x in EXPERTS)])
+@pytest.mark.parametrize("name", [f"{family}-{layout}" for family in FAMILIES for layout in LAYOUTS[family]])
 def test_random_errors_are_as_large_in_every_layout_and_leave_nothing_behind(name: str, runs: dict[str, Any]) -> None:
-    one, found = runs[f"{name.split('-')[0]}-one"], runs[name]
+    one, found = runs[f"{name.partition('-')[0]}-one"], runs[name]
     for text in LENGTHS:
         before, rounded, after = found[text]
         assert torch.equal(before, after)

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from layout_runs import build_spec, launch_each, train_share
+from layout_runs import build_spec, collect, evaluate, launch_each
 from tiny_checkpoints import build_samples, write_checkpoint
 
-from megarl.cluster.workers import SampleShare, SequenceShare, Sharer
+from megarl.cluster.workers import SampleShare, SequenceShare, Sharer, count_minibatches
 from megarl.config.schema.roles import ParallelConfig
 from megarl.mcore.batch import build_batch
 from megarl.mcore.microbatches import pack
@@ -38,10 +38,29 @@ def count_bytes(share: SampleShare | SequenceShare) -> int:
     return len(text) + sum(len(buffer.raw()) for buffer in buffers)
 
 
+def train_share(worker: Any, directory: Path, samples: TrainingSamples, minibatches: Any) -> list[dict[str, Any]]:
+    """With all rows, then with this rank's share: log-probs or values, the updates' metrics and all checksums."""
+    sharer, start = Sharer(worker.spec), directory / "start"
+    kind = sharer.find_kind(torch.distributed.get_rank())
+    worker.save(start)
+    results = []
+    for is_share in (False, True):
+        worker.load(start)
+        given, sequences, counts = samples, samples.sequences, []
+        if is_share:
+            given = sharer.share_samples(samples, minibatches)[kind].unfold()
+            sequences = sharer.share_sequences(samples.sequences)[kind[0]].unfold()
+            counts = count_minibatches(samples, minibatches)
+        evaluation = evaluate(worker, sequences)
+        metrics = worker.update(given, minibatches, counts)
+        results.append({"evaluation": evaluation, "metrics": metrics, "checksums": collect(worker.checksum())})
+    return results
+
+
 @pytest.mark.parametrize("role", TRAINED)
 def test_a_rank_with_its_share_computes_what_it_does_with_all_rows_bit_for_bit(role: Role, checkpoint: Path) -> None:
     specs = {name: build_spec(role, checkpoint, name, tokens_per_microbatch=40) for name in ("dp2", "pp2", "cp2")}
-    found: dict[str, Any] = launch_each(2, train_share, specs, build_samples(), MINIBATCHES)
+    found: dict[str, Any] = launch_each(train_share, specs, build_samples(), MINIBATCHES)
     for whole, share in found.values():
         assert share["metrics"] == whole["metrics"]
         assert f"{role.value}/grad_norm" in share["metrics"][0]

@@ -3,19 +3,19 @@
 from pathlib import Path
 
 import pytest
-from check_layouts import LayoutRun, compare_runs, find_problems, run_layouts
-from layout_runs import build_spec, continue_state, launch_each, read, save_and_export
+from check_layouts import compare_runs, find_problems, run_layouts
+from layout_runs import Run, build_spec, read, run_specs
 from tiny_checkpoints import build_samples, write_checkpoint
 
-from megarl.config.schema.roles import LoraConfig, OptimizerConfig, ParallelConfig
+from megarl.config.schema.roles import LoraConfig, OptimizerConfig
 from megarl.mcore.convert import convert, open_source
 from megarl.mcore.spec import Role
 
-TP2_SP = ParallelConfig(num_processes=2, tp=2, sp=True)
+OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-5, weight_decay=0.1)
 ROWS = {
-    "dense": ("qwen3", TP2_SP, None),
-    "experts": ("qwen3_moe", ParallelConfig(num_processes=2, ep=2), None),
-    "lora": ("qwen3", TP2_SP, LoraConfig(3, 12.0)),
+    "dense": ("qwen3", "tp2-sp", None),
+    "experts": ("qwen3_moe", "dp2-ep2", None),
+    "lora": ("qwen3", "tp2-sp", LoraConfig(3, 12.0)),
 }
 
 
@@ -28,29 +28,32 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(root: Path) -> dict[str, LayoutRun]:
-    common = {"optimizer": OptimizerConfig(lr=1e-3, eps=1e-5, weight_decay=0.1), "tokens_per_microbatch": 60}
-    specs = {}
-    for name, (family, layout, lora) in ROWS.items():
-        for key, parallel in ((f"{name}-one", ParallelConfig()), (name, layout)):
-            specs[key] = build_spec(Role.policy, root / family, parallel=parallel, lora=lora, **common)
-    return run_layouts(specs, build_samples(), 2, root / "runs")
+def runs(root: Path) -> dict[str, Run]:
+    specs = {
+        f"{name}-{key}": build_spec(
+            Role.policy, root / family, layout, lora=lora, optimizer=OPTIMIZER, tokens_per_microbatch=60
+        )
+        for name, (family, own, lora) in ROWS.items()
+        for key, layout in (("one", "one"), ("two", own))
+    }
+    return run_layouts(root / "runs", specs, build_samples())
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_two_processes_train_what_one_does(name: str, runs: dict[str, LayoutRun]) -> None:
-    assert find_problems(compare_runs(runs[name], runs[f"{name}-one"])) == []
-    before, after = runs[name].read("before"), runs[name].read("after")
+def test_two_processes_train_what_one_does(name: str, runs: dict[str, Run]) -> None:
+    one, two = runs[f"{name}-one"], runs[f"{name}-two"]
+    assert find_problems(compare_runs(two, one)) == []
+    before, after = two.read("before"), two.read("after")
     assert any(not after[key].equal(before[key]) for key in before)
 
 
 def test_a_saved_state_goes_on_in_another_layout_and_is_converted_to_what_ranks_export(root: Path) -> None:
-    spec = build_spec(Role.policy, root / "qwen3")
-    launch_each(2, save_and_export, {"saved": build_spec(Role.policy, root / "qwen3", "tp2_sp")}, scratch=str(root))
-    convert(open_source(root / "saved" / "state"), root / "hf")
-    found, expected = read(root / "hf"), read(root / "saved" / "export")
-    assert found.keys() == expected.keys()
-    assert all(found[key].equal(expected[key]) for key in expected)
-    one = launch_each(1, continue_state, {"one": spec}, str(root / "saved"))["one"]
-    assert all(one["loaded"]["weights"][key].equal(expected[key]) for key in expected)
-    assert one["metrics"]["policy/grad_norm"] > 0
+    spec = build_spec(Role.policy, root / "qwen3", "tp2-sp")
+    saved = run_specs(root, {"saved": spec}, "update weights:export save:state")["saved"]
+    convert(open_source(root / "state"), root / "hf")
+    one = run_specs(root, {"one": build_spec(Role.policy, root / "qwen3")}, "load:state weights:loaded update")["one"]
+    expected = saved.read("export")
+    for found in (read(root / "hf"), one.read("loaded")):
+        assert found.keys() == expected.keys()
+        assert all(found[key].equal(expected[key]) for key in expected)
+    assert one.list_metrics("grad_norm")[0] > 0

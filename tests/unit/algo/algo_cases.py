@@ -2,11 +2,13 @@
 
 import dataclasses
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from megarl.algo.advantages import sum_rewards_to_go
 from megarl.algo.blocks import count_generated, split_blocks
@@ -17,7 +19,10 @@ from megarl.algo.targets import compute_targets
 from megarl.config.checks.config import check_algo
 from megarl.config.checks.keys import check_keys
 from megarl.config.schema.algo import AlgoConfig, NormScope, RewardNormConfig
+from megarl.config.schema.roles import CriticConfig, PolicyConfig
 from megarl.config.schema.root import Config
+from megarl.config.schema.run import TrainConfig
+from megarl.config.schema.task import RewardConfig
 from megarl.types import Experience, Sequences, TrainingSamples
 
 settings.register_profile("algo", derandomize=True, max_examples=40, suppress_health_check=list(HealthCheck))
@@ -106,35 +111,34 @@ def with_failures(e: Experience, failed: list[bool]) -> Experience:
     )
 
 
+LISTED = {"old": "old_logprobs", "ref": "ref_logprobs", "rollout": "rollout_logprobs", "sampling": "sampling_logprobs"}
+"""The reference's names of fields that have another one there"""
+OF_EXPERIENCES = ("groups", "rewards", "turn_rewards", "truncated", "mask", "old", "ref", "ref_kl", "values")
+OF_SAMPLES = (
+    "mask",
+    "loss_mask",
+    "positive",
+    "advantages",
+    "old",
+    "rollout",
+    "sampling",
+    "ref",
+    "old_values",
+    "returns",
+)
+
+
+def list_fields(source, names) -> dict:
+    tensors = {name: getattr(source, LISTED.get(name, name)) for name in names}
+    return {name: None if tensor is None else tensor.tolist() for name, tensor in tensors.items()}
+
+
 def as_lists(e: Experience) -> SimpleNamespace:
-    return SimpleNamespace(
-        groups=e.groups.tolist(),
-        rewards=e.rewards.tolist(),
-        turn_rewards=None if e.turn_rewards is None else e.turn_rewards.tolist(),
-        truncated=e.truncated.tolist(),
-        mask=e.mask.tolist(),
-        old=e.old_logprobs.tolist(),
-        ref=e.ref_logprobs.tolist(),
-        ref_kl=e.ref_kl.tolist(),
-        values=e.values.tolist(),
-        lengths=e.sequences.response_lengths.tolist(),
-    )
+    return SimpleNamespace(lengths=e.sequences.response_lengths.tolist(), **list_fields(e, OF_EXPERIENCES))
 
 
 def samples_as_lists(s: TrainingSamples) -> SimpleNamespace:
-    optional = lambda x: None if x is None else x.tolist()  # noqa: E731
-    return SimpleNamespace(
-        mask=s.mask.tolist(),
-        loss_mask=s.loss_mask.tolist(),
-        positive=s.positive.tolist(),
-        advantages=s.advantages.tolist(),
-        old=s.old_logprobs.tolist(),
-        rollout=s.rollout_logprobs.tolist(),
-        sampling=optional(s.sampling_logprobs),
-        ref=optional(s.ref_logprobs),
-        old_values=optional(s.old_values),
-        returns=optional(s.returns),
-    )
+    return SimpleNamespace(**list_fields(s, OF_SAMPLES))
 
 
 def response_positions(s: TrainingSamples, rows: torch.Tensor) -> torch.Tensor:
@@ -145,24 +149,12 @@ def response_positions(s: TrainingSamples, rows: torch.Tensor) -> torch.Tensor:
 def build_targets(s: TrainingSamples, rows: torch.Tensor, **replaced) -> TokenTargets:
     """One micro-batch of these rows, every response position, generated or not."""
     at = response_positions(s, rows)
-    flat = lambda x: None if x is None else x[rows][at]  # noqa: E731
     index = at.nonzero()[:, 0]
-    values = {
-        "rows": index,
-        "num_rows": len(rows),
-        "row_lengths": s.mask[rows].sum(1),
-        "mask": flat(s.mask),
-        "loss_mask": flat(s.loss_mask),
-        "positive": s.positive[rows][index],
-        "advantages": flat(s.advantages),
-        "old_logprobs": flat(s.old_logprobs),
-        "rollout_logprobs": flat(s.rollout_logprobs),
-        "sampling_logprobs": flat(s.sampling_logprobs),
-        "ref_logprobs": flat(s.ref_logprobs),
-        "old_values": flat(s.old_values),
-        "returns": flat(s.returns),
-        "critic_mask": flat(s.critic_mask),
-    }
+    padded = {field.name: getattr(s, field.name, None) for field in dataclasses.fields(TokenTargets)}
+    values = {name: x[rows][at] for name, x in padded.items() if x is not None and x.ndim == 2}
+    values = dict.fromkeys(padded) | values
+    values |= {"rows": index, "num_rows": len(rows), "row_lengths": s.mask[rows].sum(1)}
+    values["positive"] = s.positive[rows][index]
     return TokenTargets(**(values | replaced))
 
 
@@ -252,3 +244,29 @@ def compute_reward_to_go(rewards, mask, gamma):
     for block in split_blocks(mask):
         block.put(sum_rewards_to_go(block.flatten(rewards).double(), block.lengths, gamma), out)
     return out
+
+
+# The presets
+
+CONF = Path(__file__).parents[3] / "conf" / "algo"
+NAMES = sorted(path.stem for path in CONF.glob("*.yaml"))
+
+
+@dataclasses.dataclass
+class _Root:
+    algo: AlgoConfig = dataclasses.field(default_factory=AlgoConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
+    policy: PolicyConfig = dataclasses.field(default_factory=PolicyConfig)
+    critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)
+
+
+def load_preset(name: str, *overrides: str) -> tuple[AlgoConfig, TrainConfig]:
+    return load_preset_text((CONF / f"{name}.yaml").read_text(), *overrides)
+
+
+def load_preset_text(text: str, *overrides: str) -> tuple[AlgoConfig, TrainConfig]:
+    """As `load_preset`, of a preset that is no file of conf/."""
+    root = OmegaConf.merge(OmegaConf.structured(_Root), OmegaConf.create(text), OmegaConf.from_dotlist(list(overrides)))
+    config = OmegaConf.to_object(root)
+    return config.algo, config.train

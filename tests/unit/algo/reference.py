@@ -1,16 +1,13 @@
-"""The formulas again, in plain Python loops over float64 numbers. Shares no code with megarl.algo. The terms of the
-policy's loss are in reference_terms.py.
+"""The formulas again, in plain Python loops over float64 numbers. Shares no code with megarl.algo.
 
 Rows are lists, one entry per response position; `m` marks the generated ones. Policy losses are written over scalar
 torch tensors so that autograd differentiates them; VAPO's gradient is derived by hand as well.
 """
 
 import math
-from importlib import import_module
 from types import SimpleNamespace
 
 import torch
-from reference_terms import mismatch_weights, surrogate, taper, topr
 
 EPS = 1e-6
 
@@ -198,7 +195,7 @@ def targets(batch, algo, kl_coef, response_length=None, wrong=0.0):
     if kind == "gae":
         advantages, returns = gae_targets(token_rewards, batch, algo)
     elif kind == "tether":
-        advantages, returns, _ = import_module("tether_reference").targets(batch, algo, kl_coef, response_length, wrong)
+        advantages, returns, _ = tether_targets(batch, algo, kl_coef, response_length, wrong)
     elif kind == "reinforce":
         rows = zip(token_rewards, batch.mask, strict=True)
         advantages = [reward_to_go_row(r, m, algo.gamma) for r, m in rows]
@@ -221,6 +218,64 @@ def targets(batch, algo, kl_coef, response_length=None, wrong=0.0):
         loss_mask=[[g and k for g in m] for m, k in zip(batch.mask, keep, strict=True)],
         positive=[r >= algo.positive_threshold for r in batch.rewards],
     )
+
+
+def bounded(ratio, low, high, how):
+    if how == "tis":
+        return min(ratio, high)
+    return ratio if low <= ratio <= high else 0.0
+
+
+def mismatch_weights(s, i, algo):
+    d = [s.old[i][t] - s.rollout[i][t] if g else 0.0 for t, g in enumerate(s.mask[i])]
+    level, c = algo.mismatch.level.name, algo.mismatch
+    if level != "token":
+        total = math.fsum(d) / (max(sum(s.mask[i]), 1) if level == "geometric" else 1)
+        d = [total] * len(d)
+    return [bounded(math.exp(x), c.low, c.high, c.correction.name) for x in d]
+
+
+def trusted(lp, s, i, t, algo):
+    """DIS and DPPO, of scalars: each 0 where the token has left its trust region."""
+    a, r = s.advantages[i][t], math.exp(lp.item() - s.rollout[i][t])
+    if algo.surrogate == "dis":
+        return -r * a * lp if 1 - algo.clip_low < r < 1 + algo.clip_high else 0.0 * lp
+    mu = math.exp(s.rollout[i][t])
+    low, high = 1 - algo.clip_low / mu, 1 + algo.clip_high / mu
+    inside = min(r * a, min(max(r, low), high) * a) == r * a
+    return -torch.exp(lp - s.rollout[i][t]) * a if inside else 0.0 * lp
+
+
+def surrogate(lp_row, s, i, t, algo):
+    lp, old, a = lp_row[t], s.old[i][t], s.advantages[i][t]
+    if algo.surrogate == "logprob":
+        return -a * lp
+    if algo.surrogate in ("dis", "dppo"):
+        return trusted(lp, s, i, t, algo)
+    if algo.surrogate == "cispo":
+        return -min(max(math.exp(lp.item() - old), 1 - algo.clip_low), 1 + algo.clip_high) * a * lp
+    w = torch.exp(lp - old)
+    if algo.surrogate == "gspo":
+        logs = [lp_row[k] - s.old[i][k] for k in range(len(lp_row)) if s.mask[i][k]]
+        w = torch.exp(sum(logs) / len(logs))
+    best = torch.minimum(w * a, torch.clamp(w, 1 - algo.clip_low, 1 + algo.clip_high) * a)
+    if a < 0 and algo.dual_clip is not None:
+        best = torch.maximum(best, torch.tensor(algo.dual_clip * a, dtype=torch.float64))
+    return -best
+
+
+def topr(lp_row, s, i, t, algo):
+    a = s.advantages[i][t]
+    if a >= 0:
+        return -algo.topr.positive_loss_coef * a * lp_row[t]
+    return -algo.topr.negative_loss_coef * taper(lp_row, s, i, t, algo) * a * lp_row[t]
+
+
+def taper(lp_row, s, i, t, algo):
+    level = algo.topr.ratio_level.name
+    ts = [t] if level == "token" else [k for k in range(len(lp_row)) if s.mask[i][k]]
+    log_rho = math.fsum(lp_row[k].item() - s.sampling[i][k] for k in ts)
+    return math.exp(min(log_rho / (len(ts) if level == "geometric" else 1), 0.0))
 
 
 def weights(mode, loss_mask, mask, response_length):
@@ -296,6 +351,40 @@ def critic_loss(values, s, algo):
                 square = torch.maximum(square, (v.clamp(old - algo.value_clip, old + algo.value_clip) - g) ** 2)
             total = total + factor[i] * 0.5 * square
     return total
+
+
+def tether_targets(batch, algo, kl_coef, response_length=None, wrong=0.0):
+    """TETHER's advantages, returns, and the weight fitted to the batch (None: any fits as well): the vertex of the
+    parabola through the sums of squares at three weights.
+    """
+    rewards, penalties = shape_rewards(batch, algo, response_length, wrong), kl_penalties(batch, algo, kl_coef)
+    turns = [[0.0] * len(m) for m in batch.mask]
+    if batch.turn_rewards is not None:
+        scales = turn_scales(batch, algo, response_length, wrong)
+        turns = [[scale * r for r in row] for scale, row in zip(scales, batch.turn_rewards, strict=True)]
+    token_rewards = spread_rewards(rewards, penalties, batch.mask, turns)
+    total = [r - math.fsum(row) for r, row in zip(rewards, penalties, strict=True)]
+    others = [[total[j] for j in members(batch.groups, i) if j != i] for i in range(len(total))]
+    by_group = [r - mean(peers) if peers else 0.0 for r, peers in zip(total, others, strict=True)]
+
+    def mix(rho):
+        out = []
+        for a, r, v, m in zip(by_group, token_rewards, batch.values, batch.mask, strict=True):
+            to_go = reward_to_go_row(r, m, 1.0)
+            out.append([(1 - rho) * a + rho * (to_go[t] - v[t]) if m[t] else 0.0 for t in range(len(m))])
+        return out
+
+    zero, half, one = (
+        math.fsum(a * a for row, peers in zip(mix(rho), others, strict=True) if peers for a in row)
+        for rho in (0.0, 0.5, 1.0)
+    )
+    curvature = 2 * zero + 2 * one - 4 * half
+    fitted = min(max((zero + curvature - one) / (2 * curvature), 0.0), 1.0) if curvature > 1e-12 else None
+    returns = []
+    for r, v, m in zip(token_rewards, batch.values, batch.mask, strict=True):
+        to_critic = gae_row(r, v, m, 1.0, algo.lambda_critic)
+        returns.append([to_critic[t] + v[t] if m[t] else 0.0 for t in range(len(m))])
+    return mix(algo.tether.initial), returns, fitted
 
 
 def explained_variance(values, returns):

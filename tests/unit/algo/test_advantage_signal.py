@@ -86,13 +86,6 @@ def test_snr_of_group_advantages_falls_with_the_length_and_that_of_a_critic_does
     assert all(adaptive[n] > group[n] for n in group)
 
 
-def test_a_critic_that_is_one_constant_finds_no_signal():
-    bits = draw_bits(64, 12)
-    metrics = measure_bits(bits, group_size=4, values_BN=torch.full(bits.shape, 5.5, dtype=torch.float64))
-    assert get_fractions(metrics) == [0.0] * 4
-    assert get_fractions(metrics, "signal_frac_group") == [0.0] * 4
-
-
 @some
 @given(experiences(), st.sampled_from([1.0, 0.9, 0.0]))
 def test_signal_and_errors_equal_a_loop_over_the_tokens(e, gamma):

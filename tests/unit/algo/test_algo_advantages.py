@@ -3,11 +3,9 @@
 import pytest
 import reference
 import torch
-from algo_cases import as_lists, compute_reward_to_go, compute_whitened, experiences, few, some
-from hypothesis import given
-from hypothesis import strategies as st
+from algo_cases import compute_reward_to_go, compute_whitened
 
-from megarl.algo.advantages import compute_adaptive_lambda, compute_gae, compute_group_relative, compute_rloo
+from megarl.algo.advantages import compute_gae, compute_group_relative, compute_rloo
 from megarl.algo.blocks import NonFiniteError, compute_discounted_sums
 from megarl.config.schema.algo import AdvantageStd, StdOf
 
@@ -27,20 +25,6 @@ def test_gae_by_hand():
     # A_3 = -2; A_2 = 0.7 - 0.45*2 = -0.2; A_1 = 0.8 - 0.45*0.2 = 0.71
     found = compute_gae(f64([[0, 0, 1]]), f64([[1, 2, 3]]), ALL, 0.9, 0.5)
     close(found, [[0.71, -0.2, -2.0]])
-
-
-@some
-@given(experiences(), st.sampled_from([0.0, 0.9, 1.0]), st.sampled_from([0.0, 0.5, 0.95, 1.0, "row"]))
-def test_gae_equals_the_reference(e, gamma, lam):
-    rewards = torch.where(e.mask, e.old_logprobs, torch.nan)
-    lams = [0.1 * (i % 11) for i in range(len(e.mask))] if lam == "row" else [lam] * len(e.mask)
-    found = compute_gae(rewards, e.values, e.mask, gamma, f64(lams) if lam == "row" else lam)
-    b = as_lists(e)
-    expected = [
-        reference.gae_row(r, v, m, gamma, x)
-        for r, v, m, x in zip(rewards.tolist(), b.values, b.mask, lams, strict=True)
-    ]
-    close(found, expected)
 
 
 def lay_out(x: torch.Tensor, how: str) -> torch.Tensor:
@@ -88,28 +72,6 @@ def test_float32_gae_of_a_long_batch_is_that_of_a_float64_loop():
     torch.testing.assert_close(found.double(), f64(expected), rtol=1e-6, atol=1e-6)
 
 
-@some
-@given(st.lists(st.integers(0, 3000), min_size=1), st.floats(0.01, 1.0), st.floats(0, 1))
-def test_adaptive_lambda_equals_the_reference(lengths, alpha, low):
-    found = compute_adaptive_lambda(torch.tensor(lengths), alpha, low)
-    close(found, [reference.adaptive_lambda(n, alpha, low) for n in lengths])
-
-
-@some
-@given(experiences(), st.sampled_from([0.0, 0.7, 1.0]))
-def test_reward_to_go_equals_the_reference(e, gamma):
-    b = as_lists(e)
-    expected = [reference.reward_to_go_row(r, m, gamma) for r, m in zip(b.values, b.mask, strict=True)]
-    close(compute_reward_to_go(e.values, e.mask, gamma), expected)
-
-
-@some
-@given(experiences(min_group=2))
-def test_rloo_equals_the_reference(e):
-    b = as_lists(e)
-    close(compute_rloo(e.rewards, e.groups), reference.rloo(b.rewards, b.groups))
-
-
 def test_a_response_whose_others_have_all_failed_has_nothing_to_be_compared_with():
     close(compute_rloo(f64([1, 2, 3]), torch.tensor([0, 0, 4])), [-1.0, 1.0, 0.0])
 
@@ -127,14 +89,6 @@ def test_group_relative_by_hand():
     close(found, [-centered, centered, 0.0, 0.0], 3e-6)
 
 
-@some
-@given(experiences(), st.sampled_from(AdvantageStd), st.sampled_from(StdOf))
-def test_group_relative_equals_the_reference(e, std, std_of):
-    b = as_lists(e)
-    found = compute_group_relative(e.rewards, e.groups, std, std_of)
-    close(found, reference.group_relative(b.rewards, b.groups, std.name, std_of.name))
-
-
 def test_a_group_of_equal_rewards_is_exactly_zero_in_float32():
     # The mean of three 0.1 differs from 0.1 by rounding, which 1e-6 in the denominator would blow up.
     rewards, groups = torch.full((3,), 0.1), torch.zeros(3, dtype=torch.int64)
@@ -142,22 +96,10 @@ def test_a_group_of_equal_rewards_is_exactly_zero_in_float32():
         assert compute_group_relative(rewards, groups, std, StdOf.raw).tolist() == [0.0, 0.0, 0.0]
 
 
-@few
-@given(experiences())
-def test_whitening_equals_the_reference(e):
-    b = as_lists(e)
-    close(compute_whitened(e.values, e.mask), reference.whiten(b.values, b.mask), 1e-8)
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize(
-    ("name", "estimate"),
-    [
-        ("rewards", lambda x: compute_rloo(x, torch.zeros(4, dtype=torch.int64))),
-        ("rewards", lambda x: compute_group_relative(x, torch.zeros(4), AdvantageStd.batch, StdOf.centered)),
-    ],
-    ids=["rloo", "group"],
-)
-def test_every_estimator_refuses_numbers_that_are_not_finite(name, estimate, bad):
-    with pytest.raises(NonFiniteError, match=f"{name}: 1 of 4 entries are not finite"):
-        estimate(f64([0.0, bad, 1.0, 2.0]))
+def test_estimators_refuse_numbers_that_are_not_finite(bad):
+    rewards, groups = f64([0.0, bad, 1.0, 2.0]), torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(NonFiniteError, match="rewards: 1 of 4 entries are not finite"):
+        compute_rloo(rewards, groups)
+    with pytest.raises(NonFiniteError, match="rewards: 1 of 4 entries are not finite"):
+        compute_group_relative(rewards, groups, AdvantageStd.batch, StdOf.centered)

@@ -14,7 +14,6 @@ from megarl.algo.diagnostics import (
     QUARTERS,
     compute_batch_metrics,
     compute_calibration,
-    compute_explained_variance,
     compute_mismatch_metrics,
     compute_quarters,
     compute_replay_metrics,
@@ -22,14 +21,6 @@ from megarl.algo.diagnostics import (
 )
 from megarl.algo.targets import compute_targets
 from megarl.config.schema.algo import AlgoConfig, RatioLevel
-
-
-@some
-@given(experiences())
-def test_explained_variance_equals_the_reference(e):
-    values, returns = e.values[e.mask].tolist(), e.old_logprobs[e.mask].tolist()
-    expected = reference.explained_variance(values, returns) if values else 0.0
-    assert compute_explained_variance(e.values, e.old_logprobs, e.mask) == pytest.approx(expected, abs=1e-9)
 
 
 def test_batch_metrics_by_hand():
@@ -68,14 +59,6 @@ def test_mismatch_metrics_by_hand():
     assert metrics["mismatch/ratio_mean"] == pytest.approx((4 + 4 + 0.25) / 3)
     _, metrics = compute_targets(e, configure(mismatch__level=RatioLevel.geometric), 0.0)
     assert metrics["mismatch/ratio_mean"] == pytest.approx((2 + 2 + 0.25) / 3)
-
-
-def test_engines_that_disagree_entirely_still_give_finite_metrics():
-    e = make_experience([0, 0], [3, 3], [0.0, 1.0], [False] * 2, 0, holes=False)
-    e = dataclasses.replace(e, rollout_logprobs=e.old_logprobs - 500.0)
-    _, metrics = compute_targets(e, AlgoConfig(), 0.0)
-    assert all(math.isfinite(x) for x in metrics.values())
-    assert metrics["mismatch/outside_frac"] == 1.0
 
 
 def test_batch_metrics_are_over_the_samples_of_the_present_policy():
@@ -140,11 +123,9 @@ def test_calibration_by_hand():
     # Two bins of 8: predictions 0 and 1, outcomes 0.25 and 0.5 on average; deviations -+1/2 and mean outcomes -+1/8
     predicted, outcomes = f64([1] * 8 + [0] * 8), f64([0, 1] * 4 + [0, 0, 0, 1] * 2)
     found = compute_calibration(predicted, outcomes)
-    spread = 6 * (1 - 6 / 16)  # sum of squares of 16 outcomes with six ones, about their mean
     assert found == pytest.approx(
         {"error": (0.25 + 0.5) / 2, "slope": 0.25, "corr": 16 * 0.5 * 0.125 / math.sqrt(16 / 4 * 10 * 6 / 16)}
     )
-    assert spread == pytest.approx(10 * 6 / 16)
 
 
 def test_calibration_takes_the_first_and_the_middle_generated_token():
@@ -176,7 +157,8 @@ def test_diagnostics_are_finite_and_do_not_depend_on_the_order_of_the_rows(e, ag
     e = dataclasses.replace(e, ages=torch.tensor(ages[: len(e.groups)]))
     _, metrics = compute_targets(e, AlgoConfig(), 0.0)
     metrics |= compute_batch_metrics(e)
-    assert all(math.isfinite(x) for x in metrics.values()), metrics
+    far = dataclasses.replace(e, rollout_logprobs=e.old_logprobs - 500.0)
+    assert all(math.isfinite(x) for x in (metrics | compute_targets(far, AlgoConfig(), 0.0)[1]).values()), metrics
     order = torch.arange(len(e.groups)).flip(0)
     fields = {
         f.name: getattr(e, f.name)[order] for f in dataclasses.fields(e) if isinstance(getattr(e, f.name), torch.Tensor)

@@ -33,12 +33,6 @@ def close(found, expected, tol=1e-9):
     torch.testing.assert_close(found, f64(expected), rtol=tol, atol=tol)
 
 
-@some
-@given(st.floats(-5, 5), st.sampled_from([e for e in KLEstimator if e is not KLEstimator.full]))
-def test_kl_estimators_equal_the_reference(d, estimator):
-    close(compute_kl(f64([d]), f64([0.0]), estimator), [reference.kl(d, estimator.name)])
-
-
 def test_the_full_kl_comes_from_the_models_and_not_from_log_probs():
     with pytest.raises(ValueError, match="KL estimator full: it has no formula"):
         compute_kl(f64([0.0]), f64([0.0]), KLEstimator.full)
@@ -165,11 +159,8 @@ def test_running_normalisation_without_moments_is_an_error_and_with_them_works()
         compute_shaped_rewards(e, algo)
     moments = update_reward_moments(RunningMoments(), e, algo)
     close(compute_shaped_rewards(e, algo, reward_moments=moments), [-1.0, 1.0], 2e-6)  # mean 2, std 2
-
-
-def test_running_normalisation_by_the_std_of_equal_rewards_gives_zero():
-    moments = merge_moments(RunningMoments(), f64([0.1, 0.1, 0.1]))
-    found = compute_normalised_rewards(f64([0.1]), torch.tensor([0]), norm("none", "running"), moments)
+    equal = merge_moments(RunningMoments(), f64([0.1, 0.1, 0.1]))
+    found = compute_normalised_rewards(f64([0.1]), torch.tensor([0]), norm("none", "running"), equal)
     assert found.tolist() == [0.0]
 
 

@@ -66,18 +66,8 @@ def test_gae_targets_equal_the_reference(e, lam, gamma, whiten, kl, overlong):
     st.sampled_from([None, 0.25]),
 )
 def test_reinforce_targets_equal_the_reference(e, gamma, estimator, whiten, clip):
-    check(
-        e,
-        configure(
-            advantage="reinforce",
-            gamma=gamma,
-            kl__in_reward=True,
-            kl__reward_estimator=estimator,
-            whiten_advantages=whiten,
-            reward_norm=norm("batch", "group"),
-            reward_clip=clip,
-        ),
-    )
+    keys = {"kl__in_reward": True, "kl__reward_estimator": estimator, "reward_norm": norm("batch", "group")}
+    check(e, configure(advantage="reinforce", gamma=gamma, whiten_advantages=whiten, reward_clip=clip, **keys))
 
 
 @some
@@ -113,47 +103,46 @@ def test_positive_is_decided_by_the_raw_reward():
     assert metrics["reward/positive_frac"] == pytest.approx(2 / 3)
 
 
-def test_the_overlong_filter_takes_the_loss_and_leaves_statistics_and_critic():
-    e = make_experience([0, 0], [3, 4], [1.0, 0.0], [False, True], 0, holes=False)
-    plain, _ = compute_targets(e, configure(advantage="group"), 0.0)
-    samples, metrics = compute_targets(e, configure(advantage="group", overlong__filter=True), 0.0)
-    assert samples.loss_mask.any(1).tolist() == [True, False]
-    torch.testing.assert_close(samples.advantages, plain.advantages)
-    assert torch.equal(samples.mask, e.mask)
-    assert metrics["policy/dropped_frac"] == pytest.approx(4 / 7)
-
-
 def test_neither_a_truncated_response_nor_a_token_that_is_too_stale_has_a_loss_and_the_critic_lacks_the_latter():
     e = make_experience([0, 0], [3, 4], [1.0, 0.0], [False, True], 0, holes=False)
     too_stale = torch.zeros_like(e.mask)
     too_stale[:, 0] = True
     algo = configure(advantage="gae", overlong__filter=True)
-    samples, _ = compute_targets(dataclasses.replace(e, too_stale=too_stale), algo, 0.0)
+    unfiltered, _ = compute_targets(e, configure(advantage="gae"), 0.0)
+    samples, metrics = compute_targets(dataclasses.replace(e, too_stale=too_stale), algo, 0.0)
+    torch.testing.assert_close(samples.advantages, unfiltered.advantages)
+    assert metrics["policy/dropped_frac"] == pytest.approx(5 / 7)
     assert samples.loss_mask.int().tolist() == [[0, 1, 1, 0], [0, 0, 0, 0]]
     assert samples.critic_mask.int().tolist() == [[0, 1, 1, 0], [0, 1, 1, 1]]
     assert samples.mask.int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
 
 
-@pytest.mark.parametrize("name", ["old_logprobs", "rollout_logprobs", "ref_logprobs", "ref_kl", "values"])
+@pytest.mark.parametrize(
+    "name", ["old_logprobs", "rollout_logprobs", "ref_logprobs", "ref_kl", "values", "turn_rewards"]
+)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_experience_that_is_not_finite_is_refused_by_name(name, bad):
     e = make_experience([0, 0], [3, 4], [1.0, 0.0], [False, False], 0, holes=False)
-    tensor = getattr(e, name).clone()
+    tensor = torch.zeros(e.mask.shape) if name == "turn_rewards" else getattr(e, name).clone()
     tensor[1, 2:4] = bad
     with pytest.raises(NonFiniteError, match=rf"{name}: 2 of 7 entries are not finite, first in row 1"):
         compute_targets(dataclasses.replace(e, **{name: tensor}), configure(), 0.0)
 
 
-def test_missing_and_misshapen_inputs_are_errors():
+@pytest.mark.parametrize(
+    ("inputs", "keys", "message"),
+    [
+        ({"values": None}, {}, "values: none found"),
+        ({"ref_logprobs": None}, {"kl__in_loss": True}, "ref_logprobs: none found"),
+        ({"values": torch.zeros(2, 3)}, {}, r"values: shape \[2, 3\] found; must be that of the mask, \[2, 4\]"),
+        ({"turn_rewards": torch.zeros(2, 3)}, {}, r"turn_rewards: shape \[2, 3\] found"),
+        ({"rewards": torch.zeros(3)}, {}, r"rewards: shape \[3\] found"),
+    ],
+)
+def test_missing_and_misshapen_inputs_are_errors(inputs, keys, message):
     e = make_experience([0, 0], [3, 4], [1.0, 0.0], [False, False], 0)
-    with pytest.raises(ValueError, match="values: none found"):
-        compute_targets(dataclasses.replace(e, values=None), configure(), 0.0)
-    with pytest.raises(ValueError, match="ref_logprobs: none found"):
-        compute_targets(dataclasses.replace(e, ref_logprobs=None), configure(kl__in_loss=True), 0.0)
-    with pytest.raises(ValueError, match=r"values: shape \[2, 3\] found; must be that of the mask, \[2, 4\]"):
-        compute_targets(dataclasses.replace(e, values=torch.zeros(2, 3)), configure(), 0.0)
-    with pytest.raises(ValueError, match=r"rewards: shape \[3\] found"):
-        compute_targets(dataclasses.replace(e, rewards=torch.zeros(3)), configure(), 0.0)
+    with pytest.raises(ValueError, match=message):
+        compute_targets(dataclasses.replace(e, **inputs), configure(**keys), 0.0)
 
 
 @pytest.mark.parametrize("lengths", [[0, 0], [0, 3]])

@@ -16,6 +16,8 @@ from megarl.types import Experience
 
 pytestmark = pytest.mark.filterwarnings("ignore:TOPR")
 
+HEAVY = configure(whiten_advantages=True, advantage_clip=1.0, kl__in_reward=True, mismatch__level=RatioLevel.sequence)
+
 
 def make_clean(dtype: torch.dtype = torch.float64) -> Experience:
     ages = torch.tensor([0, 0, 0, 1, 1, 0])
@@ -43,9 +45,9 @@ def compute_all(experience: Experience, algo) -> tuple[dict[str, torch.Tensor], 
     return tensors, metrics | kl.update(experience)[1]
 
 
-@pytest.mark.parametrize("preset", list_options("algo"))
+@pytest.mark.parametrize("preset", [*list_options("algo"), "heavy"])
 def test_every_presets_targets_and_metrics_are_the_same_in_blocks_of_few_tokens(preset, monkeypatch):
-    algo = load_config([f"algo={preset}"]).algo
+    algo = HEAVY if preset == "heavy" else load_config([f"algo={preset}"]).algo
     tensors, metrics = compute_all(make_clean(), algo)
     for num_tokens in (1, 25):
         monkeypatch.setattr(blocks, "NUM_TOKENS", num_tokens)
@@ -77,15 +79,3 @@ def test_numbers_in_pieces_have_the_mean_variance_and_limits_of_all(monkeypatch)
     assert (whole.mean, whole.variance) == (float(numbers.mean()), float(numbers.var(correction=0)))
     assert (whole.low, whole.high) == (float(numbers.min()), float(numbers.max())) == (pieces.low, pieces.high)
     assert (pieces.mean, pieces.std) == pytest.approx((whole.mean, whole.std), rel=1e-13)
-
-
-def test_the_keys_that_make_a_batch_heavy_are_computed_in_blocks(monkeypatch):
-    """Whitened and clipped advantages, a KL in the reward, a mismatch per sequence."""
-    algo = configure(
-        whiten_advantages=True, advantage_clip=1.0, kl__in_reward=True, mismatch__level=RatioLevel.sequence
-    )
-    tensors, metrics = compute_all(make_clean(), algo)
-    monkeypatch.setattr(blocks, "NUM_TOKENS", 1)
-    found, found_metrics = compute_all(make_clean(), algo)
-    torch.testing.assert_close(found["advantages"], tensors["advantages"], rtol=1e-12, atol=1e-12)
-    assert found_metrics == pytest.approx(metrics, rel=1e-10, abs=1e-12)

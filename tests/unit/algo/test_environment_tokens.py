@@ -5,15 +5,16 @@ import dataclasses
 import pytest
 import torch
 from algo_cases import (
+    NAMES,
     build_targets,
     configure,
+    load_preset,
     make_experience,
     norm,
     response_positions,
     with_failures,
     with_turn_rewards,
 )
-from algo_presets import NAMES, load_preset
 
 from megarl.algo.advantages import ADVANTAGES
 from megarl.algo.diagnostics import compute_batch_metrics

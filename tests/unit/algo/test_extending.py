@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from algo_cases import build_targets, configure, find_problems, make_experience
-from algo_presets import load_preset_text
+from algo_cases import build_targets, configure, find_problems, load_preset_text, make_experience
 
 from megarl.algo.advantages import ADVANTAGES
 from megarl.algo.losses import count_minibatch, policy_loss

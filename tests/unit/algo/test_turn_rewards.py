@@ -87,27 +87,8 @@ def test_targets_with_turn_rewards_equal_the_reference(e, seed, mean, std, clip,
             torch.testing.assert_close(samples.returns, f64(expected.returns), rtol=1e-7, atol=1e-7)
 
 
-@some
-@given(experiences(), st.integers(0, 1000), st.sampled_from(SCOPES), st.sampled_from(SCOPES), st.booleans())
-def test_the_token_rewards_of_a_response_sum_to_its_shaped_reward(e, seed, mean, std, clipped):
-    e = with_turn_rewards(e, seed)
-    algo = configure(reward_norm=norm(mean, std), reward_clip=0.7 if clipped else None)
-    rewards, turns = compute_shaped_rewards(e, algo), compute_turn_rewards(e, algo)
-    found = AdvantageInputs(rewards, None, e.mask, e.groups, None, turns).token_rewards_BT.sum(1)
-    some_tokens = e.mask.any(1)
-    torch.testing.assert_close(found[some_tokens], rewards[some_tokens])
-
-
 def test_topr_refuses_advantages_that_change_within_a_response():
     algo = configure(advantage="reinforce", topr__positive_loss_coef=1.0)
     with pytest.raises(ValueError, match=r"algo\.advantage: reinforce found with an environment's rewards at the ends"):
         compute_targets(conversation(), algo, 0.0)
     compute_targets(conversation(rewards=(1.0, 0.0), turn_rewards=(0.1, 0.1)), configure(advantage="group"), 0.0)
-
-
-def test_turn_rewards_must_be_finite_and_have_the_masks_shape():
-    e = conversation()
-    with pytest.raises(ValueError, match="turn_rewards: 4 of 4 entries are not finite"):
-        compute_targets(dataclasses.replace(e, turn_rewards=e.turn_rewards * math.inf), configure(), 0.0)
-    with pytest.raises(ValueError, match=r"turn_rewards: shape \[1, 5\] found"):
-        compute_targets(dataclasses.replace(e, turn_rewards=torch.zeros(1, 5)), configure(), 0.0)

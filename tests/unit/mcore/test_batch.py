@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_checkpoints import build_samples, build_sequences
+from tiny_checkpoints import build_sequences
 
 import megarl.mcore  # noqa: F401
 from megarl.cpu.layers import Rectangle
@@ -116,15 +116,6 @@ def test_no_rows_make_padding_on_every_rank(cp: int) -> None:
         assert batch.gather(torch.zeros(0)).numel() == 0
 
 
-def test_rows_are_packed_longest_first_without_gaps() -> None:
-    sequences = build_sequences()
-    batch = build_batch(sequences, list(range(9)))
-    lengths = sequences.lengths[batch.rows]
-    assert torch.equal(lengths, lengths.sort(descending=True).values)
-    assert batch.params.cu_seqlens_q.tolist() == [0, *lengths.cumsum(0).tolist()]
-    assert torch.equal(batch.positions[0], torch.cat([torch.arange(n) for n in lengths.tolist()]))
-
-
 def test_padding_to_a_multiple_is_a_sequence_of_its_own() -> None:
     sequences = build_sequences()
     batch = build_batch(sequences, [0, 1], multiple=64)
@@ -134,14 +125,8 @@ def test_padding_to_a_multiple_is_a_sequence_of_its_own() -> None:
     assert int(batch.params.predictors.max()) < num_tokens
     numbers = batch.params.sequence_numbers.tolist()
     lengths = sequences.lengths[batch.rows].tolist()
+    assert lengths == sorted(lengths, reverse=True)
     assert numbers == [0] * lengths[0] + [1] * lengths[1] + [-1] * (64 - num_tokens)
-
-
-def test_flatten_takes_the_values_of_the_batchs_response_tokens() -> None:
-    samples = build_samples()
-    batch = build_batch(samples.sequences, [3, 11])
-    expected = samples.advantages[batch.rows[batch.token_rows], batch.columns]
-    assert torch.equal(batch.flatten(samples.advantages), expected)
 
 
 def test_a_sequence_without_a_prompt_is_refused() -> None:

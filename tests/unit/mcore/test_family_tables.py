@@ -11,7 +11,7 @@ from tiny_checkpoints import build_fields
 from megarl.config.errors import ConfigError
 from megarl.config.schema.roles import RandomModelConfig
 from megarl.mcore.entries import describe, list_entries
-from megarl.models.architecture import EFFECTIVE, ONLY_VALUES, SECTIONS, WITHOUT_EFFECT, Architecture
+from megarl.models.architecture import EFFECTIVE, ONLY_VALUES, SECTIONS, WITHOUT_EFFECT, Architecture, Experts
 from megarl.models.checkpoint import build_random_checkpoint
 from megarl.models.families import FAMILIES, list_unknown_keys, list_weights, parse_architecture
 
@@ -33,6 +33,7 @@ def read(family: str, **changes: Any) -> Architecture:
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2; only 1"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
         ("qwen3_moe", {"num_experts_per_tok": 1}, "norm_topk_prob must be false"),
+        ("llama", {"sliding_window": 16}, "sliding_window is 16"),
         ("llama", {"attention_bias": True}, "attention_bias is True"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("llama", {"model_type": "gpt2"}, f"model_type is 'gpt2'; supported: {', '.join(FAMILIES)}"),
@@ -78,18 +79,11 @@ def test_a_key_by_which_one_engine_computes_something_else_is_refused_by_name(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_sliding_window_is_ignored_only_where_transformers_drops_it(family: str) -> None:
-    if family.startswith("qwen"):
-        assert read(family, sliding_window=16) == read(family)
-    else:
-        with pytest.raises(ValueError, match="sliding_window is 16"):
-            read(family, sliding_window=16)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_keys_of_no_effect_neutral_values_and_nulls_are_taken(family: str) -> None:
     neutral = {"attn_logit_softcapping": None, "logits_scaling": 1.0, "quantization_config": None, "temperature": 0.6}
-    assert read(family, **neutral, use_mrope=False, rope_scaling=None, pretraining_tp=2) == read(family)
+    # A sliding window is ignored only where transformers drops it.
+    window = {"sliding_window": 16} if family.startswith("qwen") else {}
+    assert read(family, **neutral, **window, use_mrope=False, rope_scaling=None, pretraining_tp=2) == read(family)
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
@@ -115,13 +109,29 @@ def test_positions_that_the_engines_could_read_differently_are_refused(changes: 
         read("qwen3", **changes)
 
 
-def test_positions_said_twice_in_the_same_way_are_taken() -> None:
-    section = {"rope_type": "default", "rope_theta": 1e6}
-    assert read("qwen3", rope_parameters=section, rope_scaling=section, rope_theta=1e6).rope_theta == 1e6
+LLAMA3 = {
+    **{"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"},
+    "original_max_position_embeddings": 8192,
+}
+DEFAULT = {"rope_type": "default", "rope_theta": 1e6}
+EXPERTS = Experts(num_experts=8, top_k=2, ffn_size=48, normalized=True)
 
 
-def test_the_longest_sequence_is_the_least_that_a_server_may_take_for_it() -> None:
-    assert read("llama", seq_length=64).max_length == 64
+@pytest.mark.parametrize(
+    ("family", "changes", "field", "value"),
+    [
+        ("llama", {"rope_theta": 5e5}, "rope_theta", 5e5),
+        ("llama", {"rope_parameters": DEFAULT}, "rope_theta", 1e6),
+        ("llama", {"rope_theta": 5e5, "rope_scaling": LLAMA3}, "rope_factor", 32.0),
+        ("qwen3", {"rope_parameters": DEFAULT, "rope_scaling": DEFAULT, "rope_theta": 1e6}, "rope_theta", 1e6),
+        # The least that a server may take for the longest sequence.
+        ("llama", {"seq_length": 64}, "max_length", 64),
+        ("qwen3_moe", {"num_experts": 8}, "experts", EXPERTS),
+        ("qwen3_moe", {"num_experts": None, "num_local_experts": 8}, "experts", EXPERTS),
+    ],
+)
+def test_both_spellings_of_a_key_are_read(family: str, changes: dict[str, Any], field: str, value: Any) -> None:
+    assert getattr(read(family, **changes), field) == value
 
 
 PUBLISHED_KEYS = {
@@ -135,10 +145,7 @@ PUBLISHED_KEYS = {
     "llama": {
         **{"mlp_bias": False, "pretraining_tp": 1, "rope_interleaved": False, "is_llama_config": True},
         "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}},
-        "rope_scaling": {
-            **{"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"},
-            "original_max_position_embeddings": 8192,
-        },
+        "rope_scaling": LLAMA3,
     },
     "glm4": {"attention_bias": True, "partial_rotary_factor": 0.5, "head_dim": 16},
     "glm4_moe": {"rope_scaling": None, "partial_rotary_factor": 0.5, "head_dim": 16},
@@ -146,14 +153,8 @@ PUBLISHED_KEYS = {
 """What the families' published config.json have (Qwen2.5, Qwen3, Qwen3-Coder, Llama 3.2, SmolLM2, GLM-4-0414, GLM-4.5)
 beside sizes"""
 COMMON_KEYS = {
-    **{
-        "_name_or_path": "model",
-        "architectures": ["M"],
-        "attention_dropout": 0.0,
-        "bos_token_id": 0,
-        "use_cache": True,
-    },
-    **{"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "torch_dtype": "bfloat16"},
+    **{"_name_or_path": "model", "architectures": ["M"], "attention_dropout": 0.0, "bos_token_id": 0},
+    **{"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "torch_dtype": "bfloat16", "use_cache": True},
     **{"transformers_version": "4.51.0", "pad_token_id": 0},
 }
 
@@ -199,12 +200,11 @@ def test_the_first_layers_of_glm4_moe_are_dense_and_the_others_have_shared_exper
     entry = describe("decoder.layers.1.mlp.shared_experts.linear_fc1.weight", arch, False)
     assert entry.shapes == ((3 * 48, 64),) * 2
     assert describe("decoder.layers.1.mlp.router.expert_bias", arch, False).is_constant
-
-
-def test_a_fused_gate_and_up_projection_is_one_tensor_of_two_parts() -> None:
-    entry = describe("decoder.layers.0.mlp.linear_fc1.weight", read("glm4"), False)
-    name = "model.layers.0.mlp.gate_up_proj.weight"
-    assert entry.parts == [(name, 0, 96, 64), (name, 96, 96, 64)]
+    fused, name = describe("decoder.layers.0.mlp.linear_fc1.weight", read("glm4"), False), "gate_up_proj.weight"
+    assert [(part[0].rpartition("mlp.")[2], *part[1:]) for part in fused.parts] == [
+        (name, 0, 96, 64),
+        (name, 96, 96, 64),
+    ]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,3 +1,8 @@
+"""Rows in micro-batches: how they are packed, what they cost, and what a step tells of its work."""
+
+import itertools
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +16,86 @@ from megarl.mcore.microbatches import compute_row_costs, count_tokens, describe_
 from megarl.mcore.spec import Role, read_architecture
 from megarl.models.architecture import Architecture, Experts
 from megarl.types import Sequences
+
+ROWS = st.lists(st.tuples(st.integers(1, 50), st.floats(0.1, 100.0)), max_size=60)
+
+
+def total_costs(ranks: list[list[list[int]]], costs: list[float]) -> list[float]:
+    return [math.fsum(costs[row] for rows in microbatches for row in rows) for microbatches in ranks]
+
+
+def find_lowest_makespan(costs: list[float], num_ranks: int) -> float:
+    """The costliest rank of the best of all assignments."""
+    assignments = itertools.product(range(num_ranks), repeat=len(costs))
+    return min(
+        max(math.fsum(cost for cost, at in zip(costs, chosen, strict=True) if at == rank) for rank in range(num_ranks))
+        for chosen in assignments
+    )
+
+
+@settings(max_examples=200)
+@given(rows=ROWS, budget=st.integers(1, 120), num_ranks=st.integers(1, 5), with_costs=st.booleans())
+def test_every_row_is_packed_once_within_the_budget_and_equally_often(
+    rows: list[tuple[int, float]], budget: int, num_ranks: int, with_costs: bool
+) -> None:
+    lengths, costs = [length for length, _ in rows], [cost for _, cost in rows]
+    ranks = pack(lengths, budget, num_ranks, costs if with_costs else None)
+    assert len(ranks) == num_ranks
+    assert len({len(microbatches) for microbatches in ranks}) == 1
+    assert len(ranks[0]) >= 1
+    packed = [row for microbatches in ranks for chosen in microbatches for row in chosen]
+    assert sorted(packed) == list(range(len(lengths)))
+    for microbatches in ranks:
+        for chosen in microbatches:
+            assert len(chosen) <= 1 or sum(lengths[row] for row in chosen) <= budget
+
+
+@settings(max_examples=200)
+@given(rows=ROWS, budget=st.integers(1, 120), num_ranks=st.integers(1, 5))
+def test_no_rank_costs_more_than_the_mean_and_a_share_of_the_costliest_row(
+    rows: list[tuple[int, float]], budget: int, num_ranks: int
+) -> None:
+    costs = [cost for _, cost in rows]
+    ranks = pack([length for length, _ in rows], budget, num_ranks, costs)
+    bound = sum(costs) / num_ranks + (1 - 1 / num_ranks) * max(costs, default=0.0)
+    assert max(total_costs(ranks, costs)) <= bound * (1 + 1e-9)
+
+
+@settings(max_examples=60)
+@given(costs=st.lists(st.floats(0.1, 100.0), min_size=1, max_size=7), num_ranks=st.integers(1, 3))
+def test_the_costliest_rank_is_within_lpts_guarantee_of_the_best_assignment(costs: list[float], num_ranks: int) -> None:
+    found = max(total_costs(pack([10] * len(costs), 25, num_ranks, costs), costs))
+    guarantee = 4 / 3 - 1 / (3 * num_ranks)
+    assert found <= guarantee * find_lowest_makespan(costs, num_ranks) * (1 + 1e-9)
+
+
+@settings(max_examples=100)
+@given(rows=ROWS, budget=st.integers(1, 120), num_ranks=st.integers(1, 4), random=st.randoms(use_true_random=False))
+def test_neither_the_order_of_the_rows_nor_the_unit_of_cost_changes_what_lies_together(
+    rows: list[tuple[int, float]], budget: int, num_ranks: int, random: object
+) -> None:
+    shuffled = rows.copy()
+    random.shuffle(shuffled)
+    found, again = (
+        [
+            [sorted(keys[row] for row in chosen) for chosen in microbatches]
+            for microbatches in pack([x for x, _ in keys], budget, num_ranks, [unit * cost for _, cost in keys])
+        ]
+        for keys, unit in ((rows, 1), (shuffled, 4))
+    )
+    assert found == again
+
+
+def test_microbatches_of_a_rank_are_balanced_by_cost_and_its_costliest_is_first() -> None:
+    costs = [9.0, 7.0, 6.0, 5.0, 5.0, 1.0]
+    # 9, 1 | 7, 5 | 6, 5 by hand: each to the cheapest of three.
+    assert pack([10] * 6, 20, 1, costs) == [[[1, 4], [2, 3], [0, 5]]]
+
+
+def test_a_microbatch_without_room_is_passed_over_for_the_next_cheapest() -> None:
+    # 30 tokens more find no room beside 90, which cost less than 20 did.
+    assert pack([20, 90, 30], 100, 1, [3.0, 2.0, 1.0]) == [[[0, 2], [1]]]
+
 
 SIZES = {"num_layers": 2, "hidden_size": 10, "ffn_size": 7, "num_heads": 4, "num_kv_heads": 2, "head_size": 3}
 OTHERS = {"max_length": 64, "norm_eps": 1e-6, "rope_theta": 1e4, "rope_factor": None, "qkv_bias": False}
@@ -85,18 +170,11 @@ def test_at_least_97_percent_of_the_tokens_computed_on_gsm8k_like_lengths_are_re
     assert metrics["policy/real_tokens_frac"] >= 0.97
 
 
-def test_a_batch_without_rows_is_padding_alone() -> None:
-    counts = count_tokens(build_batch(build_sequences(), [], multiple=4), build_sequences())
-    assert list(counts.values()) == [0, 4]
-
-
-@pytest.mark.parametrize(("role", "with_value_head"), [(Role.policy, False), (Role.critic, True)])
-def test_an_optimizer_step_counts_three_forward_passes_of_two_operations_a_multiply_add(
-    role: Role, with_value_head: bool
-) -> None:
+@pytest.mark.parametrize("role", [Role.policy, Role.critic])
+def test_an_optimizer_step_counts_three_forward_passes_of_two_operations_a_multiply_add(role: Role) -> None:
     sequences, arch = build_sequences(), build_architecture()
     metrics = describe_work(COUNTS, build_spec(role=role), arch, sequences)
-    multiply_adds = sum(compute_row_costs(arch, sequences, with_value_head=with_value_head))
+    multiply_adds = sum(compute_row_costs(arch, sequences, with_value_head=role is Role.critic))
     assert metrics[f"{role.value}/model_tflop_sum"] == pytest.approx(6 * multiply_adds / 1e12)
 
 

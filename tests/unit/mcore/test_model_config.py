@@ -1,40 +1,98 @@
-import json
-import weakref
-from collections.abc import Iterator
+"""What of a model, a layout, the role's keys and model.megatron is refused, by the name of the key, and what
+Megatron is told of the rest.
+"""
+
+import dataclasses
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_checkpoints import build_spec
+from tiny_checkpoints import build_fields, build_spec, write_checkpoint
 
-from megarl.config.schema.roles import Dtype, ParallelConfig
-from megarl.mcore.entries import padded_vocab_size
-from megarl.mcore.hf import CheckpointReader, write_hf_checkpoint, write_safetensors
-from megarl.mcore.model import build_config, check_options
-from megarl.mcore.spec import read_architecture
+from megarl.config.schema.roles import (
+    Dtype,
+    Fp8,
+    Fp8Recipe,
+    LoraConfig,
+    LoraLayers,
+    OptimizerConfig,
+    ParallelConfig,
+    RandomModelConfig,
+    Recompute,
+    RecomputeMethod,
+    Trainable,
+)
+from megarl.mcore.entries import describe, list_entries, padded_vocab_size, to_hf, to_megatron
+from megarl.mcore.model import build_config, check_options, is_mlp
+from megarl.mcore.spec import (
+    COMPUTE_CAPABILITIES,
+    ROLE_KEYS,
+    Role,
+    build_role_fields,
+    check_engine,
+    check_role_fields,
+    find_token_multiple,
+    has_transformer_engine,
+    read_architecture,
+)
 from megarl.models.architecture import Architecture
+from megarl.models.families import FAMILIES, parse_architecture
+from megarl.plan.job import describe_random
 
 CONFIG: dict[str, Any] = {
     **{"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 48, "intermediate_size": 96},
     **{"num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 100, "tie_word_embeddings": True},
 }
+MOE = {"num_experts": 8, "num_key_value_heads": 4, "intermediate_size": 160, "vocab_size": 100}
 
 
-def read(directory: Path, **changes: Any) -> Architecture:
-    (directory / "config.json").write_text(json.dumps({**CONFIG, **changes}))
-    return read_architecture(directory)
+def read(**changes: Any) -> Architecture:
+    """The model of CONFIG, or with experts=True one of experts."""
+    content = {"model_type": "qwen3_moe", **build_fields("qwen3_moe"), **MOE} if changes.pop("experts", 0) else CONFIG
+    return parse_architecture({**content, **changes}, Path("config.json"))
 
 
-def test_rope_is_read_in_the_old_and_the_new_spelling(tmp_path: Path) -> None:
-    assert read(tmp_path, rope_theta=5e5).rope_theta == 5e5
-    new = read(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
-    assert (new.rope_theta, new.rope_factor) == (1e6, None)
-    scaling = {
-        **{"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-        "original_max_position_embeddings": 8192,
-    }
-    assert read(tmp_path, rope_theta=5e5, rope_scaling=scaling).rope_factor == 32.0
+def layout(**sizes: int) -> ParallelConfig:
+    """Of as many processes as it asks for."""
+    number = max(sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1), sizes.get("ep", 1) * sizes.get("etp", 1))
+    return ParallelConfig(num_processes=number, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("experts", "megatron", "parallel", "message"),
+    [
+        (0, {"attention_dropot": 0.1}, {}, "did you mean attention_dropout"),
+        (0, {"num_layers": 3}, {}, "num_layers: found 3; the checkpoint, the layout or the dtype"),
+        (0, {"fp8": "hybrid"}, {}, "megatron.fp8: found 'hybrid'; set policy.fp8 and critic.fp8 instead"),
+        (0, {"fp8_param": True}, {}, "megatron.fp8_param: found True; weights are kept in the role's"),
+        (0, {"fp4_param": True}, {}, "megatron.fp4_param: found True; weights are kept in the role's"),
+        (0, {"deterministic_mode": True}, {}, "deterministic_mode: found True; set train.deterministic instead"),
+        (0, {"moe_aux_loss_coeff": 0.1}, {}, r"moe_aux_loss_coeff: found 0\.1, but the model has no experts"),
+        (0, {}, {"tp": 2}, "tp: found 2, .* the model's 3 key-value heads; the nearest is 1"),
+        (0, {}, {"tp": 4}, "tp: found 4, .* the model's 6 attention heads; the nearest is 3"),
+        (0, {}, {"pp": 3}, "parallel.pp: found 3, .* the model's 4 layers; the nearest is 2"),
+        (0, {}, {"pp": 2, "vpp": 3}, "vpp: found 3, .* 2 layers of a stage; the nearest is 2"),
+        (0, {}, {"sp": True}, "parallel.sp: found true with tp 1"),
+        (0, {}, {"ep": 2}, "parallel.ep: found 2, but the model has no experts; it must be 1"),
+        (1, {}, {"ep": 3}, r"parallel\.ep: found 3, which does not divide the model's 8 experts"),
+        (1, {}, {"etp": 5}, r"parallel\.etp: found 5, which does not divide"),
+        (1, {}, {"tp": 2}, r"parallel\.sp: found false with tp 2; a model of experts needs true"),
+        (1, {"moe_aux_loss_coeff": -0.1}, {}, r"found -0\.1; it must be a number of 0 or more"),
+        (1, {"moe_z_loss_coeff": [0.1]}, {}, "moe_z_loss_coeff: found"),
+        (1, {"moe_router_load_balancing_type": "aux_loss"}, {}, "balancing_type: found 'aux_loss'; the checkpoint"),
+        (1, {"moe_token_dispatcher_type": "allgather"}, {}, "found 'allgather'; it must be alltoall or flex"),
+        (1, {"recompute_modules": ["core_attn", "moe"]}, {}, "recompute_modules: found moe"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused_by_key(
+    experts: int, megatron: dict[str, Any], parallel: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_config(read(experts=experts), layout(**parallel), Dtype.float32, megatron)
 
 
 def test_a_directory_without_config_is_named(tmp_path: Path) -> None:
@@ -43,77 +101,36 @@ def test_a_directory_without_config_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("megatron", "parallel", "message"),
-    [
-        ({"attention_dropot": 0.1}, ParallelConfig(), "did you mean attention_dropout"),
-        (
-            {"num_layers": 3},
-            ParallelConfig(),
-            "num_layers: found 3; the checkpoint, the layout or the dtype",
-        ),
-        (
-            {"fp8": "hybrid"},
-            ParallelConfig(),
-            "model.megatron.fp8: found 'hybrid'; set policy.fp8 and critic.fp8 instead",
-        ),
-        ({"fp8_param": True}, ParallelConfig(), "model.megatron.fp8_param: found True; weights are kept in the role's"),
-        ({"fp4_param": True}, ParallelConfig(), "model.megatron.fp4_param: found True; weights are kept in the role's"),
-        ({"fp4": "e2m1"}, ParallelConfig(), "model.megatron.fp4: found .e2m1.; it needs Transformer Engine"),
-        (
-            {"deterministic_mode": True},
-            ParallelConfig(),
-            "model.megatron.deterministic_mode: found True; set train.deterministic instead",
-        ),
-        ({}, ParallelConfig(num_processes=2, tp=2), "tp: found 2, .* the model's 3 key-value heads; the nearest is 1"),
-        ({}, ParallelConfig(num_processes=4, tp=4), "tp: found 4, .* the model's 6 attention heads; the nearest is 3"),
-        ({}, ParallelConfig(num_processes=3, pp=3), "parallel.pp: found 3, .* the model's 4 layers; the nearest is 2"),
-        ({}, ParallelConfig(num_processes=2, pp=2, vpp=3), "vpp: found 3, .* 2 layers of a stage; the nearest is 2"),
-        ({}, ParallelConfig(sp=True), "parallel.sp: found true with tp 1"),
-    ],
-)
-def test_values_that_do_not_fit_are_refused_by_key(
-    tmp_path: Path, megatron: dict[str, Any], parallel: ParallelConfig, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        build_config(read(tmp_path), parallel, Dtype.float32, megatron)
-
-
-def test_megatron_options_reach_the_transformer_config(tmp_path: Path) -> None:
-    config = build_config(read(tmp_path), ParallelConfig(), Dtype.bfloat16, {"recompute_modules": ["mlp"]})
-    assert config.recompute_modules == ["mlp"]
-    assert config.params_dtype is torch.bfloat16
-    assert config.num_query_groups == 3
-
-
-@pytest.mark.parametrize(
     ("megatron", "parallel"),
     [
-        ({}, ParallelConfig(num_processes=6, tp=6)),
-        ({}, ParallelConfig(num_processes=2, pp=2, vpp=2)),
-        ({"num_layers_in_last_pipeline_stage": 2}, ParallelConfig(num_processes=3, pp=3)),
+        ({}, {"tp": 6}),
+        ({}, {"pp": 2, "vpp": 2}),
+        ({"num_layers_in_last_pipeline_stage": 2}, {"pp": 3}),
+        ({"recompute_modules": ["mlp"]}, {}),
     ],
 )
-def test_layouts_that_megatron_takes_are_taken(
-    tmp_path: Path, megatron: dict[str, Any], parallel: ParallelConfig
+def test_layouts_and_options_that_fit_reach_the_transformer_config(
+    megatron: dict[str, Any], parallel: dict[str, int]
 ) -> None:
-    config = build_config(read(tmp_path), parallel, Dtype.float32, megatron)
-    assert config.tensor_model_parallel_size == parallel.tp
+    config = build_config(read(), layout(**parallel), Dtype.bfloat16, megatron)
+    assert config.tensor_model_parallel_size == parallel.get("tp", 1)
+    assert (config.params_dtype, config.num_query_groups) == (torch.bfloat16, 3)
+    assert all(getattr(config, field) == value for field, value in megatron.items())
     # Two stages of an interleaved pipeline would otherwise mix up what they send each other.
-    assert config.overlap_p2p_comm == (parallel.vpp > 1) == (not config.batch_p2p_comm)
+    assert config.overlap_p2p_comm == ("vpp" in parallel) == (not config.batch_p2p_comm)
 
 
-def test_what_megatron_itself_refuses_is_found_before_anything_starts(tmp_path: Path) -> None:
+def test_what_megatron_itself_refuses_is_found_before_anything_starts() -> None:
     """Megatron-Core 0.16.1 raises ImportError for permute fusion where Transformer Engine is missing."""
     from megatron.core.transformer.moe import moe_utils
 
-    arch = read(tmp_path)
     refused: list[dict[str, Any]] = [{"cpu_offloading": True, "cpu_offloading_num_layers": 99}]
     if getattr(moe_utils, "fused_permute", None) is None:
         refused.append({"moe_permute_fusion": True})
     for options in refused:
-        (problem,) = check_options(arch, build_spec(tmp_path, megatron=options))
+        (problem,) = check_options(read(), build_spec(megatron=options))
         assert problem.startswith("model.megatron: refused by Megatron with this layout")
-    assert check_options(arch, build_spec(tmp_path)) == []
+    assert check_options(read(), build_spec()) == []
 
 
 def test_the_padded_vocabulary_is_the_same_for_layouts_that_are_powers_of_two() -> None:
@@ -121,54 +138,219 @@ def test_the_padded_vocabulary_is_the_same_for_layouts_that_are_powers_of_two() 
     assert padded_vocab_size(100, 3) % 3 == 0
 
 
-def test_a_checkpoint_appears_whole_or_not_at_all(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text("{}")
-    (source / "tokenizer.json").write_text("{}")
-    target = tmp_path / "run" / "weights"
-
-    def failing() -> Any:
-        yield "a", torch.zeros(2)
-        raise RuntimeError("cut off")
-
-    with pytest.raises(RuntimeError, match="cut off"):
-        write_hf_checkpoint(target, source, failing())
-    assert list(target.parent.iterdir()) == []
-    for value in (1.0, 2.0):
-        write_hf_checkpoint(target, source, [("a", torch.full((2,), value))])
-    assert {file.name for file in target.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
-    with CheckpointReader(target) as reader:
-        assert reader.read("a").tolist() == [2.0, 2.0]
-        with pytest.raises(KeyError, match="has no tensor b"):
-            reader.read("b")
-    assert [path.name for path in target.parent.iterdir()] == ["weights"]
+@pytest.mark.parametrize("etp", [1, 2, 4])
+@pytest.mark.parametrize(("weight", "shape"), [("linear_fc1.weight", (48, 64)), ("linear_fc2.weight", (64, 48))])
+def test_an_experts_weights_come_back_from_their_shards(weight: str, shape: tuple[int, int], etp: int) -> None:
+    arch = read(experts=1)
+    entry = describe(f"decoder.layers.1.mlp.experts.5.{weight}", arch, with_value_head=False)
+    assert all(name.startswith("model.layers.1.mlp.experts.5.") for name in entry.hf_names)
+    assert entry.expert == 5
+    whole = [torch.randn(shape) for _ in entry.hf_names]
+    shards = [to_megatron(entry, whole, arch, etp, rank) for rank in range(etp)]
+    assert len({shard.shape for shard in shards}) == 1
+    found = to_hf(entry, shards, arch)
+    assert [name for name, _ in found] == list(entry.hf_names)
+    assert all(torch.equal(tensor, expected) for (_, tensor), expected in zip(found, whole, strict=True))
 
 
-@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_config_json_names_the_dtype_of_the_weights_by_which_transformers_loads_them(
-    dtype: torch.dtype, key: str, tmp_path: Path
+# The keys of a role: recomputation, FP8, what is trained
+
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 3}
+TENSORWISE = {"fp8": Fp8.e4m3, "fp8_recipe": Fp8Recipe.tensorwise}
+
+
+@pytest.mark.parametrize(
+    ("keys", "gpu", "expected"),
+    [
+        ({"recompute": Recompute.full, **TENSORWISE}, False, {**FULL, "fp8": "e4m3", "fp8_recipe": "tensorwise"}),
+        ({"recompute": Recompute.selective}, False, {"recompute_granularity": "selective"}),
+        ({"recompute": Recompute.none}, True, {}),
+        ({"recompute": Recompute.none, "deterministic": True}, True, {"deterministic_mode": True}),
+        ({"recompute": Recompute.none, "deterministic": True}, False, {}),
+    ],
+)
+def test_the_keys_become_fields_of_megatron(
+    keys: dict[str, Any], gpu: bool, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({key: "float16", "model_type": "llama"}))
-    write_hf_checkpoint(tmp_path / "written", tmp_path, [("model.norm.weight", torch.ones(2, dtype=dtype))])
-    written = json.loads((tmp_path / "written" / "config.json").read_text())
-    assert written == {key: str(dtype).removeprefix("torch."), "model_type": "llama"}
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    assert set(ROLE_KEYS) <= {field.name for field in dataclasses.fields(TransformerConfig)}
+    fields = build_role_fields(build_spec(recompute_num_layers=3, **keys))
+    found = {key: value for key, value in fields.items() if value not in (None, False)}
+    assert found == {"fp8_recipe": fields["fp8_recipe"], **expected}
 
 
-def test_tensors_of_a_file_that_is_written_are_not_held_while_the_next_are_made(tmp_path: Path) -> None:
-    made: list[weakref.ref[torch.Tensor]] = []
-    alive: list[int] = []
+ARCHS = {family: describe_random(RandomModelConfig(family=family, num_layers=6)) for family in FAMILIES}
+LORA, BLOCK = LoraConfig(rank=4), RecomputeMethod.block
 
-    def make() -> Iterator[tuple[str, torch.Tensor]]:
-        for number in range(5):
-            alive.append(sum(each() is not None for each in made))
-            tensor = torch.full((20,), float(number))
-            made.append(weakref.ref(tensor))
-            yield f"t{number}", tensor
-            del tensor
 
-    write_safetensors(tmp_path, make(), max_file_bytes=160)
-    assert max(alive) == 2
-    with CheckpointReader(tmp_path) as reader:
-        assert [reader.read(f"t{number}")[0].item() for number in range(5)] == [0, 1, 2, 3, 4]
+def recomputes(number: int, method: RecomputeMethod = RecomputeMethod.uniform) -> dict[str, Any]:
+    return {"recompute": Recompute.full, "recompute_num_layers": number, "recompute_method": method}
+
+
+@pytest.mark.parametrize(
+    ("family", "role", "fields", "parallel", "messages"),
+    [
+        ("qwen3", "reference", recomputes(4), {}, ["found 4, which does not divide the 6 layers; 3 does"]),
+        ("qwen3", "reference", recomputes(8), {}, ["found 8, which does not divide the 6 layers; 6 does"]),
+        ("qwen3", "reference", recomputes(2), {"pp": 2}, ["3 layers of each of the 2 pipeline stages; 1 does"]),
+        ("qwen3", "reference", recomputes(7, BLOCK), {}, ["recompute_num_layers: found 7; there are 6 layers"]),
+        ("qwen3", "reference", recomputes(3), {"pp": 2}, []),
+        ("qwen3", "reference", recomputes(1), {"pp": 3, "vpp": 2}, []),
+        ("qwen3", "reference", recomputes(5, BLOCK), {}, []),
+        # Stages that would train experts alone.
+        ("qwen3_moe", "critic", {"trainable": Trainable.mlp}, {"pp": 2}, ["critic.parallel.pp: found 2 with"]),
+        ("qwen3_moe", "critic", {"trainable": Trainable.mlp}, {}, []),
+        ("qwen3", "critic", {"trainable": Trainable.mlp}, {"pp": 2}, []),
+        ("qwen3", "policy", {"lora": LORA}, {}, []),
+        ("qwen3", "policy", {"lora": LoraConfig(rank=4, layers=[])}, {}, ["policy.lora.layers: found nothing"]),
+        ("qwen3_moe", "policy", {"lora": LORA}, {}, ["policy.lora.layers: found mlp; experts have no adapters"]),
+        ("qwen3_moe", "policy", {"lora": LoraConfig(rank=4, layers=[LoraLayers.attention])}, {}, []),
+        ("glm4", "policy", {"lora": LORA}, {}, ["policy.lora.rank: found 4; a model with norms of its layers'"]),
+        ("qwen3", "policy", {"lora": LORA, "fp8": Fp8.hybrid}, {}, ["found hybrid with policy.lora.rank=4", "fp8"]),
+    ],
+)
+def test_keys_of_a_role_that_do_not_fit_the_model_are_refused(
+    family: str, role: str, fields: dict[str, Any], parallel: dict[str, int], messages: list[str]
+) -> None:
+    optimizer = None if role == "reference" else OptimizerConfig()
+    spec = build_spec(role=Role(role), optimizer=optimizer, parallel=layout(**parallel), **fields)
+    problems = list(check_role_fields(ARCHS[family], spec))
+    assert all(message in problem for problem, message in zip(problems, messages, strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_trained_of_mlps_are_their_projections_and_those_of_experts(family: str) -> None:
+    entries = list_entries(ARCHS[family], True)
+    trained = {name.split(".", 3)[3] for entry in entries if is_mlp(entry.name) for name in entry.hf_names}
+    frozen = {name for entry in entries if not is_mlp(entry.name) for name in entry.hf_names}
+    assert trained
+    assert all("mlp" in name and name.endswith("proj.weight") for name in trained), trained
+    assert not [name for name in frozen if "mlp" in name and name.endswith("proj.weight")]
+
+
+@pytest.mark.parametrize(
+    ("is_trained", "names"),
+    [
+        # The names of local and of grouped experts, and what stands beside the projections.
+        (True, ("experts.local_experts.7.linear_fc1.weight", "experts.linear_fc2.weight12", "linear_fc2.bias")),
+        (False, ("linear_fc1.layer_norm_weight", "linear_fc2.post_layernorm.weight", "router.expert_bias")),
+        (False, ("router.weight", "shared_experts.gate_weight")),
+    ],
+)
+def test_norms_routers_and_gates_of_mlps_are_frozen(is_trained: bool, names: tuple[str, ...]) -> None:
+    assert {is_mlp(f"decoder.layers.3.mlp.{name}") for name in names} == {is_trained}
+
+
+H100, B200, ADA, A100 = (9, 0), (10, 0), (8, 9), (8, 0)
+FP8 = "reference.fp8: found hybrid; it needs"
+FLOAT32 = "reference.dtype: found float32 with reference.parallel.cp=2;"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "cp", "with_te", "capability", "message"),
+    [
+        ("tensorwise", "bfloat16", 1, False, H100, f"{FP8} Transformer Engine, which is not installed"),
+        ("tensorwise", "bfloat16", 1, True, None, f"{FP8} a GPU and there is none here"),
+        ("tensorwise", "bfloat16", 1, True, A100, "8.9 or more, and this one has 8.0; null computes without it"),
+        ("blockwise", "bfloat16", 1, True, ADA, "reference.fp8_recipe may be tensorwise here"),
+        ("mxfp8", "bfloat16", 1, True, H100, "has 9.0; reference.fp8_recipe may be tensorwise or blockwise here"),
+        ("tensorwise", "bfloat16", 1, True, ADA, None),
+        ("blockwise", "bfloat16", 1, True, H100, None),
+        ("mxfp8", "bfloat16", 1, True, B200, None),
+        (None, "float32", 2, True, H100, FLOAT32),
+        (None, "bfloat16", 2, True, H100, None),
+        (None, "float32", 1, True, H100, None),
+        (None, "float32", 2, False, H100, None),
+        (None, "float32", 2, True, None, None),
+    ],
+)
+def test_what_transformer_engine_cannot_compute_here_is_refused(
+    recipe: str | None, dtype: str, cp: int, with_te: bool, capability: tuple[int, int] | None, message: str | None
+) -> None:
+    fp8 = {"fp8": Fp8.hybrid, "fp8_recipe": Fp8Recipe(recipe)} if recipe else {}
+    spec = build_spec(dtype=Dtype(dtype), parallel=layout(cp=cp), **fp8)
+    problems = list(check_engine(spec, with_te, capability, in_worker=True))
+    assert len(problems) == (message is not None)
+    assert message is None or message in problems[0]
+
+
+def test_every_recipe_has_a_least_gpu_and_a_multiple_of_tokens() -> None:
+    assert set(COMPUTE_CAPABILITIES) == set(Fp8Recipe)
+    multiples = [find_token_multiple(build_spec(fp8=Fp8.hybrid, fp8_recipe=recipe)) for recipe in Fp8Recipe]
+    assert all(multiple % 16 == 0 for multiple in multiples)
+    assert find_token_multiple(build_spec()) == 1
+
+
+def run_python(code: str, folder: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{Path(__file__).resolve().parents[3]}"}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_broken_transformer_engine_is_an_error_and_not_its_absence(tmp_path: Path) -> None:
+    """With its extension for torch missing it is found as ever, and importing it raises FileNotFoundError."""
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text("raise FileNotFoundError('no shared object file')")
+    code = """
+import torch
+torch.cuda.is_available = lambda: True
+from megarl.mcore.spec import has_transformer_engine
+try:
+    has_transformer_engine()
+except RuntimeError as error:
+    print(error)
+"""
+    broken = "Transformer Engine is installed and broken (FileNotFoundError: no shared object file); make clean install"
+    assert run_python(code, tmp_path).startswith(broken)
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or has_transformer_engine(), reason="FP8 may be computed here")
+def test_without_transformer_engine_fp8_is_an_error_before_and_in_the_worker(tmp_path: Path) -> None:
+    from megarl.mcore.worker import MegatronWorker
+
+    write_checkpoint(tmp_path / "qwen3")
+    spec = build_spec(tmp_path / "qwen3", fp8=Fp8.hybrid, dtype=Dtype.bfloat16)
+    message = "reference.fp8: found hybrid; it needs Transformer Engine"
+    assert next(check_role_fields(read_architecture(tmp_path / "qwen3"), spec)).startswith(message)
+    with pytest.raises(ValueError, match=message):
+        MegatronWorker(spec, 0, 1, f"file://{tmp_path}/init")
+
+
+COUNT = """
+import dataclasses, json, sys
+import torch
+with_te = {with_te}
+if with_te and not torch.cuda.is_available():
+    # What Megatron asks of a GPU while it builds a model. FlashMLA is linked against a driver; Megatron can do without.
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch.cuda.Stream = lambda *args, **kwargs: None
+    sys.modules["flash_mla"] = None
+from megarl.config.schema.roles import Dtype, ParallelConfig, RandomModelConfig
+from megarl.mcore import layers
+from megarl.mcore.model import count_stages
+from megarl.models.families import FAMILIES
+from megarl.plan.job import describe_random
+if not with_te:
+    layers.has_transformer_engine = lambda: False
+assert layers.find_layers().name.startswith("Transformer Engine") is with_te
+for family in FAMILIES:
+    arch = describe_random(RandomModelConfig(family=family, num_layers=4))
+    stages = count_stages(arch, ParallelConfig(num_processes=2, pp=2), Dtype.bfloat16, {{}}, family == "llama")
+    print(json.dumps([family, *map(dataclasses.asdict, stages)]))
+"""
+
+
+@pytest.mark.skipif(
+    not has_transformer_engine(), reason="Transformer Engine is not installed; CONTRIBUTING says how it is tested"
+)
+def test_transformer_engines_layers_have_the_parameters_of_the_local_ones_in_every_family(tmp_path: Path) -> None:
+    found, expected = (run_python(COUNT.format(with_te=with_te), tmp_path) for with_te in (True, False))
+    assert found == expected

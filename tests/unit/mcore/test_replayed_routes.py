@@ -57,11 +57,6 @@ def test_the_gradient_reaches_the_scores_of_the_given_experts_alone() -> None:
     torch.testing.assert_close(logits.grad, w * (slope - (w * slope).sum(-1, keepdim=True)))
     assert logits.grad[0, [0, 2]].tolist() == [0, 0]
     assert logits.grad[0, 1] > 0.1
-    for row, column in [(0, 1), (0, 3), (1, 1)]:
-        step = torch.zeros_like(LOGITS)
-        step[row, column] = 1e-2
-        ends = [(route(LOGITS + sign * step, GIVEN)[0] * slope).sum() for sign in (1, -1)]
-        assert float(ends[0] - ends[1]) / 2e-2 == pytest.approx(float(logits.grad[row, column]), abs=1e-4)
 
 
 @pytest.mark.parametrize("options", [{}, {"use_pre_softmax": True}, {"score_function": "sigmoid"}])

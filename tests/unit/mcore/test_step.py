@@ -35,21 +35,16 @@ def test_each_token_has_the_targets_of_its_own_place() -> None:
     assert len(set(values)) == len(values)
 
 
-def test_what_the_critic_does_not_learn_from_is_kept_apart_from_what_the_policy_does_not() -> None:
+def test_the_critic_has_a_mask_of_its_own_and_targets_that_an_algorithm_lacks_are_lacking() -> None:
     samples = build_samples()
     critic_mask = samples.mask & (torch.arange(samples.mask.shape[1]) % 2 == 0)
     batch = build_batch(samples.sequences, ROWS)
     found = build_targets(replace(samples, critic_mask=critic_mask), batch).critic_mask
     assert torch.equal(found, critic_mask[batch.rows[batch.token_rows], batch.columns])
-    assert not torch.equal(found, build_targets(samples, batch).mask)
     assert build_targets(samples, batch).critic_mask is None
-
-
-def test_targets_that_an_algorithm_lacks_are_lacking() -> None:
-    samples = build_samples()
     names = ("old_logprobs", "sampling_logprobs", "ref_logprobs", "old_values", "returns")
     for name in names:
-        targets = build_targets(replace(samples, **{name: None}), build_batch(samples.sequences, ROWS))
+        targets = build_targets(replace(samples, **{name: None}), batch)
         assert [other for other in names if getattr(targets, other) is None] == [name]
 
 
@@ -119,6 +114,8 @@ def test_gradients_are_the_undivided_sum_over_micro_batches_and_outputs_keep_the
         )
         return {name: x.main_grad.clone() for name, x in worker.chunks[0].named_parameters()}, kept
 
+    run_schedule(worker.model, [build_batch(sequences, [0])], lambda out, _: (out.sum(), None), forward_only=True)
+    assert not any(bool(x.main_grad.any()) for x in worker.chunks[0].parameters())
     first, _ = find_gradient([0, 1])
     second, _ = find_gradient([2])
     both, kept = find_gradient([2], [1, 0])
@@ -126,11 +123,3 @@ def test_gradients_are_the_undivided_sum_over_micro_batches_and_outputs_keep_the
     for name, gradient in both.items():
         assert float(gradient.abs().max()) > 0, name
         torch.testing.assert_close(gradient, first[name] + second[name], rtol=1e-4, atol=1e-4)
-
-
-def test_a_pass_without_gradients_leaves_none(worker: Any) -> None:
-    for chunk in worker.model:
-        chunk.zero_grad_buffer()
-    batch = build_batch(build_sequences(), [0])
-    run_schedule(worker.model, [batch], lambda out, _: (out.sum(), None), forward_only=True)
-    assert not any(bool(x.main_grad.any()) for x in worker.chunks[0].parameters())

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model and its random states: never the pickles of Transformer Engine."""
+"""What a checkpoint holds of a model and its random states, and storages in host memory and back."""
 
 from pathlib import Path
 from typing import Any
@@ -7,8 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+import megarl.mcore  # noqa: F401
 from megarl.files import CheckpointError
-from megarl.mcore.state import _put_weights, shard_weights
+from megarl.mcore import offload
+from megarl.mcore.offload import StorageOffloader, drop_fp8_weights, find_storages
+from megarl.mcore.state import _put_random_state, _put_weights, _take_random_state, shard_weights
 
 
 class Linear(nn.Module):
@@ -64,8 +67,6 @@ def test_weights_that_a_checkpoint_lacks_are_named() -> None:
 def test_on_a_cpu_the_states_of_a_gpus_generator_are_left_out() -> None:
     from megatron.core import tensor_parallel
 
-    from megarl.mcore.state import _put_random_state, _take_random_state
-
     tracker = tensor_parallel.get_cuda_rng_tracker()
     tracker.reset()
     tracker.add("model-parallel-rng", 3)
@@ -79,3 +80,38 @@ def test_on_a_cpu_the_states_of_a_gpus_generator_are_left_out() -> None:
     assert all(torch.equal(found[name], state) for name, state in own["tracker"].items())
     with tracker.fork():
         torch.rand(1)
+
+
+@pytest.mark.parametrize("sizes", [(7,), (16, 16, 16), (100, 3, 64), (1, 0, 2000)])
+def test_storages_come_back_bit_by_bit_whatever_the_pieces(
+    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "PIECE_BYTES", 64)
+    offloader = StorageOffloader()
+    for extra in (0, 5, 0):
+        tensors = [torch.randn(size) for size in [*sizes, *[9] * extra]]
+        expected = [tensor.clone() for tensor in tensors]
+        offloader.park(find_storages(tensors))
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+        offloader.bring()
+        assert all(torch.equal(tensor, old) for tensor, old in zip(tensors, expected, strict=True))
+    # torch rounds pinned memory up to powers of two: 70 GiB in one piece would be 128.
+    hosts = [host.numel() for host in offloader._hosts]
+    assert sum(hosts) == 4 * (sum(sizes) + 45)
+    assert max(hosts) <= 64
+
+
+def test_what_is_not_kept_comes_back_as_zeros_without_host_memory() -> None:
+    offloader, tensor = StorageOffloader(keep=False), torch.randn(5)
+    offloader.park(find_storages([tensor]))
+    offloader.bring()
+    assert torch.equal(tensor, torch.zeros(5))
+    assert not offloader._hosts
+
+
+def test_the_fp8_copies_that_transformer_engine_keeps_of_weights_are_dropped() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    # The name and the place of Transformer Engine's cache (transformer_engine/pytorch/module/base.py).
+    model[0]._fp8_workspaces = {"weight": torch.zeros(2, 2, dtype=torch.uint8)}
+    drop_fp8_weights([model])
+    assert model[0]._fp8_workspaces == {}

@@ -1,0 +1,133 @@
+"""Megarl's and Megatron's ways to save time and memory change when numbers travel, where they are and where they are
+rounded, and nothing else.
+"""
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layout_runs import build_spec, launch, play, working
+from tiny_checkpoints import write_checkpoint
+
+from megarl.config.schema.roles import Dtype, Offload, OptimizerConfig
+from megarl.mcore.spec import Role, WorkerSpec
+
+pytestmark = pytest.mark.slow
+
+VERBS = (
+    "held evaluate update gradient:first update held evaluate save:{0}-state load:{0}-state update gradient:second"
+    " evaluate held checksum describe"
+)
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+KINDS: dict[str, tuple[Role, str, str, dict[str, Any]]] = {
+    "policy": (Role.policy, "qwen2", "dp2", {}),
+    "critic": (Role.critic, "qwen2", "dp2", {}),
+    "moe": (Role.policy, "qwen3_moe", "dp2-ep2", {}),
+    "bfloat16": (Role.policy, "qwen2", "dp2", {"dtype": Dtype.bfloat16}),
+}
+PLAIN_FIELDS = {"apply_rope_fusion": False, "bias_activation_fusion": False}
+WAYS: dict[str, tuple[tuple[str, ...], dict[str, bool], dict[str, Any]]] = {
+    "plain": (tuple(KINDS), {}, {}),
+    "overlap": (("policy", "critic", "moe"), OVERLAP, {}),
+    "buckets": (("policy", "moe"), OVERLAP, {}),
+    "offloaded_buckets": (("critic",), OVERLAP, {"offload": Offload.all}),
+    "reduce": (("policy",), {"overlap_grad_reduce": True}, {}),
+    "optimizer": (("critic", "bfloat16"), {}, {"offload": Offload.optimizer}),
+    "all": (("critic", "bfloat16"), {}, {"offload": Offload.all}),
+    "swiglu": (("policy",), {}, {"megatron": {"bias_activation_fusion": True}}),
+    "te": (("policy",), {}, {"megatron": PLAIN_FIELDS}),
+}
+"""Of which roles, the optimizer's overlap, and what else"""
+EXACT = [(kind, way) for way, (kinds, *_) in WAYS.items() for kind in kinds if way not in ("plain", "swiglu", "te")]
+BUCKET_SIZE = 4000
+"""Parameters; Megatron's default of 40 million holds each of these models"""
+
+
+def run_ways(rank: int, world_size: int, specs: dict[str, WorkerSpec], scratch: Path) -> dict[str, Any]:
+    from megarl.mcore import model
+
+    results = {}
+    for name, spec in specs.items():
+        with pytest.MonkeyPatch.context() as patch:
+            if name.endswith("buckets"):
+                config = functools.partial(model.DistributedDataParallelConfig, bucket_size=BUCKET_SIZE)
+                patch.setattr(model, "DistributedDataParallelConfig", config)
+            if name.endswith("-te"):
+                # A machine that has Transformer Engine and no Apex, as far as the choice of fields goes.
+                kernels = replace(model.find_kernels(), gpu=True, te=True, apex=False)
+                patch.setattr(model, "find_kernels", lambda kernels=kernels: kernels)
+            with working(spec, rank, world_size, scratch / name) as worker:
+                results[name] = play(worker, scratch / "runs" / name, {"verbs": VERBS.format(name)})
+    return results
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ways")
+
+
+@pytest.fixture(scope="module")
+def runs(root: Path) -> dict[str, Any]:
+    for family in ("qwen2", "qwen3_moe"):
+        write_checkpoint(root / family, family, tied=family == "qwen2")
+    specs = {}
+    for way, (kinds, overlap, fields) in WAYS.items():
+        # No clipping: other buckets are other shards, whose squares add up to the norm in another order.
+        optimizer = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, clip_grad=0.0, **overlap)
+        for kind in kinds:
+            role, family, layout, own = KINDS[kind]
+            common = {"optimizer": optimizer, "tokens_per_microbatch": 60, **own, **fields}
+            specs[f"{kind}-{way}"] = build_spec(role, root / family, layout, **common)
+    return launch(2, run_ways, specs, scratch=root)
+
+
+@pytest.mark.parametrize(("kind", "way"), EXACT)
+def test_overlapped_communication_and_offloading_change_no_bit(runs: dict[str, Any], kind: str, way: str) -> None:
+    found, expected = runs[f"{kind}-{way}"], runs[f"{kind}-plain"]
+    assert found["checksum"] == expected["checksum"]
+    assert all(map(torch.equal, found["evaluate"], expected["evaluate"]))
+    for step, right in zip(found["metrics"], expected["metrics"], strict=True):
+        norm = next(key for key in step if key.endswith("/grad_norm"))
+        assert step[norm] == pytest.approx(right[norm], rel=1e-6 if "buckets" in way else 0)
+        assert {**step, norm: 0} == {**right, norm: 0}
+    is_on = "on: overlap_grad_reduce, overlap_param_gather" in found["describe"][0]
+    assert is_on == (WAYS[way][1] == OVERLAP)
+    assert (found["num_buckets"][0] > 3) == way.endswith("buckets")
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "critic"])
+def test_between_calls_nothing_of_what_is_offloaded_is_held(runs: dict[str, Any], kind: str) -> None:
+    plain, optimizer, everything = (runs[f"{kind}-{way}"]["held"] for way in ("plain", "optimizer", "all"))
+    assert all(held["weights"] and held["gradients"] for held in plain)
+    assert all(held["optimizer"] for held in plain[1:])
+    assert [held["weights"] for held in optimizer] == [held["weights"] for held in plain]
+    assert all(held["gradients"] == held["optimizer"] == 0 for held in optimizer)
+    assert all(not any(held.values()) for held in everything)
+
+
+def test_the_fused_swiglu_gives_the_same_losses_and_gradient_norms(runs: dict[str, Any]) -> None:
+    found, expected = runs["policy-swiglu"], runs["policy-plain"]
+    assert (found["swiglu"], expected["swiglu"]) == ([True], [False])
+    assert found["metrics"][0] == pytest.approx(expected["metrics"][0], rel=1e-6, abs=1e-9)
+    for found_values, values in zip(found["evaluate"], expected["evaluate"], strict=True):
+        torch.testing.assert_close(found_values, values, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the layers may be Transformer Engine's")
+def test_an_output_layer_is_built_where_transformer_engine_fuses_gradients_and_apex_is_missing(
+    runs: dict[str, Any],
+) -> None:
+    """Megatron's ColumnParallelLinear raises for the field without Apex; local layers compute as without it."""
+    assert runs["policy-te"]["fuses"] == [True, False]
+    assert runs["policy-plain"]["fuses"] == [False, False]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="other layers and another Adam may be there")
+@pytest.mark.parametrize(("kind", "dtype"), [("policy", "float32"), ("bfloat16", "bfloat16")])
+def test_a_worker_says_which_layers_and_which_adam_it_computes_with(
+    runs: dict[str, Any], kind: str, dtype: str
+) -> None:
+    assert runs[f"{kind}-plain"]["describe"] == [f"local layers in {dtype}, torch's fused AdamW"]
