@@ -53,15 +53,8 @@ def run_end(number: int, spec: dict[str, Any], out: Path) -> None:
 @pytest.mark.parametrize("way", list(Way))
 def test_buckets_arrive_whole_between_two_processes_on_one_gpu(way: Way, tmp_path: Path) -> None:
     directory = Path(f"/dev/shm/megarl-sync-{os.getpid()}-{way.value}")
-    spec = {
-        "kind": "memory",
-        "way": way.value,
-        "directories": [str(directory)],
-        "slot_bytes": SLOT_BYTES,
-        "num_sources": 1,
-        "num_targets": 1,
-        "deadline_s": 60.0,
-    }
+    spec = {"kind": "memory", "way": way.value, "directories": [str(directory)], "slot_bytes": SLOT_BYTES}
+    spec |= {"num_sources": 1, "num_targets": 1, "deadline_s": 60.0}
     torch.multiprocessing.start_processes(run_end, (spec, tmp_path), nprocs=2, start_method="spawn")
     wanted = [bucket.num_bytes for bucket in make_buckets()] * NUM_SYNCS
     assert torch.load(tmp_path / "sizes.pt", weights_only=True) == wanted

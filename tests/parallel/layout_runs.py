@@ -273,12 +273,12 @@ def read(directory: Path) -> dict[str, Tensor]:
 
 
 def run_specs(scratch: Path, specs: Mapping[str, Any], verbs: str = "", **common: Any) -> dict[str, Run]:
-    """What a worker of each spec did: `verbs`, with `samples` and `sequences`. A spec may come in a pair with a dict of
-    its own ones of these.
+    """What a worker of each spec did: `verbs`, in which NAME stands for the spec's, with `samples` and `sequences`. A
+    spec may come in a pair with a dict of its own ones of these.
     """
     scratch.mkdir(parents=True, exist_ok=True)
     pairs = {name: given if isinstance(given, tuple) else (given, {}) for name, given in specs.items()}
-    given = {name: (spec, {"verbs": verbs, **common, **own}) for name, (spec, own) in pairs.items()}
+    given = {x: (spec, {"verbs": verbs.replace("NAME", x), **common, **own}) for x, (spec, own) in pairs.items()}
     found = launch_each(play, given, scratch=scratch)
     return {name: Run(pairs[name][0], scratch / name, found[name]) for name in specs}
 

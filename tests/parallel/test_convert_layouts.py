@@ -45,11 +45,7 @@ def build_specs(root: Path, number: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def saved(root: Path) -> dict[str, Run]:
-    specs = {
-        name: (spec, {"verbs": f"update weights:export save:{name}-state"})
-        for name, spec in build_specs(root, 1).items()
-    }
-    return run_specs(root / "saved", specs)
+    return run_specs(root / "saved", build_specs(root, 1), "update weights:export save:NAME-state")
 
 
 @pytest.mark.parametrize("name", ROWS)

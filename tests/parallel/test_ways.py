@@ -18,7 +18,7 @@ from megarl.mcore.spec import Role, WorkerSpec
 pytestmark = pytest.mark.slow
 
 VERBS = (
-    "held evaluate update gradient:first update held evaluate save:{0}-state load:{0}-state update gradient:second"
+    "held evaluate update gradient:first update held evaluate save:NAME-state load:NAME-state update gradient:second"
     " evaluate held checksum describe"
 )
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -60,7 +60,7 @@ def run_ways(rank: int, world_size: int, specs: dict[str, WorkerSpec], scratch: 
                 kernels = replace(model.find_kernels(), gpu=True, te=True, apex=False)
                 patch.setattr(model, "find_kernels", lambda kernels=kernels: kernels)
             with working(spec, rank, world_size, scratch / name) as worker:
-                results[name] = play(worker, scratch / "runs" / name, {"verbs": VERBS.format(name)})
+                results[name] = play(worker, scratch / "runs" / name, {"verbs": VERBS.replace("NAME", name)})
     return results
 
 
