@@ -59,11 +59,11 @@ def train(
     check_start(config)
     directory = Path(run_dir or f"runs/{time.strftime('%Y-%m-%d_%H-%M-%S')}_{config.algo.name}_{config.model.name}")
     # Only now: importing torch and Ray takes seconds that `compose` need not wait.
-    from megarl.run.attempts import run_recorded
+    from megarl.run.attempts import run_job
     from megarl.run.process import stopping_on_signals
 
     with stopping_on_signals():
-        return run_recorded(config, directory.expanduser().resolve(), overrides)
+        return run_job(config, directory.expanduser().resolve(), overrides)
 
 
 def _add_search_path(overrides: Sequence[str], config_dir: str | Path | Sequence[str | Path]) -> list[str]:

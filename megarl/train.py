@@ -65,10 +65,10 @@ def _run_composed(composed: DictConfig) -> float | None:
 
 def _train(config: Config, run_dir: Path) -> Results:
     # Imported here: torch and Ray take seconds, for which `--help` need not wait.
-    from megarl.run.attempts import run_recorded
+    from megarl.run.attempts import run_job
 
     try:
-        summary = run_recorded(config, run_dir, list_overrides(), is_resumed=_resumed is not None)
+        summary = run_job(config, run_dir, list_overrides(), is_resumed=_resumed is not None)
     except CheckpointError as error:
         raise ConfigError([str(error)]) from error
     except (OSError, RuntimeError) as error:

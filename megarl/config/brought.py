@@ -107,10 +107,6 @@ class RunSettings:
         is_megarls = module.startswith("megarl.examples.") and not module.endswith(".py")
         return bool(value) and not is_megarls
 
-    def find_earlier(self) -> "RunSettings | None":
-        """Those of the run that wrote the model with which this one began."""
-        return find_run_settings(self.values.get("model.source"), self.values.get("model.path"))
-
 
 def find_run_settings(source: object, path: object) -> RunSettings | None:
     """Those of the run that wrote the model in this directory; None where none did, and for a model of another source.

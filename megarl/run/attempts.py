@@ -5,7 +5,7 @@ import os
 import shutil
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ from megarl.config.checks.config import describe_sizes
 from megarl.config.errors import ConfigError
 from megarl.config.placement import find_server_offload, is_restarted, list_groups
 from megarl.config.schema.root import Config
-from megarl.config.schema.run import CheckpointConfig
 from megarl.config.schema.task import MultiTurnEnvironmentConfig
 from megarl.config.values import list_values
 from megarl.cpu.threads import describe_threads, settle_threads
@@ -37,7 +36,6 @@ from megarl.report.text import format_heldout
 from megarl.rollout.journal import JOURNAL, Journal
 from megarl.run.checkpoint import (
     TRACKED,
-    CheckpointWriter,
     LoopSaver,
     TrainerState,
     count_taken_groups,
@@ -60,59 +58,77 @@ LOCK_PATIENCE_S = 150.0
 client after 90 s and Lustre's after 100 s, unless set otherwise"""
 
 
-def run_job(
-    config: Config, run_dir: Path, *, is_new: bool = False, note_start: Callable[[], None] = lambda: None
-) -> Summary:
+def run_job(config: Config, run_dir: Path, overrides: Sequence[str] = (), *, is_resumed: bool | None = None) -> Summary:
     """Train as configured, resuming from the newest checkpoint in `run_dir`, if there is one.
 
     Everything the run writes is under `run_dir`, the trained policy in `policy/`, the critic, where there is one, in
-    `critic/`. is_new: `run_dir` may not have files of another run. note_start: called once all inputs are checked.
+    `critic/`. overrides: what resume=`run_dir` is to repeat. is_resumed: whether `run_dir` holds the run that goes on;
+    None: it does if it has a run.json.
 
-    Raises ConfigError, before any process is started, for problems of the inputs; CheckpointError where there is no
-    disk space for a checkpoint, where another process uses `run_dir`, and for problems of its checkpoints.
+    Raises ConfigError, before any process is started, for problems of the inputs, and where the configuration differs
+    from that run's in what is learned; CheckpointError where there is no disk space for a checkpoint, where another
+    process uses `run_dir`, and for problems of its checkpoints.
     """
-    folder = open_folder(run_dir, config.checkpoint)
+    is_resumed = (run_dir / RUN_FILE).is_file() if is_resumed is None else is_resumed
+    before = load_run(run_dir)["config"] if is_resumed else {}
+    if problems := check_changes(before, config) if is_resumed else []:
+        raise ConfigError(problems)
+    # run.json has the numbers themselves.
+    config = settle_threads(config, recorded=before)
     inputs = load_inputs(config)
     critic = inputs.specs.get(Role.critic)
     own = read_architecture(Path(critic.checkpoint)) if critic else inputs.architecture
-    problems = [] if config.has_critic_alone else check_plan(config, PlannedModels(inputs.architecture, own))
-    if problems:
+    if problems := [] if config.has_critic_alone else check_plan(config, PlannedModels(inputs.architecture, own)):
         raise ConfigError(problems)
     if config.checkpoint.save_every is not None:
         check_space(run_dir, estimate_bytes(spec for role, spec in inputs.specs.items() if role is not Role.reference))
+    patience_s = LOCK_PATIENCE_S if is_restarted(os.environ) else 0.0
+    with locking(run_dir, patience_s, partial(print, file=get_terminal(), flush=True)):
+        if held := [name for name in (RUN_FILE, *TRACKED) if not is_resumed and (run_dir / name).is_file()]:
+            text = f"{run_dir} has {', '.join(held)} of another run; each run needs a folder of its own"
+            raise ConfigError([f"hydra.run.dir: {text} (resume={run_dir} resumes that run)"])
+        save_run(run_dir, config, overrides)
+        with _recording_failure(run_dir):
+            summary = _run(config, inputs, run_dir)
+        results = {"iterations": summary.num_iterations, HELDOUT: summary.heldout_reward}
+        limit, total = summary.limit, config.train.num_iterations
+        why = "" if limit is None else format_limit(limit, summary.num_iterations, total)
+        write_outcome(run_dir, Outcome(State.done, why, results))
+        append_log(run_dir / LOG_NAME, f"done: {format_results(results)}")
+    return summary
+
+
+@contextlib.contextmanager
+def _recording_failure(run_dir: Path) -> Iterator[None]:
+    """What ends the block is the run's outcome, and in its log."""
+    try:
+        yield
+    except BaseException as error:
+        plain = isinstance(error, Stopped | ConfigError | CheckpointError)
+        # Of a stop and of bad input the code's place says nothing.
+        lines = traceback.format_exception_only(error) if plain else traceback.format_exception(error)
+        append_log(run_dir / LOG_NAME, "".join(lines).rstrip())
+        why = str(error) if plain else f"{type(error).__name__}: {error}"
+        write_outcome(run_dir, Outcome(State.stopped if isinstance(error, Stopped) else State.failed, why))
+        raise
+
+
+def _run(config: Config, inputs: Inputs, run_dir: Path) -> Summary:
+    started, settings, keep = time.monotonic(), dict(list_values(config)), config.checkpoint
     with contextlib.ExitStack() as stack:
-        patience_s = LOCK_PATIENCE_S if is_restarted(os.environ) else 0.0
-        say = partial(print, file=get_terminal(), flush=True)
-        stack.enter_context(locking(run_dir, patience_s, say))
-        held = [name for name in (RUN_FILE, *TRACKED) if (run_dir / name).is_file()] if is_new else []
-        if held:
-            raise ConfigError(
-                [
-                    f"hydra.run.dir: {run_dir} has {', '.join(held)} of another run; each run needs a folder of its own"
-                    f" (resume={run_dir} resumes that run)"
-                ]
-            )
-        note_start()
-        started = time.monotonic()
-        settings, decode = dict(list_values(config)), inputs.tokenizer.decode
-        total = config.train.num_iterations
-        report = build_report(config.logger, run_dir, total, get_terminal(), decode, settings)
-        stack.callback(report.close)
+        given = config.logger, run_dir, config.train.num_iterations, get_terminal(), inputs.tokenizer.decode, settings
+        report = stack.enter_context(contextlib.closing(build_report(*given)))
         stack.enter_context(show_warnings(report.message))
         _describe_run(config, inputs, run_dir, report)
+        folder = Folder(run_dir / CHECKPOINTS, keep_last=keep.keep_last, keep_best=keep.keep_best)
         try:
             with report.phase("start"):
                 resources = stack.enter_context(open_resources(config, inputs, run_dir / "logs"))
-            return _Attempts(config, inputs, resources, run_dir, report, started).run()
+            return _Attempts(config, inputs, resources, run_dir, folder, report, started).run()
         except Stopped:
             if not folder.list_complete():
                 report.message("there is no checkpoint yet, so there is nothing to resume")
             raise
-
-
-def open_folder(run_dir: Path, keep: CheckpointConfig) -> Folder:
-    """The folder of a run's checkpoints."""
-    return Folder(run_dir / CHECKPOINTS, keep_last=keep.keep_last, keep_best=keep.keep_best)
 
 
 def _describe_run(config: Config, inputs: Inputs, run_dir: Path, report: Report) -> None:
@@ -135,13 +151,10 @@ class _Attempts:
     inputs: Inputs
     resources: RunResources
     run_dir: Path
+    folder: Folder
     report: Report
     started: float
     """Of the run, on time.monotonic's clock; each attempt's train.max_minutes counts from it"""
-
-    @property
-    def folder(self) -> Folder:
-        return open_folder(self.run_dir, self.config.checkpoint)
 
     @property
     def is_saving(self) -> bool:
@@ -196,19 +209,15 @@ class _Attempts:
             wait_all([role.export_weights(run_dir / name) for name, role in roles.items()])
         if (run_dir / RUN_FILE).is_file() and components.policy is not None:
             shutil.copyfile(run_dir / RUN_FILE, run_dir / Role.policy.value / MODEL_FILE)
-        self.say_end(summary)
-        return summary
-
-    def say_end(self, summary: Summary) -> None:
-        """Say what ended the run early, how it did, and where its model is."""
-        total = self.config.train.num_iterations
-        if (limit := summary.limit) is not None:
-            go_on = f"; go on with megarl train resume={self.run_dir} {limit.go_on}" if self.is_saving else ""
-            self.report.message(format_limit(limit, summary.num_iterations, total) + go_on)
-        lines = load_metrics(self.run_dir / METRICS_NAME)
+        total, limit = self.config.train.num_iterations, summary.limit
+        if limit is not None:
+            go_on = f"; go on with megarl train resume={run_dir} {limit.go_on}" if self.is_saving else ""
+            report.message(format_limit(limit, summary.num_iterations, total) + go_on)
+        lines = load_metrics(run_dir / METRICS_NAME)
         if rewards := [(int(line["iteration"]), line[HELDOUT]) for line in lines if HELDOUT in line]:
-            self.report.message(format_heldout(rewards))
-        self.report.message(format_places(self.run_dir, has_critic_alone=total == 0))
+            report.message(format_heldout(rewards))
+        report.message(format_places(run_dir, has_critic_alone=total == 0))
+        return summary
 
     def find_state(self) -> tuple[TrainerState, Path] | None:
         """The newest checkpoint; the run's files are truncated to it, or emptied where there is none."""
@@ -237,16 +246,13 @@ class _Attempts:
         return state, directory
 
     def build_saver(self, roles: Mapping[str, TrainBackend], journal: Journal) -> LoopSaver:
-        if not self.is_saving:
-            return LoopSaver()
-        folder = self.folder
-
         def forget(through: int) -> None:
-            num_groups = count_taken_groups(folder.path / name_checkpoint(through))
+            num_groups = count_taken_groups(self.folder.path / name_checkpoint(through))
             journal.forget(through, num_groups, self.config.algo.value_pretrain.count_step(through))
 
-        writer = CheckpointWriter(self.run_dir, folder, roles, self.inputs.specs, forget, say=self.report.message)
-        return LoopSaver(self.config.checkpoint, writer, self.report)
+        if not self.is_saving:
+            return LoopSaver()
+        return LoopSaver(self.config.checkpoint, self.folder, roles, self.inputs.specs, self.report, forget)
 
 
 def is_loss(error: BaseException | None) -> bool:
@@ -256,47 +262,3 @@ def is_loss(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
-
-
-def run_recorded(
-    config: Config, run_dir: Path, overrides: Sequence[str] = (), *, is_resumed: bool | None = None
-) -> Summary:
-    """Train as `run_job` does, and raise what it raises.
-
-    overrides: what resume=`run_dir` is to repeat. is_resumed: whether `run_dir` holds the run that goes on; None: it
-    does if it has a run.json. Raises ConfigError where the configuration differs from that run's in what is learned.
-    """
-    if is_resumed is None:
-        is_resumed = (run_dir / RUN_FILE).is_file()
-    before = load_run(run_dir)["config"] if is_resumed else {}
-    problems = check_changes(before, config) if is_resumed else []
-    if problems:
-        raise ConfigError(problems)
-    # run.json has the numbers themselves.
-    config = settle_threads(config, recorded=before)
-    is_begun = False
-
-    def note_start() -> None:
-        nonlocal is_begun
-        save_run(run_dir, config, overrides)
-        is_begun = True
-
-    try:
-        summary = run_job(config, run_dir, is_new=not is_resumed, note_start=note_start)
-    except BaseException as error:
-        # Before its start the folder may be another run's, and a refused configuration is no run.
-        if is_begun or not (isinstance(error, ConfigError) or (run_dir / RUN_FILE).exists()):
-            plain = isinstance(error, Stopped | ConfigError | CheckpointError)
-            why = str(error) if plain else f"{type(error).__name__}: {error}"
-            # Of a stop and of bad input the code's place says nothing.
-            lines = traceback.format_exception_only(error) if plain else traceback.format_exception(error)
-            append_log(run_dir / LOG_NAME, "".join(lines).rstrip())
-            if is_begun:
-                write_outcome(run_dir, Outcome(State.stopped if isinstance(error, Stopped) else State.failed, why))
-        raise
-    results = {"iterations": summary.num_iterations, HELDOUT: summary.heldout_reward}
-    limit, total = summary.limit, config.train.num_iterations
-    why = "" if limit is None else format_limit(limit, summary.num_iterations, total)
-    write_outcome(run_dir, Outcome(State.done, why, results))
-    append_log(run_dir / LOG_NAME, f"done: {format_results(results)}")
-    return summary

@@ -133,141 +133,52 @@ def estimate_bytes(specs: Iterable[WorkerSpec]) -> int:
     return sum(count_parameters(Path(spec.checkpoint)) * (WEIGHT_BYTES[spec.dtype] + OPTIMIZER_BYTES) for spec in specs)
 
 
-class CheckpointWriter:
-    """Writes checkpoints while training continues: the roles write their parts, a thread hashes and publishes."""
-
-    def __init__(
-        self,
-        run_dir: Path,
-        folder: Folder,
-        roles: Mapping[str, TrainBackend],
-        specs: Mapping[Role, WorkerSpec],
-        forget: Callable[[int], None],
-        *,
-        say: Callable[[str], None],
-    ):
-        """Arguments that need a word:
-
-        specs: of these roles at least. forget: called when a checkpoint is complete with the oldest iteration kept,
-        removes what is no longer needed. say: prints a line, called from a thread of its own.
-        """
-        self.run_dir, self.folder = run_dir, folder
-        self.last: int | None = None
-        """Iteration of the newest checkpoint that is complete or in progress"""
-        self._roles, self._forget, self._say = roles, forget, say
-        self._specs = {name: specs[Role(name)] for name in roles}
-        self._num_bytes = estimate_bytes(self._specs.values())
-        self._under_way: int | None = None
-        self._publishing: Future[Path] | None = None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="megarl-publish")
-
-    def begin(self, state: TrainerState, end: float | None = None) -> None:
-        """Begin a checkpoint of `state` and of the roles' current state; an earlier one is completed first.
-
-        Raises CheckpointError where there is no disk space, what the roles raise, and DeadlineError at `end`
-        (time.monotonic).
-        """
-        self.settle(end)
-        check_space(self.folder.path, self._num_bytes)
-        with deferring_stops():
-            building = self.folder.begin(state.iteration)
-            self._under_way = self.last = state.iteration
-            for name in measure_files(self.run_dir):  # The checkpoint relies on these files.
-                with (self.run_dir / name).open("rb") as file:
-                    os.fsync(file.fileno())
-            if (self.run_dir / RUN_FILE).is_file():
-                shutil.copyfile(self.run_dir / RUN_FILE, building / RUN_FILE)
-            save_trainer_state(building, state)
-            wait_all([role.begin_save(building / name) for name, role in self._roles.items()], end=end)
-
-    def proceed(self, end: float | None = None) -> None:
-        """Wait until the roles' files are written, and start hashing and publishing them in the background."""
-        if self._publishing is not None:
-            if self._publishing.done():
-                with deferring_stops():
-                    publishing, self._publishing, self._under_way = self._publishing, None, None
-                publishing.result()
-        elif self._under_way is not None:
-            with deferring_stops():
-                wait_all([role.finish_save() for role in self._roles.values()], end=end)
-                self._publishing = self._pool.submit(self._publish, self._under_way)
-
-    def settle(self, end: float | None = None) -> None:
-        """Wait until no checkpoint is in progress. Raises what failed, DeadlineError at `end`."""
-        self.proceed(end)
-        while self._publishing is not None:
-            if end is not None and time.monotonic() > end and not self._publishing.done():
-                raise DeadlineError(f"checkpoint of iteration {self._under_way}: hashing is not finished")
-            wait([self._publishing], POLL_S)
-            self.proceed(end)
-
-    def score(self, iteration: int, value: float | None) -> None:
-        """Record the evaluation of the iteration, where it has a checkpoint, complete or in progress."""
-        if value is not None and iteration == self.last:
-            self.folder.score(iteration, value)
-
-    def close(self) -> None:
-        """Abandon a checkpoint in progress; complete ones stay."""
-        if self._publishing is not None:
-            wait([self._publishing], CLOSE_DEADLINE_S)
-        if self._publishing is None or not self._publishing.done():
-            if self._under_way is not None:
-                self.folder.abandon(self._under_way)
-        elif error := self._publishing.exception():
-            self._say(f"the checkpoint of iteration {self._under_way} is not complete: {error}")
-        self._pool.shutdown(wait=False)
-
-    @span("hash and publish the checkpoint")
-    def _publish(self, iteration: int) -> Path:
-        building = self.folder.find_building(iteration)
-        for name, spec in self._specs.items():
-            write_manifest(building / name, describe_role(spec.role, spec.dtype, spec.parallel, iteration))
-        write_manifest(building, {"kind": "training", "iteration": iteration, "roles": sorted(self._roles)})
-        final = self.folder.publish(iteration)
-        # Here, and not when the loop comes by: what it prints in between is later.
-        self._say(f"checkpoint of iteration {iteration}: {final}")
-        self._forget(self.folder.list_newest()[0])
-        return final
-
-
 class LoopSaver:
-    """Saves a loop every `checkpoint.save_every` iterations, at its end, when it is asked to stop and when it fails.
+    """Saves a loop every `checkpoint.save_every` iterations, at its end, when it is to stop and when it fails: the
+    roles write their parts, and a thread hashes and publishes them while training continues.
 
-    It is told of the loop's state, so that half an update is never saved. Without a writer it saves nothing.
+    It is told of the loop's state, so that half an update is never saved. Without a folder it saves nothing.
     """
 
     def __init__(
         self,
         settings: CheckpointConfig | None = None,
-        writer: CheckpointWriter | None = None,
+        folder: Folder | None = None,
+        roles: Mapping[str, TrainBackend] | None = None,
+        specs: Mapping[Role, WorkerSpec] | None = None,
         report: Report | None = None,
+        forget: Callable[[int], None] = lambda _oldest: None,
     ):
-        """report: None only without a writer."""
-        self._settings, self._writer, self._report = settings or CheckpointConfig(), writer, report
+        """Arguments that need a word:
+
+        folder: below the run's directory. specs: of these roles at least. forget: called from a thread of its own when
+        a checkpoint is complete, with the oldest iteration kept; removes what is no longer needed.
+        """
+        self._settings, self._folder, self._forget = settings or CheckpointConfig(), folder, forget
+        self._roles, self._specs = roles or {}, {name: (specs or {})[Role(name)] for name in roles or {}}
+        self._say = report.message if report else print
+        self._phase = report.phase if report else contextlib.nullcontext
         self._state: TrainerState | None = None
         self._first: int | None = None
         """The iteration that the run starts from"""
+        self._last: int | None = None
+        """Iteration of the newest checkpoint that is complete or in progress"""
         self._is_whole = True
         self._has_failed = False
         """Whether writing a checkpoint has failed; it is then not tried again"""
         self._score: float | None = None
         """Score of the current weights, once they are evaluated"""
+        self._under_way: int | None = None
+        self._publishing: Future[None] | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="megarl-publish")
 
     def measure_files(self) -> dict[str, int]:
         """Bytes of each growing file of the run (TRACKED), to which a resumed run cuts them back."""
-        return measure_files(self._writer.run_dir) if self._writer else {}
+        return measure_files(self._folder.path.parent) if self._folder else {}
 
     def restore(self, state: TrainerState) -> None:
         """Resume after the checkpoint that holds `state`."""
-        self._state = state
-        if self._writer:
-            self._writer.last = state.iteration
-
-    def proceed(self) -> None:
-        """Let a checkpoint under way take its next step, waiting for the roles' files where they are being written."""
-        if self._writer:
-            with self._noting_failure():
-                self._writer.proceed()
+        self._state, self._last = state, state.iteration
 
     def begin_update(self) -> None:
         """From here to `commit` the weights belong to no iteration."""
@@ -281,8 +192,8 @@ class LoopSaver:
     def score(self, value: float | None) -> None:
         """Note checkpoint.best_metric of the present weights; None: they were not evaluated."""
         self._score = value
-        if self._writer and self._state:
-            self._writer.score(self._state.iteration, value)
+        if self._folder and self._state and value is not None and self._state.iteration == self._last:
+            self._folder.score(self._last, value)
 
     def save_if_due(self) -> None:
         """Begin a checkpoint where `checkpoint.save_every` asks for one; it is written while the loop runs on."""
@@ -293,38 +204,84 @@ class LoopSaver:
     def save(self, wait: bool = True, end: float | None = None) -> None:
         """Checkpoint the present state, unless there is one; without `wait` it is written while the loop runs on.
 
-        Raises DeadlineError at `end` (time.monotonic), RuntimeError after an aborted update.
+        Raises CheckpointError where there is no disk space, what the roles raise, DeadlineError at `end`
+        (time.monotonic), RuntimeError after an aborted update.
         """
-        if not (self._writer and self._report and self._state):
+        if self._folder is None or self._state is None:
             return
         iteration = self._state.iteration
         if not self._is_whole:
             raise RuntimeError(f"the update of iteration {iteration + 1} was aborted: its weights cannot be saved")
-        with self._report.phase("checkpoint"), self._noting_failure():
-            if self._writer.last != iteration:
-                self._writer.begin(self._state, end)
-                self._writer.score(iteration, self._score)
+        with self._phase("checkpoint"), self._noting_failure():
+            if self._last != iteration:
+                self._begin(self._folder, self._state, end)
+                self.score(self._score)
             if wait:
-                self._writer.settle(end)
+                self._settle(end)
 
-    @contextlib.contextmanager
-    def saving_newest(self) -> Iterator[None]:
-        """Within it a signal that raises Stopped, and any error, has the newest whole state saved, within
-        checkpoint.stop_deadline_s. A failed save never replaces the error; notes on it say what is saved and where.
-        """
-        try:
-            yield
-        except (Exception, Stopped) as error:
-            if self._writer and self._report and self._state:
-                save = self._save_stopped if isinstance(error, Stopped) else self._save_failed
-                # The deadline counts from here: finishing the update may have taken longer than that.
-                save(error, self._state.iteration, self._writer, self._report.message)
-            raise
+    def _begin(self, folder: Folder, state: TrainerState, end: float | None) -> None:
+        """Begin a checkpoint of `state` and of the roles' current state; an earlier one is completed first."""
+        self._settle(end)
+        check_space(folder.path, estimate_bytes(self._specs.values()))
+        run_dir = folder.path.parent
+        with deferring_stops():
+            building = folder.begin(state.iteration)
+            self._under_way = self._last = state.iteration
+            for name in measure_files(run_dir):  # The checkpoint relies on these files.
+                with (run_dir / name).open("rb") as file:
+                    os.fsync(file.fileno())
+            if (run_dir / RUN_FILE).is_file():
+                shutil.copyfile(run_dir / RUN_FILE, building / RUN_FILE)
+            save_trainer_state(building, state)
+            wait_all([role.begin_save(building / name) for name, role in self._roles.items()], end=end)
+
+    def proceed(self) -> None:
+        """Let a checkpoint under way take its next step, waiting for the roles' files where they are being written."""
+        with self._noting_failure():
+            self._proceed(None)
+
+    def _proceed(self, end: float | None) -> None:
+        """Once the roles' files are written, their hashing and publishing begins in the background."""
+        if self._publishing is not None:
+            if self._publishing.done():
+                with deferring_stops():
+                    publishing, self._publishing, self._under_way = self._publishing, None, None
+                publishing.result()
+        elif self._under_way is not None:
+            with deferring_stops():
+                wait_all([role.finish_save() for role in self._roles.values()], end=end)
+                self._publishing = self._pool.submit(self._publish, self._under_way)
+
+    def _settle(self, end: float | None) -> None:
+        """Wait until no checkpoint is in progress. Raises what failed, DeadlineError at `end`."""
+        self._proceed(end)
+        while self._publishing is not None:
+            if end is not None and time.monotonic() > end and not self._publishing.done():
+                raise DeadlineError(f"checkpoint of iteration {self._under_way}: hashing is not finished")
+            wait([self._publishing], POLL_S)
+            self._proceed(end)
+
+    @span("hash and publish the checkpoint")
+    def _publish(self, iteration: int) -> None:
+        assert self._folder is not None
+        building = self._folder.find_building(iteration)
+        for name, spec in self._specs.items():
+            write_manifest(building / name, describe_role(spec.role, spec.dtype, spec.parallel, iteration))
+        write_manifest(building, {"kind": "training", "iteration": iteration, "roles": sorted(self._roles)})
+        # Said here, and not when the loop comes by: what it prints in between is later.
+        self._say(f"checkpoint of iteration {iteration}: {self._folder.publish(iteration)}")
+        self._forget(self._folder.list_newest()[0])
 
     def close(self) -> None:
-        """Give up what is under way; complete checkpoints stay."""
-        if self._writer:
-            self._writer.close()
+        """Abandon a checkpoint in progress; complete ones stay."""
+        if self._publishing is not None:
+            wait([self._publishing], CLOSE_DEADLINE_S)
+        if self._publishing is None or not self._publishing.done():
+            if self._folder is not None and self._under_way is not None:
+                self._folder.abandon(self._under_way)
+        elif error := self._publishing.exception():
+            self._say(f"the checkpoint of iteration {self._under_way} is not complete: {error}")
+        self._pool.shutdown(wait=False)
 
     @contextlib.contextmanager
     def _noting_failure(self) -> Iterator[None]:
@@ -334,41 +291,52 @@ class LoopSaver:
             self._has_failed = True
             raise
 
-    def _save_stopped(
-        self, stopped: BaseException, iteration: int, writer: CheckpointWriter, say: Callable[[str], None]
-    ) -> None:
-        deadline_s = self._settings.stop_deadline_s
-        say(f"{stopped}: saving iteration {iteration}, within {deadline_s:g} s")
+    @contextlib.contextmanager
+    def saving_newest(self) -> Iterator[None]:
+        """Within it a signal that raises Stopped, and any error, has the newest whole state saved, within
+        checkpoint.stop_deadline_s. A failed save never replaces the error; notes on it say what is saved and where.
+        """
         try:
-            self.save(end=time.monotonic() + deadline_s)
-            say(f"saved: resume={writer.run_dir} resumes it")
-        except Exception as error:
-            say(f"iteration {iteration} was not saved: {error}")
-            if isinstance(stopped.__context__, Exception):
-                say(f"before that: {stopped.__context__}")
+            yield
+        except (Exception, Stopped) as error:
+            if self._folder and self._state:
+                # The deadline counts from here: finishing the update may have taken longer than that.
+                deadline_s, iteration = self._settings.stop_deadline_s, self._state.iteration
+                end, saving = time.monotonic() + deadline_s, f"saving iteration {iteration}, within {deadline_s:g} s"
+                if isinstance(error, Stopped):
+                    self._save_stopped(error, iteration, self._folder, end, saving)
+                else:
+                    self._save_failed(error, iteration, self._folder, end, saving)
+            raise
 
-    def _save_failed(
-        self, error: BaseException, iteration: int, writer: CheckpointWriter, say: Callable[[str], None]
-    ) -> None:
+    def _save_stopped(self, stopped: Stopped, iteration: int, folder: Folder, end: float, saving: str) -> None:
+        self._say(f"{stopped}: {saving}")
+        try:
+            self.save(end=end)
+            self._say(f"saved: resume={folder.path.parent} resumes it")
+        except Exception as error:
+            self._say(f"iteration {iteration} was not saved: {error}")
+            if isinstance(stopped.__context__, Exception):
+                self._say(f"before that: {stopped.__context__}")
+
+    def _save_failed(self, error: Exception, iteration: int, folder: Folder, end: float, saving: str) -> None:
         """Save the state after `iteration`, the last whole one, and note on `error` what is saved and where.
 
         Within an update the roles hold no whole state; a checkpoint that is in progress is then completed.
         """
-        deadline_s = self._settings.stop_deadline_s
-        end = time.monotonic() + deadline_s
         try:
             if not self._is_whole:
                 error.add_note(f"the update of iteration {iteration + 1} was not finished: its weights are not saved")
-            if self._has_failed or (iteration == self._first and writer.last is None):
+            if self._has_failed or (iteration == self._first and self._last is None):
                 pass  # The disk, or the processes, would fail again; the start needs no checkpoint.
             elif self._is_whole:
-                say(f"{type(error).__name__}: saving iteration {iteration}, within {deadline_s:g} s")
+                self._say(f"{type(error).__name__}: {saving}")
                 self.save(end=end)
             else:
-                writer.settle(end)
+                self._settle(end)
         except (Exception, Stopped) as problem:
             error.add_note(f"iteration {iteration} was not saved: {problem}")
-        newest = writer.folder.list_complete()[-1:]
-        where = [f"resumes after iteration {n}: {writer.folder.path / name_checkpoint(n)}" for n in newest]
+        newest = folder.list_complete()[-1:]
+        where = [f"resumes after iteration {n}: {folder.path / name_checkpoint(n)}" for n in newest]
         begins = where[0] if where else "begins anew: there is no checkpoint yet"
-        error.add_note(f"resume={writer.run_dir} {begins}")
+        error.add_note(f"resume={folder.path.parent} {begins}")

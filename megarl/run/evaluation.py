@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -52,9 +52,6 @@ CONFIDENCE = 0.95
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-MAX_EARLIER_RUNS = 32
-"""Runs that are followed back from a model; each began with the model of the one before"""
 
 
 @dataclass(frozen=True)
@@ -126,17 +123,9 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
         stack.callback(engine.close)
         progress.leave()
         progress.line(f"servers ready after {format_seconds(time.monotonic() - started)}")
-        results = evaluate_sets(
-            engine,
-            inputs.sets,
-            evaluate,
-            run_dir,
-            progress,
-            num_slots=engine.num_slots,
-            seed=config.seed,
-            recovery=Recovery(servers, progress.line, rollout.max_server_restarts),
-            decode=inputs.tokenizer.decode,
-        )
+        recovery = Recovery(servers, progress.line, rollout.max_server_restarts)
+        options: dict[str, Any] = {"seed": config.seed, "recovery": recovery, "decode": inputs.tokenizer.decode}
+        results = evaluate_sets(engine, inputs.sets, evaluate, run_dir, progress, num_slots=engine.num_slots, **options)
         write_evaluation(run_dir / FILE_NAME, results, list_settings(configs, inputs))
         progress.line(format_table(results))
     return results
@@ -169,12 +158,8 @@ def load_evaluation_inputs(configs: Mapping[str, Config]) -> EvaluationInputs:
     model = AutoConfig.from_pretrained(str(checkpoint), local_files_only=True, trust_remote_code=False)
     limit, length = getattr(model, "max_position_embeddings", None), config.rollout.response_length
     if limit is not None and longest + length > limit:
-        raise ConfigError(
-            [
-                f"rollout.response_length: found {length}; with the longest prompt, of {longest} tokens,"
-                f" it is {longest + length}; the model has {limit} positions"
-            ]
-        )
+        text = f"found {length}; with the longest prompt, of {longest} tokens, it is {longest + length}"
+        raise ConfigError([f"rollout.response_length: {text}; the model has {limit} positions"])
     trained, lines = _compare_with_training(config, sets, tokenizer)
     return EvaluationInputs(checkpoint, tokenizer, tuple(sets), rollout, ends, trained, lines)
 
@@ -182,58 +167,47 @@ def load_evaluation_inputs(configs: Mapping[str, Config]) -> EvaluationInputs:
 def _compare_with_training(
     config: Config, sets: Sequence[EvaluationSet], tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[Mapping[str, int] | None, tuple[str, ...]]:
-    """How many problems of each set the model was trained on, and a line about each set."""
+    """How many problems of each set the run that wrote the model trained on, and a line about each set."""
     settings = find_run_settings(config.model.source, config.model.path)
     if settings is None:
         return None, ()
-    learned: frozenset[str] = frozenset()
-    file, read = settings.file, 0
+    unknown = f"what the model was trained on is not known: {settings.file}"
     try:
-        # A run may have begun with the model of another one.
-        while settings is not None and read < MAX_EARLIER_RUNS:
-            if (built := settings.build_data()) is None:
-                return None, (f"what the model was trained on is not known: {settings.file} names no data",)
-            data, environment = built
-            tools = build_tool_prompt(environment, data, tokenizer)
-            learned |= find_training_questions(data, tokenizer, settings.values.get("seed", config.seed), tools)
-            settings, read = settings.find_earlier(), read + 1
+        if (built := settings.build_data()) is None:
+            return None, (f"{unknown} names no data",)
+        data, environment = built
+        tools = build_tool_prompt(environment, data, tokenizer)
+        learned = find_training_questions(data, tokenizer, settings.values.get("seed", config.seed), tools)
     except ConfigError as error:
-        return None, (f"what the model was trained on is not known: {file}: {'; '.join(error.problems)}",)
+        return None, (f"{unknown}: {'; '.join(error.problems)}",)
     trained, lines = {each.name: len(each.questions & learned) for each in sets}, []
     for each in sets:
         number, verb = trained[each.name], "are" if trained[each.name] > 1 else "is"
         text = f"{each.name}: {number or 'none'} of the {len(each.questions)} questions {verb} among those that the"
-        lines.append(f"{'warning: ' if number else ''}{text} model was trained on ({file})")
+        lines.append(f"{'warning: ' if number else ''}{text} model was trained on ({settings.file})")
     return trained, tuple(lines)
 
 
 def _load_set(name: str, config: Config, tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> EvaluationSet:
-    evaluate, notes = config.evaluate, list[str]()
+    evaluate, notes, path = config.evaluate, list[str](), config.evaluate.paths.get(name)
     tools = build_tool_prompt(config.environment, config.data, tokenizer)
     given, number = (config.data, tokenizer, config.seed), evaluate.num_problems
     said: dict[str, Any] = {"num_problems": number, "tools": tools, "vocab_size": vocab_size, "notes": notes}
     if evaluate.heldout:
         tokenized = build_heldout(*given, most=config.train.num_eval_prompts, **said)
     else:
-        tokenized = build_evaluation_set(*given, name=name, path=evaluate.paths.get(name), **said)
+        tokenized = build_evaluation_set(*given, name=name, path=path, **said)
     prompts = tuple(prompt for _, prompt in tokenized)
-    with contextlib.closing(build_scorer(config.reward)) as scorer:
-        path = evaluate.paths.get(name)
+    open_scorer = partial(build_scorer, config.reward)
+    with contextlib.closing(open_scorer()) as scorer:
         data = name_data(config.data) if path is None else f"evaluate.paths.{name}={path}"
         scorer.check(prompts[:1], chosen=f"{name_reward(config.reward)} with {data}")
     conversation = build_conversation(config, tokenizer, vocab_size)
     notes += check_conversation(conversation, prompts[:1])
-    return EvaluationSet(
-        name,
-        prompts,
-        partial(build_scorer, config.reward),
-        reads_answers(config.reward),
-        config.rollout.response_length,
-        conversation,
-        config.reward.max_failed_frac,
-        tuple(notes),
-        frozenset(problem.question_key for problem, _ in tokenized),
-    )
+    reads, failed = reads_answers(config.reward), config.reward.max_failed_frac
+    questions = frozenset(problem.question_key for problem, _ in tokenized)
+    length = config.rollout.response_length
+    return EvaluationSet(name, prompts, open_scorer, reads, length, conversation, failed, tuple(notes), questions)
 
 
 def evaluate_sets(
@@ -256,22 +230,35 @@ def evaluate_sets(
     Raises TooManyFailuresError where more of a set's responses than reward.max_failed_frac have no reward.
     """
     recovery = recovery or Recovery(None, progress.line, 0)
-    results = []
+    results, number = [], config.num_samples
+    # Small calls, since rollout.request_deadline_s is for each.
+    step = max(1, num_slots // number)
     with (run_dir / RESPONSES_FILE_NAME).open("w", encoding="utf-8") as file:
         for each in sets:
             samples: list[Sample] = []
             progress.enter(each.name)
-            started = time.monotonic()
-            for found in _collect_batches(engine, each, config, recovery, num_slots, seed, weight_version):
-                numbered = enumerate(found)
-                file.writelines(format_response(each.name, i % config.num_samples, one, decode) for i, one in numbered)
-                file.flush()
-                samples += found
-                num_done, correct = len({one.prompt.id for one in samples}), sum(one.score.correct for one in samples)
-                progress.line(
-                    f"{each.name}: {num_done} of {len(each.prompts)} problems, {correct} of {len(samples)} responses"
-                    f" correct | {format_seconds(time.monotonic() - started)}"
-                )
+            started, runner = time.monotonic(), EpisodeRunner(each.response_length, each.conversation)
+            with contextlib.closing(each.open_scorer()) as scorer:
+                collector = Collector(engine, scorer, runner, seed=seed, temperature=get_temperature(config))
+                for start in range(0, len(each.prompts), step):
+                    recovery.run(engine.check_health)
+                    batch, key = each.prompts[start : start + step], f"{each.name}/{start}"
+                    collect = partial(collector.sample, batch, number, weight_version=weight_version, key=key)
+                    try:
+                        found = recovery.run(collect)  # Restarted servers hold the same checkpoint.
+                    except DeadlineError as error:
+                        raise DeadlineError(
+                            f"{error}; rollout.request_deadline_s is for {len(batch) * number} responses here: raise"
+                            " it, or lower rollout.max_running_requests"
+                        ) from error
+                    file.writelines(format_response(each.name, i % number, one, decode) for i, one in enumerate(found))
+                    file.flush()
+                    samples += found
+                    correct = sum(one.score.correct for one in samples)
+                    progress.line(
+                        f"{each.name}: {start + len(batch)} of {len(each.prompts)} problems, {correct} of"
+                        f" {len(samples)} responses correct | {format_seconds(time.monotonic() - started)}"
+                    )
             progress.leave()
             check_failures(samples, each.max_failed_frac)
             if text := describe_failures(samples):
@@ -280,34 +267,6 @@ def evaluate_sets(
             reads = each.reads_answers or any(sample.score.answer is not None for sample in samples)
             results.append(summarize_set(each.name, samples, list_ks(config), CONFIDENCE, reads_answers=reads))
     return results
-
-
-def _collect_batches(
-    engine: SGLangEngine,
-    each: EvaluationSet,
-    config: EvaluateConfig,
-    recovery: Recovery,
-    num_slots: int,
-    seed: int,
-    weight_version: int,
-) -> Iterator[tuple[Sample, ...]]:
-    """The responses to a set's prompts, in order and in small calls, as rollout.request_deadline_s is for each."""
-    runner, number = EpisodeRunner(each.response_length, each.conversation), config.num_samples
-    step = max(1, num_slots // number)
-    with contextlib.closing(each.open_scorer()) as scorer:
-        collector = Collector(engine, scorer, runner, seed=seed, temperature=get_temperature(config))
-        for start in range(0, len(each.prompts), step):
-            recovery.run(engine.check_health)
-            batch, key = each.prompts[start : start + step], f"{each.name}/{start}"
-            collect = partial(collector.sample, batch, number, weight_version=weight_version, key=key)
-            try:
-                # Restarted servers hold the same checkpoint.
-                yield recovery.run(collect)
-            except DeadlineError as error:
-                raise DeadlineError(
-                    f"{error}; rollout.request_deadline_s is for {len(batch) * number} responses here: raise it, or"
-                    " lower rollout.max_running_requests"
-                ) from error
 
 
 def describe_evaluation(inputs: EvaluationInputs, config: EvaluateConfig, response_length: int) -> str:
@@ -322,21 +281,18 @@ def describe_evaluation(inputs: EvaluationInputs, config: EvaluateConfig, respon
 
 def list_settings(configs: Mapping[str, Config], inputs: EvaluationInputs) -> dict[str, Any]:
     """The settings of the evaluation, as JSON values."""
+
+    def to_plain(node: object) -> Any:
+        return OmegaConf.to_container(OmegaConf.structured(node), enum_to_str=True)
+
     config = next(iter(configs.values()))
+    values = {name: to_plain(getattr(config, name)) for name in ("model", "rollout", "evaluate")}
+    for group in ("data", "reward"):
+        values[group] = {name: to_plain(getattr(each, group)) for name, each in configs.items()}
     return {
         "checkpoint": str(inputs.checkpoint),
         "num_trained_on": inputs.trained,
         "seed": config.seed,
         "temperature": get_temperature(config.evaluate),
-        "config": {
-            "model": _to_plain(config.model),
-            "rollout": _to_plain(config.rollout),
-            "evaluate": _to_plain(config.evaluate),
-            "data": {name: _to_plain(each.data) for name, each in configs.items()},
-            "reward": {name: _to_plain(each.reward) for name, each in configs.items()},
-        },
+        "config": values,
     }
-
-
-def _to_plain(node: object) -> Any:
-    return OmegaConf.to_container(OmegaConf.structured(node), enum_to_str=True)

@@ -24,7 +24,7 @@ from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.rollout_file import RolloutWriter, SavedGroups
-from megarl.rollout.source import build_source, join_groups
+from megarl.rollout.source import NoSync, build_source, join_groups
 from megarl.rollout.token_records import TokenRecorder
 from megarl.task.data import PromptSampler
 from megarl.task.render import CriticPrompt
@@ -44,8 +44,8 @@ class TrainerComponents:
     """None: nothing but the critic learns, from saved rollouts"""
     critic: TrainBackend | None
     reference: TrainBackend | None
-    sync: WeightSync
     report: Report
+    sync: WeightSync = field(default_factory=NoSync)
     engine: SGLangEngine | None = None
     """None, as collector and sampler: nothing is generated (`saved`)"""
     collector: Collector | None = None
@@ -54,7 +54,7 @@ class TrainerComponents:
     saved: SavedGroups | None = None
     """What rollout.file has; None: responses are generated"""
     rollout_file: RolloutWriter | None = None
-    """Writes every sampled response of training, with logger.save_rollouts; None: they are not saved"""
+    """With logger.save_rollouts"""
     token_recorder: TokenRecorder = field(default_factory=TokenRecorder)
     """Writes some responses token by token, with logger.num_token_records > 0"""
     servers: RolloutServers | None = None
@@ -65,23 +65,19 @@ class TrainerComponents:
     """With data.critic_prompt"""
 
 
+@dataclass(frozen=True)
 class Recovery:
     """Repeats calls that failed because servers were lost, after restarting those servers."""
 
-    def __init__(
-        self,
-        servers: RolloutServers | None,
-        say: Callable[[str], None],
-        max_restarts: int,
-        reconnect: Callable[[], None] = lambda: None,
-        *,
-        restarts_all: bool = False,
-    ):
-        """servers: None where they cannot be restarted. max_restarts: in a row, for one call of `run`. reconnect:
-        called after each restart. restarts_all: where one is lost, the others are restarted too.
-        """
-        self._servers, self._say, self._max_restarts = servers, say, max_restarts
-        self._reconnect, self._restarts_all = reconnect, restarts_all
+    servers: RolloutServers | None
+    """None: they cannot be restarted"""
+    say: Callable[[str], None]
+    max_restarts: int
+    """In a row, for one call of `run`"""
+    reconnect: Callable[[], None] = lambda: None
+    """Called after each restart"""
+    restarts_all: bool = False
+    """Where one is lost, the others are restarted too"""
 
     def run(self, ask: Callable[[], T], refill: Callable[[], object] = lambda: None) -> T:
         """The result of `ask`, repeated where servers were lost.
@@ -103,23 +99,22 @@ class Recovery:
 
     def _restore(self, error: RuntimeError, num_restarts: int) -> bool:
         """Whether lost servers caused `error` and have been restarted."""
-        if self._servers is None or self._max_restarts == 0:
+        if self.servers is None or self.max_restarts == 0:
             return False
         try:
             wait_left_over(LEFT_OVER_DEADLINE_S)
         except DeadlineError as late:
             error.add_note(str(late))
             return False
-        lost = self._servers.find_lost()
-        if not lost:
-            return False
+        lost = self.servers.find_lost()
         losses = "; ".join(f"{name} was lost: {reason}" for name, reason in lost.items())
-        if num_restarts == self._max_restarts:
-            error.add_note(f"{losses}; rollout.max_server_restarts={self._max_restarts} have been made in a row")
+        if lost and num_restarts == self.max_restarts:
+            error.add_note(f"{losses}; rollout.max_server_restarts={self.max_restarts} have been made in a row")
+        if not lost or num_restarts == self.max_restarts:
             return False
-        self._say(f"{losses}; restart {num_restarts + 1} of at most {self._max_restarts}")
-        self._servers.restart(self._servers.names if self._restarts_all else lost)
-        self._reconnect()
+        self.say(f"{losses}; restart {num_restarts + 1} of at most {self.max_restarts}")
+        self.servers.restart(self.servers.names if self.restarts_all else lost)
+        self.reconnect()
         return True
 
 
@@ -133,13 +128,8 @@ class Fleet:
         """Breaks off what is under way, after servers were restarted"""
         self._components, self._offloader, say = components, components.offloader, components.report.message
         self._has_turns = isinstance(config.environment, MultiTurnEnvironmentConfig)
-        self._recovery = Recovery(
-            components.servers,
-            say,
-            config.rollout.max_server_restarts,
-            self._reconnect,
-            restarts_all=self._offloader.offload is not None,
-        )
+        restarts_all, most = self._offloader.offload is not None, config.rollout.max_server_restarts
+        self._recovery = Recovery(components.servers, say, most, self._reconnect, restarts_all)
 
     def publish(self, version: int) -> Metrics:
         """Send the policy's weights to the servers as `version`, verified."""

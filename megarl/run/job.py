@@ -12,26 +12,11 @@ from megarl.cluster.servers import Servers, running_servers
 from megarl.cluster.watch import Profiler, measure_peaks
 from megarl.cluster.workers import Turns, WorkerGroup
 from megarl.config.errors import ConfigError
-from megarl.config.placement import (
-    SERVERS,
-    find_server_offload,
-    is_sharing,
-    list_groups,
-    place,
-    take_turns,
-)
+from megarl.config.placement import SERVERS, find_server_offload, is_sharing, list_groups, place, take_turns
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import Transport
 from megarl.files import RUN_FILE
-from megarl.interfaces import (
-    UNPUBLISHED,
-    Done,
-    Pending,
-    RolloutServers,
-    TrainBackend,
-    WeightSync,
-    wait_all,
-)
+from megarl.interfaces import UNPUBLISHED, Done, Pending, RolloutServers, TrainBackend, WeightSync, wait_all
 from megarl.mcore.spec import Role
 from megarl.report import token_file
 from megarl.report.report import Report
@@ -40,7 +25,6 @@ from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.journal import Journal
 from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.rollout_file import FILE_NAME, RolloutWriter, SavedGroups
-from megarl.rollout.source import NoSync
 from megarl.rollout.token_records import TokenRecorder
 from megarl.run.fleet import TrainerComponents
 from megarl.run.inputs import Inputs
@@ -86,10 +70,8 @@ def describe_saved(config: Config, saved: SavedGroups) -> Iterator[str]:
     if there is None:
         yield f"the responses' temperature is not recorded ({RUN_FILE} beside the file); {here:g} is assumed"
     elif there != here:
-        yield (
-            f"warning: the responses were sampled at temperature {there:g}; the policy that is trained is the one at"
-            f" rollout.temperature={here:g}, and its ratios to them are of the two distributions"
-        )
+        text = f"the responses were sampled at temperature {there:g}, not rollout.temperature={here:g}"
+        yield f"warning: {text}: the policy's ratios to them are of two distributions"
 
 
 @dataclass(frozen=True)
@@ -116,18 +98,10 @@ def open_resources(config: Config, inputs: Inputs, log_dir: Path) -> Iterator[Ru
             yield RunResources(lambda: Done([]), lambda: None, cluster)
             return
         slots, rollout = place(config.cluster, groups), replace(config.rollout, offload=find_server_offload(config))
-        with running_servers(
-            rollout,
-            inputs.checkpoint,
-            log_dir,
-            config.seed,
-            cluster,
-            slots[SERVERS],
-            config.cluster.shutdown_deadline_s / 3,
-            weight_version=UNPUBLISHED,
-            shares_gpus=is_sharing(slots),
-        ) as servers:
-            if not is_sharing(slots):
+        stop_s, shares_gpus = config.cluster.shutdown_deadline_s / 3, is_sharing(slots)
+        given = rollout, inputs.checkpoint, log_dir, config.seed, cluster, slots[SERVERS], stop_s
+        with running_servers(*given, weight_version=UNPUBLISHED, shares_gpus=shares_gpus) as servers:
+            if not shares_gpus:
                 servers.start()
             yield RunResources(servers.start, servers.check_alive, cluster, servers.api_key, servers)
 
@@ -158,11 +132,9 @@ def open_components(
     run; None: nothing does.
     """
     with contextlib.ExitStack() as stack:
-        turns = Turns(take_turns(config))
-        groups = _start_groups(stack, config, inputs, resources, run_dir / "logs", report, turns)
-        generation = None
-        if inputs.saved_groups is None:
-            generation = _open_generation(stack, config, inputs, resources, run_dir, report, turns, groups[Role.policy])
+        opened = _Opened(config, inputs, resources, run_dir, report, stack, Turns(take_turns(config)))
+        groups = opened.start_groups()
+        generation = opened.open_generation(groups[Role.policy]) if inputs.saved_groups is None else None
         components = build_components(stack, config, inputs, run_dir, report, groups, generation, journal)
         report.show_processes(partial(_describe_processes, groups, components))
         yield components
@@ -192,7 +164,6 @@ def build_components(
         policy=policy,
         critic=roles.get(Role.critic),
         reference=roles.get(Role.reference),
-        sync=NoSync(),
         report=report,
         saved=inputs.saved_groups,
         token_recorder=recorder,
@@ -200,15 +171,14 @@ def build_components(
     )
     if (it := generation) is None:
         return components
-    writer = RolloutWriter(run_dir / FILE_NAME) if logger.save_rollouts else None
-    if writer is not None:
-        stack.callback(writer.close)
+    writer = (
+        stack.enter_context(contextlib.closing(RolloutWriter(run_dir / FILE_NAME))) if logger.save_rollouts else None
+    )
+    options = {"journal": journal, "eval_sets": inputs.eval_sets}
     return replace(
         components,
         engine=it.engine,
-        collector=build_collector(
-            config, it.engine, it.scorer, inputs.conversation, journal=journal, eval_sets=inputs.eval_sets
-        ),
+        collector=build_collector(config, it.engine, it.scorer, inputs.conversation, **options),
         sync=it.sync,
         sampler=PromptSampler(inputs.data.train, config.seed),
         heldout=inputs.data.heldout[: config.train.num_eval_prompts],
@@ -229,38 +199,72 @@ def _describe_processes(groups: Mapping[Role, WorkerGroup], components: TrainerC
     return " | ".join([servers, *parts])
 
 
-def _start_groups(
-    stack: contextlib.ExitStack,
-    config: Config,
-    inputs: Inputs,
-    resources: RunResources,
-    log_dir: Path,
-    report: Report,
-    turns: Turns,
-) -> dict[Role, WorkerGroup]:
-    """Start the workers of every role; waits for them and for the servers."""
-    slots = place(config.cluster, list_groups(config))
-    groups: dict[Role, WorkerGroup] = {}
-    with report.phase("start"):
-        for role, spec in inputs.specs.items():
-            start_s = config.cluster.worker_start_deadline_s
-            groups[role] = WorkerGroup(spec, log_dir, resources.cluster, slots[role.value], start_s, turns)
-            stack.callback(groups[role].close)
-        starting = {role: group.start() for role, group in groups.items()}
-        wait_started(list(starting.values()), resources.start_servers, roles_first=is_sharing(slots))
-        for role, started in starting.items():
-            for line in started.result().splitlines():
-                report.message(f"{role.value}: {line}")
-    profiler = Profiler(config.train.profile, groups.values(), log_dir.parent, report.message)
-    report.after_log = stack.enter_context(contextlib.closing(profiler)).after_log
-    for name, taken in slots.items():
-        if where := resources.cluster.describe(taken):
-            report.message(f"{name}: on {where}")
-    measured: dict[str, Any] = {role.value: group for role, group in groups.items()}
-    if isinstance(resources.servers, Servers):
-        measured[SERVERS] = resources.servers
-    report.measure = partial(measure_peaks, measured)
-    return groups
+@dataclass(frozen=True)
+class _Opened:
+    """What the processes of one attempt are started with; `stack` ends them."""
+
+    config: Config
+    inputs: Inputs
+    resources: RunResources
+    run_dir: Path
+    report: Report
+    stack: contextlib.ExitStack
+    turns: Turns
+
+    def start_groups(self) -> dict[Role, WorkerGroup]:
+        """Start the workers of every role; waits for them and for the servers."""
+        config, resources, report, log_dir = self.config, self.resources, self.report, self.run_dir / "logs"
+        slots, start_s = place(config.cluster, list_groups(config)), config.cluster.worker_start_deadline_s
+        groups: dict[Role, WorkerGroup] = {}
+        with report.phase("start"):
+            for role, spec in self.inputs.specs.items():
+                given = spec, log_dir, resources.cluster, slots[role.value], start_s, self.turns
+                groups[role] = WorkerGroup(*given)
+                self.stack.callback(groups[role].close)
+            starting = {role: group.start() for role, group in groups.items()}
+            wait_started(list(starting.values()), resources.start_servers, roles_first=is_sharing(slots))
+            for role, started in starting.items():
+                for line in started.result().splitlines():
+                    report.message(f"{role.value}: {line}")
+        profiler = Profiler(config.train.profile, groups.values(), self.run_dir, report.message)
+        report.after_log = self.stack.enter_context(contextlib.closing(profiler)).after_log
+        for name, taken in slots.items():
+            if where := resources.cluster.describe(taken):
+                report.message(f"{name}: on {where}")
+        measured: dict[str, Any] = {role.value: group for role, group in groups.items()}
+        if isinstance(resources.servers, Servers):
+            measured[SERVERS] = resources.servers
+        report.measure = partial(measure_peaks, measured)
+        return groups
+
+    def open_generation(self, policy: WorkerGroup) -> Generation:
+        """Waits for the servers; with rollout.offload they give memory back before each call of a role from here on."""
+        config, inputs, resources, rollout = self.config, self.inputs, self.resources, self.config.rollout
+        check, servers = resources.check_servers, resources.servers
+        engine = SGLangEngine(
+            resources.start_servers().result(),
+            inputs.checkpoint,
+            replace(rollout, stop_token_ids=list(inputs.stop_token_ids)),
+            seed=config.seed,
+            check_processes=check,
+            api_key=resources.api_key,
+        )
+        self.stack.callback(engine.close)
+        scorer = self.stack.enter_context(contextlib.closing(build_scorer(config.reward)))
+        measure = servers.measure_gpus if isinstance(servers, Servers) else list
+        offloader = ServerOffloader(engine.clients, find_server_offload(config), measure, self.report.message)
+        self.turns.free_servers = offloader.release
+        host, given = resources.cluster.host, (policy, engine.clients, rollout)
+        ranks = Ranks(*given, inputs.architecture, host, self.run_dir / "sync_plan.md")
+        common: dict[str, Any] = {"policy_dtype": config.policy.dtype, "check_processes": check, "offloader": offloader}
+        sync: DiskSync | ShardSync
+        if rollout.transport is Transport.disk:
+            sync = DiskSync(*given, self.run_dir / "sync", inputs.probe_tokens, ranks=ranks, **common)
+        else:
+            common |= {"scratch": resources.cluster.scratch, "host": host}
+            sync = ShardSync(*given, ranks, inputs.probe_tokens, **common)
+        self.stack.callback(sync.close)
+        return Generation(engine, scorer, sync, offloader, servers)
 
 
 def wait_started(
@@ -274,42 +278,3 @@ def wait_started(
     if roles_first:
         wait_all(roles)
     wait_all([start_servers(), *roles])
-
-
-def _open_generation(
-    stack: contextlib.ExitStack,
-    config: Config,
-    inputs: Inputs,
-    resources: RunResources,
-    run_dir: Path,
-    report: Report,
-    turns: Turns,
-    policy: WorkerGroup,
-) -> Generation:
-    """Waits for the servers; with rollout.offload they give memory back before each call of a role from here on."""
-    engine = SGLangEngine(
-        resources.start_servers().result(),
-        inputs.checkpoint,
-        replace(config.rollout, stop_token_ids=list(inputs.stop_token_ids)),
-        seed=config.seed,
-        check_processes=resources.check_servers,
-        api_key=resources.api_key,
-    )
-    stack.callback(engine.close)
-    scorer = stack.enter_context(contextlib.closing(build_scorer(config.reward)))
-    servers, rollout, clients = resources.servers, config.rollout, engine.clients
-    measure = servers.measure_gpus if isinstance(servers, Servers) else list
-    offloader = ServerOffloader(clients, find_server_offload(config), measure, report.message)
-    turns.free_servers = offloader.release
-    host, probe = resources.cluster.host, inputs.probe_tokens
-    ranks = Ranks(policy, clients, rollout, inputs.architecture, host, run_dir / "sync_plan.md")
-    common: dict[str, Any] = {"policy_dtype": config.policy.dtype, "check_processes": resources.check_servers}
-    common["offloader"] = offloader
-    sync: DiskSync | ShardSync
-    if rollout.transport is Transport.disk:
-        sync = DiskSync(policy, clients, rollout, run_dir / "sync", probe, ranks=ranks, **common)
-    else:
-        common |= {"scratch": resources.cluster.scratch, "host": host}
-        sync = ShardSync(policy, clients, rollout, ranks, probe, **common)
-    stack.callback(sync.close)
-    return Generation(engine, scorer, sync, offloader, servers)

@@ -161,6 +161,7 @@ class World:
             patch.setattr(attempts, "open_resources", self.open_resources)
             patch.setattr(attempts, "open_components", self.open_components)
             patch.setattr(attempts, "load_inputs", lambda _config: inputs)
+            patch.setattr(attempts, "check_changes", lambda _before, _config: [])
             return attempts.run_job(config, run_dir, **keys)
 
 

@@ -143,8 +143,8 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_gone_on_from(
 
 def test_a_folder_of_another_run_is_refused_and_so_are_other_data(run_dir: Path) -> None:
     World().run_job(run_dir, RUN)
-    with pytest.raises(ConfigError, match=r"hydra.run.dir: .* has metrics.jsonl"):
-        World().run_job(run_dir, RUN, is_new=True)
+    with pytest.raises(ConfigError, match=r"hydra.run.dir: .* has run.json, metrics.jsonl"):
+        World().run_job(run_dir, RUN, is_resumed=False)
     with pytest.raises(CheckpointError, match="the data have changed"):
         World().run_job(run_dir, [*RUN, "seed=2"])
 

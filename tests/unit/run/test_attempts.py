@@ -1,6 +1,5 @@
 """When an attempt or a call is worth another one, who is started when, and how a run says what ended it."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,13 +11,11 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.interfaces import DeadlineError, SyncError
 from megarl.report.page import format_run_page
-from megarl.report.record import load_run
-from megarl.run import attempts
+from megarl.report.record import State, load_outcome, load_run
 from megarl.run.attempts import is_loss, run_job
 from megarl.run.fleet import Recovery
 from megarl.run.job import wait_started
-from megarl.run.limits import Limit, find_limit, format_limit
-from megarl.trainer import Summary
+from megarl.run.limits import find_limit, format_limit
 
 
 def caused_by(error: Exception, cause: Exception) -> Exception:
@@ -218,7 +215,14 @@ def test_a_run_that_a_limit_ends_says_how_it_goes_on_and_where_its_model_is(save
     summary = World().run_job(tmp_path, keys)
     assert summary.limit is not None
     assert summary.limit.key == "train.max_samples"
-    lines = (tmp_path / "train.log").read_text().splitlines()[-3:]
+    *lines, done = (tmp_path / "train.log").read_text().splitlines()[-4:]
+    assert "done: iterations=2 reward/heldout=" in done
+    outcome, why = (
+        load_outcome(tmp_path),
+        "ended after 48 responses, of at least 30 (train.max_samples): 2 of 50 iterations",
+    )
+    assert (outcome.state, outcome.why) == (State.done, why)
+    assert why in "".join(format_run_page(load_run(tmp_path)))
     go_on = f"; go on with megarl train resume={tmp_path} train.max_samples=..." if saved else ""
     assert lines[0].endswith(f"ended after 48 responses, of at least 30 (train.max_samples): 2 of 50 iterations{go_on}")
     assert "held-out reward: " in lines[1]
@@ -231,15 +235,3 @@ def test_a_run_that_makes_all_its_iterations_names_no_limit(tmp_path: Path) -> N
     keys = ["algo=lite_ppo", "train.num_iterations=2", "train.max_samples=48"]
     assert World().run_job(tmp_path, keys).limit is None
     assert "ended after" not in (tmp_path / "train.log").read_text()
-
-
-def test_the_limit_is_in_the_outcome_and_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_job(*_arguments: object, **_keys: object) -> Summary:
-        return Summary(3, 0.5, Limit("train.max_minutes", "after 4 minutes", "train.max_minutes=..."))
-
-    monkeypatch.setattr(attempts, "run_job", run_job)
-    attempts.run_recorded(load_config(["train.num_iterations=8"]), tmp_path)
-    why = "ended after 4 minutes (train.max_minutes): 3 of 8 iterations"
-    outcome = json.loads((tmp_path / "run.json").read_text())["outcome"]
-    assert (outcome["state"], outcome["why"]) == ("done", why)
-    assert why in "".join(format_run_page(load_run(tmp_path)))

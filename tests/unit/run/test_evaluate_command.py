@@ -157,17 +157,6 @@ def test_questions_that_were_trained_on_are_counted(heldout: tuple[Prompt, ...],
     assert load("data.path=other.jsonl")[2] == {"jsonl": 0}
 
 
-def test_a_model_of_a_run_that_began_with_a_runs_model_was_trained_on_both(
-    heldout: tuple[Prompt, ...], tmp_path: Path
-) -> None:
-    write_questions(tmp_path / "second.jsonl", ["fa", "fb", "fc", "fd"])
-    own = ["model=checkpoint", "model.path=run/policy", "data.path=second.jsonl", "data.num_heldout=1", "algo=grpo"]
-    save_run(tmp_path / "next", load_config(own), own)
-    shutil.copytree(tmp_path / "run" / "policy", tmp_path / "next" / "policy")
-    whole = ("evaluate.heldout=false", "data.prompt_length=8", "data.path=mine.jsonl")
-    assert load("model.path=next/policy", *whole)[2] == {"jsonl": 14}
-
-
 def test_data_that_cannot_be_read_are_said_and_do_not_end_the_evaluation(
     heldout: tuple[Prompt, ...], tmp_path: Path
 ) -> None:

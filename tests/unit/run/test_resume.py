@@ -6,20 +6,21 @@ from dataclasses import replace
 
 import pytest
 from fakes.backend import FakeBackend
-from fakes.run import load
+from fakes.disturbed import RUN
+from fakes.run import World, load
 
 from megarl.algo.statistics import RunningMoments
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
+from megarl.config.schema.run import CheckpointConfig
 from megarl.config.schema.task import SCHEMAS
 from megarl.cpu import threads
 from megarl.cpu.threads import list_threads
 from megarl.files import CheckpointError, Folder
 from megarl.mcore.spec import Role
 from megarl.rollout.source import SourceState
-from megarl.run import attempts
 from megarl.run.checkpoint import (
-    CheckpointWriter,
+    LoopSaver,
     TrainerState,
     cut_files,
     load_trainer_state,
@@ -35,7 +36,6 @@ from megarl.run.resume import (
     save_run,
     take_resume,
 )
-from megarl.trainer import Summary
 from megarl.types import FinishReason, Prompt, Response, Sample, Score
 
 OVERRIDES = ["algo=vapo", "algo.clip_high=0.3", "+model.megatron.x=1"]
@@ -147,21 +147,13 @@ def test_the_keys_that_may_change_exist_and_what_is_learned_is_not_among_them():
 
 
 def test_a_run_records_its_numbers_of_threads_and_a_resumed_one_keeps_them(tmp_path, monkeypatch):
-    seen = []
-
-    def run_job(config, _run_dir, *, is_new, note_start):
-        seen.append((is_new, list_threads(config)))
-        note_start()
-        return Summary(0, 0.0)
-
-    monkeypatch.setattr(attempts, "run_job", run_job)
-    for cores, overrides in ((6, []), (2, []), (2, ["rollout.num_threads=1"]), (4, [])):
-        monkeypatch.setattr(threads, "count_cores", lambda cores=cores: cores)
-        attempts.run_recorded(load_config(overrides), tmp_path, overrides)
     decided = {"cluster.cpu_threads_per_worker": 3, "rollout.num_threads": 6}
     given = decided | {"rollout.num_threads": 1}
-    assert seen == [(True, decided), (False, decided), (False, given), (False, given)]
     assert list_threads(load_config([])) == dict.fromkeys(decided)
+    for cores, own, expected in ((6, [], decided), (2, [], decided), (2, ["rollout.num_threads=1"], given)):
+        monkeypatch.setattr(threads, "count_cores", lambda cores=cores: cores)
+        World().run_job(tmp_path, [*RUN, *own])
+        assert {key: load_run(tmp_path)["config"][key] for key in decided} == expected
 
 
 def build_group(number: int) -> tuple[Sample, ...]:
@@ -226,18 +218,14 @@ def test_a_checkpoint_is_said_when_it_is_complete_and_not_when_the_loop_comes_by
     """Otherwise its line stands behind those of a later iteration."""
     _, inputs = load(["algo=grpo"])
     said, roles = [], {"policy": FakeBackend(inputs.specs[Role.policy])}
-    writer = CheckpointWriter(
-        tmp_path,
-        Folder(tmp_path / "checkpoints", keep_last=2),
-        roles,
-        inputs.specs,
-        lambda _oldest: None,
-        say=said.append,
-    )
-    writer.begin(build_state())
-    writer.proceed()
-    wait([writer._publishing], 60)
-    assert said == [f"checkpoint of iteration 7: {writer.folder.path / 'iteration-000007'}"]
-    writer.settle()
+    folder = Folder(tmp_path / "checkpoints", keep_last=2)
+    saver = LoopSaver(CheckpointConfig(), folder, roles, inputs.specs)
+    saver._say = said.append
+    saver.commit(build_state())
+    saver.save(wait=False)
+    saver.proceed()
+    wait([saver._publishing], 60)
+    assert said == [f"checkpoint of iteration 7: {folder.path / 'iteration-000007'}"]
+    saver.save()
     assert len(said) == 1
-    writer.close()
+    saver.close()
