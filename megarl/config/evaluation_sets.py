@@ -20,48 +20,29 @@ def expand_sets(overrides: Sequence[str]) -> dict[str, list[str]]:
     the default, and so are its data; a model that a run wrote brings that run's. Raises ConfigError.
     """
     keys = [text.lstrip("+").split("=", 1)[0] for text in overrides]
-    has_experiment = "experiment" in keys
-    if has_experiment and "data" not in keys:
-        return {find_choices(overrides)["data"]: list(overrides)}
-    given = [text.split("=", 1)[1] for text in overrides if text.split("=", 1)[0] == "data"]
-    if not given and (kind := _find_brought("data", overrides)):
-        # Of data=function the name of the function says which data they are.
-        maker = _find_brought("data.path", overrides) if kind == "function" else None
-        return {maker.strip("'\"").rpartition(":")[2] if maker else kind: list(overrides)}
-    choices = list_options("data", overrides)
-    if len(given) != 1 or not given[0]:
-        raise ConfigError(
-            [
-                f"data: found {' '.join(given) or 'nothing'}; name the sets once, data=gsm8k,aime24; {_join(choices)};"
-                " model=checkpoint model.path=RUN_DIR/policy, which a run wrote, brings that run's"
-            ]
-        )
-    names = [name.strip() for name in given[0].split(",")]
-    problems = [f"data: found {name!r}; {_join(choices)}" for name in names if name not in choices]
-    problems += [f"data: {name} is named twice" for name in sorted(set(names)) if names.count(name) > 1]
-    if len(names) > 1:
-        problems += [
-            f"{key}: can be right for one set only, found with {len(names)};"
-            " evaluate.paths.NAME=FILE gives each its own"
-            for key in keys
-            if key in OF_ONE_SET
-        ]
-    if problems:
-        raise ConfigError(problems)
-    shared = [text for text in overrides if text.split("=", 1)[0] != "data"]
-    rewards = list_options("reward", overrides)
-    return {
-        name: [
-            f"data={name}",
-            *(
-                []
-                if "reward" in keys or has_experiment or _find_brought("reward", [f"data={name}", *shared])
-                else [f"reward={name if name in rewards else DEFAULT_REWARD}"]
-            ),
-            *shared,
-        ]
-        for name in names
-    }
+    if "data" not in keys:
+        if "experiment" in keys:
+            return {find_choices(overrides)["data"]: list(overrides)}
+        if kind := _find_brought("data", overrides):
+            # Of data=function the name of the function says which data they are.
+            maker = _find_brought("data.path", overrides) if kind == "function" else None
+            return {maker.strip("'\"").rpartition(":")[2] if maker else kind: list(overrides)}
+    choices, rewards = list_options("data", overrides), list_options("reward", overrides)
+    names = [name for text in overrides if text.startswith("data=") for name in text[len("data=") :].split(",")]
+    if not names or len(set(names)) < len(names) or not set(names) <= set(choices):
+        found = f"data: found {','.join(names) or 'nothing'}; name each set once, as in data=gsm8k,aime24"
+        own = "model=checkpoint model.path=RUN_DIR/policy, which a run wrote, brings that run's"
+        raise ConfigError([f"{found}; the choices are {', '.join(choices)}; {own}"])
+    if len(names) > 1 and (of_one := [key for key in keys if key in OF_ONE_SET]):
+        right = "evaluate.paths.NAME=FILE gives each its own"
+        raise ConfigError([f"{key}: can be right for one set only, found with {len(names)}; {right}" for key in of_one])
+    shared = [text for text in overrides if not text.startswith("data=")]
+    runs: dict[str, list[str]] = {}
+    for name in names:
+        runs[name] = [f"data={name}", *shared]
+        if not {"reward", "experiment"} & set(keys) and not _find_brought("reward", runs[name]):
+            runs[name].insert(1, f"reward={name if name in rewards else DEFAULT_REWARD}")
+    return runs
 
 
 def _find_brought(group: str, overrides: Sequence[str]) -> str | None:
@@ -77,20 +58,11 @@ def load_configs(runs: dict[str, list[str]]) -> dict[str, Config]:
     configs = {name: load_config(overrides, "evaluate") for name, overrides in runs.items()}
     evaluate = next(iter(configs.values())).evaluate
     problems = list(check_evaluate(evaluate))
-    problems += [
-        f"evaluate.paths.{name}: no such set; data= names {', '.join(runs)}"
-        for name in evaluate.paths
-        if name not in runs
-    ]
-    if evaluate.heldout:
-        problems += [
-            f"evaluate.heldout: has no effect on evaluate.paths.{name}, a file that takes the set's place"
-            for name in evaluate.paths
-        ]
+    for name in evaluate.paths:
+        if name not in runs:
+            problems.append(f"evaluate.paths.{name}: no such set; data= names {', '.join(runs)}")
+        elif evaluate.heldout:
+            problems.append(f"evaluate.heldout: has no effect on evaluate.paths.{name}, which takes the set's place")
     if problems:
         raise ConfigError(problems)
     return configs
-
-
-def _join(choices: Sequence[str]) -> str:
-    return f"the choices are {', '.join(choices)}"

@@ -1,23 +1,21 @@
 """From the command line to a checked `Config`: compose with Hydra, name every problem, suggest the right key."""
 
-import copy
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from math import prod
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megarl.config import brought
+from megarl.config.brought import find_run_settings
 from megarl.config.checks.config import check_config
 from megarl.config.checks.keys import find_unused
 from megarl.config.errors import ConfigError, find_nearest_key
@@ -34,9 +32,8 @@ from megarl.config.overrides import (
     open_overrides,
 )
 from megarl.config.schema.root import Config, register
-from megarl.config.schema.run import NO_QUANTIZED_WEIGHTS
 from megarl.config.schema.task import SCHEMAS
-from megarl.config.values import list_values
+from megarl.config.values import list_values, write_value
 
 MAX_CHECKED_SWEEP_RUNS = 256
 
@@ -85,46 +82,38 @@ def _settle(rewritten: Rewritten, command: str) -> tuple[DictConfig, list[str], 
     overrides, lines = rewritten.overrides, list(rewritten.lines)
     try:
         composed = _compose(overrides)
-        settings = brought.find_run_settings(composed.model.source, composed.model.path)
+        settings = find_run_settings(composed.model.source, composed.model.path)
     except ConfigError:
         # A key may be one of the kind of data or reward that the model brings.
         composed = _compose([text for text in overrides if text.split(".")[0] not in SCHEMAS])
-        settings = brought.find_run_settings(composed.model.source, composed.model.path)
+        settings = find_run_settings(composed.model.source, composed.model.path)
         if settings is None:
             raise
     if settings is None:
         return composed, list(overrides), lines
-    experiment = _list_experiment_keys(overrides)
-    typed = dict.fromkeys([*experiment, *(key for text in overrides for key in list_set_keys(text))], "")
-    choices = [text.lstrip("+").partition("=") for text in overrides if _is_choice(text, overrides)]
-    typed |= _list_experiment_groups(overrides) | {group: option for group, _, option in choices}
-    kinds = brought.choose_kinds(settings, composed, typed)
-    if kinds:
-        composed = _compose([*brought.write_overrides(kinds, {}), *overrides])
-    values = brought.choose_values(settings, composed, typed, kinds, command)
-    unused = {key for key, _ in find_unused(_fill(composed, values), values, command)}
-    values = {key: value for key, value in values.items() if key not in unused}
-    added = list(brought.write_overrides(kinds, values))
-    if added:
-        lines.append(brought.describe_brought(composed.model.path, settings, added))
-    return _compose([*added, *overrides]) if values else composed, [*added, *overrides], lines
-
-
-def _fill(composed: DictConfig, values: Mapping[str, Any]) -> Config:
-    """With these values, and with "" for a key that a run must give and that is not there yet."""
-    filled = copy.deepcopy(composed)
-    for key, value in values.items():
-        OmegaConf.update(filled, key, value, force_add=True)
-    for key in OmegaConf.missing_keys(filled):
-        OmegaConf.update(filled, key, "")
-    return _to_dataclasses(filled)
+    keys, groups = _read_experiments(overrides)
+    typed = {*keys, *groups, *(key for text in overrides for key in list_set_keys(text))}
+    typed |= {text.lstrip("+").partition("=")[0] for text in overrides if _is_choice(text, overrides)}
+    kinds = settings.choose_kinds(composed, typed)
+    chosen = [f"{group}={kind}" for group, kind in kinds.items()]
+    values = settings.choose_values(_compose([*chosen, *overrides]), typed, kinds, command)
+    added = {key: f"{key}={write_value(value)}" for key, value in values.items()}
+    composed = _compose([*chosen, *added.values(), *overrides])
+    if unused := dict(find_unused(_to_dataclasses(composed), added, command)):
+        added = {key: text for key, text in added.items() if key not in unused}
+        composed = _compose([*chosen, *added.values(), *overrides])
+    chosen += added.values()
+    if chosen:  # A prompt's text may have several lines.
+        shown = " ".join(chosen).replace("\n", "\\n")
+        lines.append(f"model.path: {composed.model.path} was written by a run; taken from {settings.file}: {shown}")
+    return composed, [*chosen, *overrides], lines
 
 
 def list_left_out(overrides: Sequence[str], config: Config) -> list[str]:
     """A line for each key of the chosen conf/experiment/NAME.yaml that has no effect in `config`, which these overrides
     gave: under another algorithm than the file was written for. What one command alone reads is not listed."""
     rewritten = rewrite_overrides(overrides).overrides
-    found = _list_experiment_keys(rewritten)
+    found, _ = _read_experiments(rewritten)
     keys = sorted(found.keys() - {key for text in rewritten for key in list_set_keys(text)})
     return [f"left out: {found[key]}: {reason}" for key, reason in find_unused(config, keys, None)]
 
@@ -169,16 +158,14 @@ def to_config(composed: DictConfig) -> Config:
 def _to_dataclasses(composed: DictConfig) -> Config:
     unknown = list(_find_unknown_keys(composed))
     if unknown:
-        known = [key for key in list_keys(composed) if not _is_at_or_below(key, unknown)]
+        nodes = tuple(f"{key}." for key in unknown)
+        known = [key for key in list_keys(composed) if not f"{key}.".startswith(nodes)]
         raise ConfigError([f"{key}: no such key{_suggest(key, known)}" for key in unknown])
     try:
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise ConfigError([_describe(error)]) from error
-    if not isinstance(config, Config):
-        raise ConfigError(
-            [f"the composed configuration is a {type(config).__name__}; conf/config.yaml must list `schema` first"]
-        )
+    assert isinstance(config, Config), "conf/config.yaml must list `schema` first"
     return config
 
 
@@ -215,31 +202,17 @@ def _compose(overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfi
     outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
     try:
         with initialize_config_dir(str(CONF_DIR), version_base="1.3", job_name="megarl"):
-            composed = compose("config", overrides=open_overrides(overrides), return_hydra_config=with_hydra)
+            return compose("config", overrides=open_overrides(overrides), return_hydra_config=with_hydra)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([_describe(error, overrides)]) from error
     finally:
         GlobalHydra.instance().hydra = outer
-    wrong = list(_find_numbers_as_switches(composed, overrides))
-    if wrong:
-        raise ConfigError(wrong)
-    return composed
-
-
-def _find_numbers_as_switches(composed: DictConfig, overrides: Sequence[str]) -> Iterator[str]:
-    """Numbers besides 0 and 1 for keys that are true or false; OmegaConf takes them for true."""
-    for override in _parse(overrides):
-        key, value = override.key_or_group, override.value()
-        is_other = isinstance(value, int) and value not in (0, 1)
-        if is_other and isinstance(OmegaConf.select(composed, key), bool):
-            yield f"{key}: found {value}; it must be true or false"
 
 
 def _describe(error: Exception, overrides: Sequence[str] = ()) -> str:
     """Hydra's message, shortened to its cause, with the nearest right key or the choices."""
-    text = str(error)
-    named = re.search(r"Could not override '([^']+)'", text)
-    if named:
+    text, override = str(error), getattr(error, "override", None)
+    if named := re.search(r"Could not override '([^']+)'", text):
         known = list_keys(_compose([text for text in overrides if is_search_path(text) or _is_choice(text, overrides)]))
         return f"{named.group(1)}: no such key{_suggest(named.group(1), known)}"
     if "SLURM_JOB_NUM_NODES" in text:
@@ -247,46 +220,25 @@ def _describe(error: Exception, overrides: Sequence[str] = ()) -> str:
             "cluster: slurm takes its nodes from a Slurm job, and this is none (SLURM_JOB_NUM_NODES is not set):"
             " sbatch slurm/train.sh, or another cluster="
         )
-    missing = re.search(r"Could not find '([^/']+)/([^']+)'", text)
-    if missing:
+    if missing := re.search(r"Could not find '([^/']+)/([^']+)'", text):
         group, option = missing.groups()
-        if (now := find_old_name(f"{group}={option}")) is not None:
-            return f"{group}: found {option!r}{now}"
         choices = ", ".join(list_options(group, overrides))
-        hint = f"the choices are {choices}" if choices else f"there is no {CONF_DIR / group / option}.yaml"
-        return f"{group}: found {option!r}; {hint}"
-    if isinstance(error, OverrideParseException):
-        return _describe_syntax(error)
-    cause = str(error.__cause__ or error)
-    key = re.search(r"full_key: (\S+)", cause)
-    first_line = cause.strip().splitlines()[0]
-    if key and (source := re.match(r"In '([^']+)': ConfigKeyError", first_line)):
-        chosen = [text for text in overrides if is_search_path(text)]
-        return f"{key.group(1)}: no such key, in {source.group(1)}{_suggest(key.group(1), list_keys(_compose(chosen)))}"
-    if key and (found := re.match(r"Invalid value '([^']+)'", first_line)):
+        hint = f"; the choices are {choices}" if choices else f"; there is no {CONF_DIR / group / option}.yaml"
+        return f"{group}: found {option!r}{find_old_name(f'{group}={option}') or hint}"
+    first_line = str(error.__cause__ or error).strip().splitlines()[0]
+    key = re.search(r"full_key: (\S+)", str(error.__cause__ or error))
+    if key is None:
+        return f"{override}: {first_line}" if override else first_line
+    if source := re.match(r"In '([^']+)': ConfigKeyError", first_line):
+        known = list_keys(_compose([*filter(is_search_path, overrides)]))
+        return f"{key.group(1)}: no such key, in {source.group(1)}{_suggest(key.group(1), known)}"
+    if found := re.match(r"Invalid value '([^']+)'", first_line):
         first_line += find_old_name(f"{key.group(1)}={found.group(1)}") or ""
     if "is not a valid bool" in first_line:
         first_line += "; it must be true or false"
     if "is not a subclass of EvalSetConfig" in first_line:
         return "train.eval_sets: a set is given whole, train.eval_sets='{NAME: {path: FILE, num_samples: 4}}'"
-    if key and _takes_null(error.__cause__ or error):
-        first_line += ", or null"
-    if key and key.group(1) == "rollout.dtype" and re.search(r"'(fp8|float8|fp4|int8|int4)", first_line):
-        first_line += f"; {NO_QUANTIZED_WEIGHTS}"
-    return f"{key.group(1)}: {first_line}" if key else first_line
-
-
-def _takes_null(error: BaseException) -> bool:
-    """Whether the key whose value OmegaConf refuses may be null."""
-    schema = getattr(error, "object_type", None)
-    return is_dataclass(schema) and NoneType in get_args(get_type_hints(schema).get(str(getattr(error, "key", None))))
-
-
-def _describe_syntax(error: Exception) -> str:
-    """Hydra's message of an override that it cannot parse, in one line that names the override."""
-    first_line = str(error).strip().splitlines()[0]
-    override = getattr(error, "override", None)
-    return f"{override}: {first_line}" if override else first_line
+    return f"{key.group(1)}: {first_line}"
 
 
 def _is_choice(override: str, overrides: Sequence[str]) -> bool:
@@ -295,35 +247,23 @@ def _is_choice(override: str, overrides: Sequence[str]) -> bool:
     return any((folder / group).is_dir() for folder in list_config_dirs(overrides))
 
 
-def _is_at_or_below(key: str, nodes: Sequence[str]) -> bool:
-    return any(key == node or key.startswith(f"{node}.") for node in nodes)
-
-
-def _list_experiment_keys(overrides: Sequence[str]) -> dict[str, str]:
-    """Each key that the chosen conf/experiment/NAME.yaml sets, with the name of the key and the file."""
+def _read_experiments(overrides: Sequence[str]) -> tuple[dict[str, str], set[str]]:
+    """Each key that the chosen conf/experiment/NAME.yaml sets, with the name of the key and the file; the groups of
+    which it names an option."""
     found: dict[str, str] = {}
-    for path, tree in _load_experiments(overrides):
-        keys = [key for key in _walk(tree, "") if key.split(".")[0] != "defaults"]
-        leaves = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
-        source = f"conf/experiment/{path.name}" if path.parents[1] == CONF_DIR else str(path)
-        found |= {key: f"{key} (from {source})" for key in leaves}
-    return found
-
-
-def _list_experiment_groups(overrides: Sequence[str]) -> dict[str, str]:
-    """The groups of which the chosen experiment's file names an option, and the option."""
-    entries = [entry for _, tree in _load_experiments(overrides) for entry in tree.get("defaults", ())]
-    named = [pair for entry in entries if isinstance(entry, dict) for pair in entry.items()]
-    return {str(name).removeprefix("override").strip().lstrip("/"): str(option) for name, option in named}
-
-
-def _load_experiments(overrides: Sequence[str]) -> Iterator[tuple[Path, dict[Any, Any]]]:
+    groups: set[str] = set()
     chosen = [text.lstrip("+").partition("=")[2] for text in overrides if text.lstrip("+").startswith("experiment=")]
     for folder, name in itertools.product(list_config_dirs(overrides), chosen):
         path = folder / "experiment" / f"{name}.yaml"
         tree = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
         if isinstance(tree, dict):
-            yield path, tree
+            entries = [entry for entry in tree.pop("defaults", ()) if isinstance(entry, dict)]
+            groups |= {str(key).removeprefix("override").strip().lstrip("/") for entry in entries for key in entry}
+            keys = list(_walk(tree, ""))
+            leaves = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
+            source = f"conf/experiment/{path.name}" if folder == CONF_DIR else str(path)
+            found |= {key: f"{key} (from {source})" for key in leaves}
+    return found, groups
 
 
 def _suggest(key: str, known: Sequence[str]) -> str:
@@ -373,10 +313,7 @@ def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
         else:
             found = text.partition("=")[2]
             raise ConfigError([f"{key}: found {found}, which hydra/sweeper=optuna can search; else list the values"])
-    num_runs = 1
-    for options in choices:
-        num_runs *= len(options)
-    if num_runs <= MAX_CHECKED_SWEEP_RUNS:
+    if prod(map(len, choices)) <= MAX_CHECKED_SWEEP_RUNS:
         return [list(run) for run in itertools.product(*choices)]
     firsts = [options[0] for options in choices]
     return [[*firsts[:i], value, *firsts[i + 1 :]] for i, options in enumerate(choices) for value in options]
@@ -386,4 +323,4 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
     try:
         return OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
-        raise ConfigError([_describe_syntax(error)]) from error
+        raise ConfigError([_describe(error)]) from error

@@ -35,10 +35,6 @@ Values = Mapping[str, Any]
 """ROLL's names, those of a file dotted, and what was given under them"""
 
 
-class Unread(ConfigError):
-    """A value that ROLL itself does not read beside another: refused on the command line, left out of a file."""
-
-
 class Alias(NamedTuple):
     """What a name of ROLL's is here."""
 
@@ -57,11 +53,11 @@ ALIASES: Mapping[str, Alias] = {
 }
 PEER_NAMES: Mapping[str, tuple[str, str]] = {
     name: (trainer, ours)
-    for trainer in ("OpenRLHF", "verl", "TRL")
-    for ours, names in TABLE["peers"].items()
-    for name in names.get(trainer, ())
+    for ours, trainers in TABLE["peers"].items()
+    for trainer, names in trainers.items()
+    for name in names.split()
 }
-"""Name -> whose it is, and the key of ours or why there is none. Most mean something a little different than ours."""
+"""The last parts of a name -> whose it is, and the key of ours or why there is none. Most mean a little else."""
 
 
 def find_old_name(name: str) -> str | None:
@@ -81,12 +77,13 @@ def find_old_name(name: str) -> str | None:
 
 
 def find_peer_name(key: str) -> str | None:
-    """What to say of an unknown key that is, whole or in its last part, a name of theirs; None where it is none.
+    """What to say of an unknown key whose last parts are a name of theirs; None where they are none.
 
     A part in the critic's name is answered with the critic's key.
     """
-    name = key if key in PEER_NAMES else key.rsplit(".", 1)[-1]
-    if name not in PEER_NAMES:
+    parts = key.split(".")
+    name = next((name for size in range(len(parts)) if (name := ".".join(parts[size:])) in PEER_NAMES), None)
+    if name is None:
         return None
     trainer, ours = PEER_NAMES[name]
     if name != key and key.startswith("critic."):
@@ -99,8 +96,8 @@ def find_peer_name(key: str) -> str | None:
 # The conversions of names that mean something only together: from all that is given to our keys and values.
 
 
-def _refuse(problem: str, error: type[ConfigError] = ConfigError) -> NoReturn:
-    raise error([problem])
+def _refuse(problem: str) -> NoReturn:
+    raise ConfigError([problem])
 
 
 def _read_flag(given: Values, name: str) -> bool:
@@ -112,69 +109,58 @@ def _read_flag(given: Values, name: str) -> bool:
 
 def clip(given: Values) -> dict[str, Any]:
     """ROLL's dual clip bounds the ratio by 1 + 2 * pg_clip."""
-    ranged, dual, both = _read_flag(given, "use_pg_clip_range"), _read_flag(given, "dual_clip_loss"), "pg_clip" in given
+    ranged, number = _read_flag(given, "use_pg_clip_range"), given.get("pg_clip", PG_CLIP)
     if unread := [name for name in ("pg_clip_low", "pg_clip_high") if name in given and not ranged]:
-        _refuse(f"{unread[0]}: ROLL reads it only with use_pg_clip_range=true: add that, or set algo.clip_low", Unread)
-    if ranged and both and not dual:
-        _refuse("pg_clip: ROLL reads it with use_pg_clip_range=true only for dual_clip_loss=true: leave it out", Unread)
+        _refuse(f"{unread[0]}: ROLL reads it only with use_pg_clip_range=true: add that, or set algo.clip_low")
     found: dict[str, Any] = {}
-    for side in ("low", "high") if ranged or both else ():
-        found[f"algo.clip_{side}"] = given.get(f"pg_clip_{side}" if ranged else "pg_clip", PG_CLIP)
+    for side in ("low", "high") if ranged or "pg_clip" in given else ():
+        found[f"algo.clip_{side}"] = given.get(f"pg_clip_{side}", PG_CLIP) if ranged else number
     if "dual_clip_loss" in given:
-        if not isinstance(number := given.get("pg_clip", PG_CLIP), int | float):
+        if not isinstance(number, int | float):
             _refuse(f"pg_clip: found {number}; must be a number")
-        found["algo.dual_clip"] = round(1 + 2 * number, 9) if dual else None
+        found["algo.dual_clip"] = round(1 + 2 * number, 9) if _read_flag(given, "dual_clip_loss") else None
     return found
 
 
 def loss_aggregation(given: Values) -> dict[str, Any]:
-    token_level, mode = _read_flag(given, "token_level_loss"), given.get("loss_agg_mode")
-    if mode and "token_level_loss" in given and (mode == "token-mean") is not token_level:
-        _refuse(f"token_level_loss: found with loss_agg_mode={mode}, which ROLL reads instead: leave one out", Unread)
-    return {"algo.loss_agg_mode": mode or ("token-mean" if token_level else "seq-mean-token-mean")}
+    """ROLL reads loss_agg_mode alone where it is given."""
+    by_token = "token-mean" if _read_flag(given, "token_level_loss") else "seq-mean-token-mean"
+    return {"algo.loss_agg_mode": given.get("loss_agg_mode") or by_token}
 
 
 def normalisation(given: Values) -> dict[str, Any]:
+    """ROLL's grpo normalises rewards by their group, whatever else is configured, and then sums up per token."""
     estimator, reasons = given.get("adv_estimator"), TABLE["roll_estimators"]
     if estimator is not None and (reason := reasons.get(str(estimator), "")) is not None:
         choices = ", ".join(name for name, why in reasons.items() if why is None)
         _refuse(f"adv_estimator: found {estimator}; {reason or f'the choices are {choices}'}")
     shift, scale, spread = (_read_flag(given, name) for name in ("reward_shift", "reward_scale", "div_std_global"))
+    std = {"algo.advantage_std": "batch", "algo.std_of": "centered"} if spread else {}
+    if estimator == "grpo":
+        if given.get("add_token_level_kl") or given.get("gamma", 1) != 1:
+            exact = "adv_estimator=reinforce norm_mean_type=group norm_std_type=group has ROLL's order"
+            _refuse(
+                f"adv_estimator: grpo found with add_token_level_kl or gamma, which come after the division: {exact}"
+            )
+        if spread and shift:
+            _refuse("div_std_global: true found with reward_shift=true, which divides by nothing: leave one out")
+        return {"algo.advantage": "group", **(std or {"algo.advantage_std": "none" if shift else "group"})}
     names = {"norm_mean_type": "mean", "norm_std_type": "std", "reward_norm": "both"}
     scopes = {half: str(given[name] or "none").lower() for name, half in names.items() if name in given}
-    for name, half in names.items():
-        if scopes.get(half, "none") not in ("none", "batch", "group", "running"):
+    for name in names.keys() & given.keys():
+        if scopes[names[name]] not in ("none", "batch", "group", "running"):
             _refuse(f"{name}: found {given[name]}; must be batch, group, running or null")
-        if estimator == "grpo" and scopes.get(half, "none") not in ("none", "group"):
-            _refuse(f"{name}: ROLL normalises by the group under adv_estimator=grpo, whatever is given", Unread)
-    if estimator == "grpo":
-        return _convert_grpo(given, shift, spread)
-    found = {"algo.advantage": estimator} if estimator else {}
     if spread and (estimator in ("gae", "reinforce", "rloo") or "group" in scopes.values()):
         _refuse("div_std_global: true found; it divides the group's advantage: adv_estimator=grpo without reward_norm")
-    if "div_std_global" in given:
-        found |= {"algo.advantage_std": "batch", "algo.std_of": "centered"} if spread else {"algo.std_of": "raw"}
     both = scopes.pop("both", None)
-    if both and scopes:
-        _refuse("reward_norm: found with norm_mean_type or norm_std_type, which set the same: leave it out")
-    if shift + scale > bool(both):
-        name = "reward_shift" if shift else "reward_scale"
-        _refuse(f"{name}: true found; it chooses one half of reward_norm: give reward_norm and one of them")
+    if (both and scopes) or shift + scale > bool(both):
+        name = "reward_norm" if both and scopes else "reward_shift" if shift else "reward_scale"
+        right = "give norm_mean_type and norm_std_type alone, or reward_norm with one of reward_shift and reward_scale"
+        _refuse(f"{name}: found with others that set the same halves, or without reward_norm: {right}")
     halves = {"mean": "none" if scale else both, "std": "none" if shift else both} if both else scopes
+    found = {"algo.advantage": estimator} if estimator else {}
+    found |= std or ({"algo.std_of": "raw"} if "div_std_global" in given else {})
     return found | {f"algo.reward_norm.{half}": scope for half, scope in halves.items()}
-
-
-def _convert_grpo(given: Values, shift: bool, spread: bool) -> dict[str, Any]:
-    """ROLL's grpo: rewards normalised by their group, whatever else is configured, then summed up per token."""
-    if given.get("reward_scale"):
-        _refuse("reward_scale: true found; ROLL ignores it under adv_estimator=grpo: leave it out", Unread)
-    if given.get("add_token_level_kl") or given.get("gamma", 1) != 1:
-        exact = "adv_estimator=reinforce norm_mean_type=group norm_std_type=group has ROLL's order"
-        _refuse(f"adv_estimator: grpo found with add_token_level_kl or gamma, which come after the division: {exact}")
-    if spread and shift:
-        _refuse("div_std_global: true found with reward_shift=true, which divides by nothing: leave one out")
-    std = {"algo.advantage_std": "batch", "algo.std_of": "centered"} if spread else {"algo.advantage_std": "group"}
-    return {"algo.advantage": "group", **({"algo.advantage_std": "none"} if shift else std)}
 
 
 def warmup(given: Values) -> dict[str, Any]:
@@ -259,28 +245,26 @@ def _list_values(name: str, text: str) -> list[Any]:
     parser = OverridesParser.create()
     try:
         parsed = parser.parse_override(text.lstrip("+"))
+        if parsed.is_sweep_override() and not parsed.is_discrete_sweep():
+            _refuse(f"{name}: {text} found; a sweep over it must list its values, as {name}=a,b")
+        texts = list(parsed.sweep_string_iterator()) if parsed.is_sweep_override() else [text.partition("=")[2]]
+        values = [parser.parse_override(f"{name}={each}").value() for each in texts]
     except HydraException as error:
         raise ConfigError([f"{name}: {str(error).strip().splitlines()[0]}"]) from error
-    if parsed.is_sweep_override() and not parsed.is_discrete_sweep():
-        _refuse(f"{name}: {text} found; a sweep over it must list its values, as {name}=a,b")
-    texts = list(parsed.sweep_string_iterator()) if parsed.is_sweep_override() else [text.partition("=")[2]]
-    values = [parser.parse_override(f"{name}={each}").value() for each in texts]
     return [getattr(value, "text", value) for value in values]  # a quoted string is an object of the parser's
 
 
 def _assign(names: Sequence[str], values: Mapping[str, Sequence[Any]]) -> dict[str, str]:
     """Our keys for a group of names, and the text of each value: fixed, a sweep, or following the key that sweeps."""
-    swept = [name for name in names if len(values[name]) > 1]
-    first, changed = {name: each[0] for name, each in values.items()}, [*swept, *names][0]
-    runs = [_convert(names, {**first, changed: value}) for value in values[changed]]
-    columns = {key: [write_value(run.get(key)) for run in runs] for run in runs for key in run}
+    *others, swept = sorted(names, key=lambda name: len(values[name]))
+    first = {name: each[0] for name, each in values.items()}
+    runs = [_convert(names, {**first, swept: value}) for value in values[swept]]
+    columns = {key: tuple(write_value(run.get(key)) for run in runs) for run in runs for key in run}
     changing = [key for key, column in columns.items() if len(set(column)) > 1]
-    same = all(columns[key] == columns[changing[0]] for key in changing) and all(
-        len(run) == len(columns) for run in runs
-    )
-    if not same or len(swept) > 1:
+    several = any(len(values[name]) > 1 for name in others) or len({columns[key] for key in changing}) > 1
+    if several or any(run.keys() != runs[0].keys() for run in runs):
         cannot = f"a sweep would have to change {', '.join(columns)} in different ways, which Hydra cannot"
-        _refuse(f"{' and '.join(swept)}: {cannot}: sweep our keys instead, or start one run per value")
+        _refuse(f"{swept}: {cannot}: sweep our keys instead, or start one run per value")
     texts = {key: f"${{{changing[0]}}}" if number else ",".join(columns[key]) for number, key in enumerate(changing)}
     return {key: texts.get(key, column[0]) for key, column in columns.items()}
 
@@ -289,11 +273,6 @@ def _assign(names: Sequence[str], values: Mapping[str, Sequence[Any]]) -> dict[s
 
 ROLES = {"actor_train": "policy", "critic": "critic", "reference": "reference"}
 _OFF: tuple[Any, ...] = (None, False, 0, "", "disable", "disabled", [], {})
-_BATCHES = ("per_device_train_batch_size", "gradient_accumulation_steps")
-_SIZES = (
-    *(f"strategy_args.strategy_config.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context")),
-    "model_args.ulysses_size",
-)
 
 
 class Outcome(NamedTuple):
@@ -324,9 +303,8 @@ def read_roll_file(path: Path) -> dict[str, Any]:
 
 def _walk(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     for name, child in tree.items():
-        yield from (
-            _walk(child, f"{prefix}{name}.") if isinstance(child, dict) and child else [(f"{prefix}{name}", child)]
-        )
+        is_node = isinstance(child, dict) and child
+        yield from _walk(child, f"{prefix}{name}.") if is_node else [(f"{prefix}{name}", child)]
 
 
 def import_roll(given: Values) -> list[Outcome]:
@@ -346,8 +324,7 @@ def import_roll(given: Values) -> list[Outcome]:
             except ConfigError as error:
                 name, _, why = error.problems[0].partition(": ")
                 names.remove(name)
-                by_hand = not isinstance(error, Unread) and name not in TABLE["roll_unread"]
-                outcomes.append(Outcome(name, values.pop(name), {}, why, by_hand))
+                outcomes.append(Outcome(name, values.pop(name), {}, why, name not in TABLE["roll_unread"]))
             else:
                 outcomes += [Outcome(name, values[name], converted, ALIASES[name].text) for name in names]
                 break
@@ -369,11 +346,11 @@ def _import_key(key: str, value: Any, values: Values) -> Outcome:
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             return Outcome(key, value, {}, f"{ours}: {error}", by_hand=True)
     parts = [name.rsplit(".", size)[0] for size in range(key.count(".") + 1) for name in (key, starred)]
-    sections = [(section, table) for section in ("by_hand", "nothing") for table in TABLE["roll_file"][section].items()]
     for part in parts:
-        for section, (why, keys) in sections:
-            if part in keys:
-                return Outcome(key, value, {}, why, section == "by_hand" and value not in _OFF)
+        for section in ("by_hand", "nothing"):
+            for why, keys in TABLE["roll_file"][section].items():
+                if part in keys:
+                    return Outcome(key, value, {}, why, section == "by_hand" and value not in _OFF)
     return Outcome(key, value, {}, "no key of ROLL's at the commit read", value not in _OFF)
 
 
@@ -399,9 +376,12 @@ def servers(mapping: Any, values: Values, _: str) -> dict[str, Any]:
 def minibatch(_: Any, values: Values, role: str) -> dict[str, Any]:
     """Samples of an optimizer step: per device x accumulation x data-parallel ranks."""
     samples = {}
+    config = "strategy_args.strategy_config"
+    sizes = [f"{config}.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context")]
     for name in ("actor_train", "critic"):
-        split = prod(values.get(f"{name}.{size}") or 1 for size in _SIZES)
-        batch = prod(values[f"{name}.training_args.{each}"] for each in _BATCHES)
+        split = prod(values.get(f"{name}.{size}") or 1 for size in (*sizes, "model_args.ulysses_size"))
+        trained = f"{name}.training_args"
+        batch = values[f"{trained}.per_device_train_batch_size"] * values[f"{trained}.gradient_accumulation_steps"]
         samples[name] = batch * max(1, _count_devices(values.get(f"{name}.device_mapping")) // split)
     if role == "critic" and values.get("adv_estimator") == "gae" and samples["critic"] != samples["actor_train"]:
         raise ValueError(f"found {samples['critic']} of the critic and {samples['actor_train']} of the policy")

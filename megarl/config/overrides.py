@@ -33,25 +33,29 @@ def take_config_dirs(arguments: Sequence[str]) -> list[str]:
     Raises ConfigError for what is no directory, and where hydra.searchpath is given besides.
     """
     kept: list[str] = []
-    directories: list[Path] = []
+    directories: list[str] = []
     words = iter(arguments)
     for word in words:
         option, equals, value = word.partition("=")
         if option in OPTIONS:
-            directories.append(_check_directory(option, value if equals else next(words, "")))
+            directories.append(value if equals else next(words, ""))
         else:
             kept.append(word)
-    if not directories:
-        return [_make_absolute(word) if is_search_path(word) else word for word in kept]
-    if any(is_search_path(word) for word in kept):
+    if directories and any(map(is_search_path, kept)):
         raise ConfigError([f"{KEY}: found beside {OPTIONS[0]}, which sets it; give all directories in one of them"])
-    return [write_search_path(directories), *kept]
+    return [write_search_path(directories), *kept] if directories else kept
 
 
 def write_search_path(directories: Sequence[Path | str]) -> str:
     """The override that has Hydra look into these directories, too. Raises ConfigError for what is no directory."""
-    paths = [_check_directory("config_dir", str(directory)) for directory in directories]
-    return f"{KEY}=[{','.join(_quote(f'{_SCHEME}{path}') for path in paths)}]"
+    entries = []
+    for directory in directories:
+        path = Path(directory).expanduser().resolve()
+        if not str(directory) or not path.is_dir():
+            must = "it must be a directory with algo/, model/, data/ ..."
+            raise ConfigError([f"{OPTIONS[0]}: found {str(directory) or 'nothing'}; {must}"])
+        entries.append(f"{_SCHEME}{path}")
+    return f"{KEY}=[{','.join(map(_quote, entries))}]"
 
 
 def show_overrides(overrides: Sequence[str]) -> list[str]:
@@ -71,8 +75,14 @@ def is_search_path(override: str) -> bool:
 
 
 def list_config_dirs(overrides: Sequence[str]) -> list[Path]:
-    """The directories in which Hydra looks for a file under these overrides, the first that has it first."""
-    return [CONF_DIR, *(path for text in overrides if is_search_path(text) for path in _read_search_path(text))]
+    """The directories in which Hydra looks for a file under these overrides, the first that has it first.
+
+    Not those of pkg://MODULE, which is Hydra's own affair.
+    """
+    entries = [
+        entry.removeprefix(_SCHEME) for text in filter(is_search_path, overrides) for entry in _read_entries(text)
+    ]
+    return [CONF_DIR, *(Path(entry) for entry in entries if "://" not in entry)]
 
 
 def list_options(group: str, overrides: Sequence[str] = ()) -> list[str]:
@@ -96,20 +106,10 @@ OmegaConf.register_new_resolver("megarl_options", show_options, replace=True)
 
 def find_hidden_files(overrides: Sequence[str]) -> Iterator[str]:
     """One message for each file of a user's directory that megarl has, too: Hydra would read megarl's."""
-    others = [directory for directory in list_config_dirs(overrides) if directory != CONF_DIR]
-    for name in (path.relative_to(CONF_DIR) for path in sorted(CONF_DIR.rglob("*.yaml")) if others):
-        for directory in others:
-            if (directory / name).is_file():
-                yield f"{OPTIONS[0]}: {directory / name}: megarl has a {name} too, which would be read; rename yours"
-
-
-def _read_search_path(override: str) -> list[Path]:
-    return [Path(text.removeprefix(_SCHEME)) for text in _read_entries(override) if _is_directory(text)]
-
-
-def _is_directory(entry: str) -> bool:
-    """Not pkg://MODULE, which is Hydra's own affair."""
-    return "://" not in entry.removeprefix(_SCHEME)
+    for directory in list_config_dirs(overrides)[1:]:
+        for file in sorted(directory.rglob("*.yaml")):
+            if (CONF_DIR / (name := file.relative_to(directory))).is_file():
+                yield f"{OPTIONS[0]}: {file}: megarl has a {name} too, which would be read; rename yours"
 
 
 def _read_entries(override: str) -> list[str]:
@@ -120,28 +120,9 @@ def _read_entries(override: str) -> list[str]:
     return [str(getattr(each, "text", each)) for each in (value if isinstance(value, list) else [value])]
 
 
-def _make_absolute(override: str) -> str:
-    """hydra.searchpath with the same entries, directories by their whole path. Raises ConfigError."""
-    entries = _read_entries(override)
-    directories = {text: _check_directory(KEY, text.removeprefix(_SCHEME)) for text in entries if _is_directory(text)}
-    return f"{KEY}=[{','.join(_quote(f'{_SCHEME}{directories[e]}' if e in directories else e) for e in entries)}]"
-
-
-def _check_directory(option: str, text: str) -> Path:
-    path = Path(text).expanduser().resolve()
-    if not text or not path.is_dir():
-        raise ConfigError(
-            [f"{option}: found {text or 'nothing'}; it must be a directory with algo/, model/, data/ ..."]
-        )
-    return path
-
-
 def _quote(text: str) -> str:
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
-
-
-NULLS = ("", "null")
 
 
 def check_words(overrides: Sequence[str]) -> None:
@@ -149,43 +130,20 @@ def check_words(overrides: Sequence[str]) -> None:
 
     A group has no null: what is left out has the option that conf/config.yaml names.
     """
-    problems = [problem for text in overrides for problem in _find_problem(text, overrides)]
+    problems, good = [], [text for text in overrides if "=" in text]
+    for word in map(str.strip, overrides):
+        key, equals, value = word.lstrip("+").partition("=")
+        options = list_options(key, good) if key.isidentifier() and (CONF_DIR / key).is_dir() else []
+        if not equals and not word.startswith("~"):
+            groups = [folder.name for folder in sorted(CONF_DIR.iterdir()) if word in list_options(folder.name, good)]
+            hint = f": {word}= and one of {', '.join(options)}" if options else ""
+            hint += f"; did you mean {' or '.join(f'{group}={word}' for group in groups)}?" if groups else ""
+            must = f"each argument must be key=value, or group=option{hint}"
+            problems.append(f"{word or 'an empty word'}: found without a value; {must}")
+        elif options and value.strip().lower() in ("", "null"):
+            problems.append(f"{key}: found {value.strip() or 'nothing'}; the choices are {', '.join(options)}")
     if problems:
         raise ConfigError(problems)
-
-
-def _find_problem(text: str, overrides: Sequence[str]) -> Iterator[str]:
-    word = text.strip()
-    key, equals, value = word.lstrip("+").partition("=")
-    if not word:
-        yield "found an empty argument; each must be key=value, or group=option"
-    elif word.startswith("~"):
-        if "=" not in word and not word[1:]:
-            yield "~: found without a key"
-    elif not equals:
-        hint = _suggest(word, overrides)
-        yield f"{word}: found without a value; each argument must be key=value, or group=option{hint}"
-    elif not key.strip():
-        yield f"{word}: found without a key; each argument must be key=value, or group=option"
-    elif value.strip().lower() in NULLS and (options := _list_options(key, overrides)):
-        leave = "; or leave it out" if key == "experiment" else ""
-        yield f"{key}: found {value.strip() or 'nothing'}; the choices are {', '.join(options)}{leave}"
-
-
-def _suggest(word: str, overrides: Sequence[str]) -> str:
-    options = _list_options(word, overrides)
-    if options:
-        return f": {word}= and one of {', '.join(options)}"
-    groups = sorted({path.name for folder in list_config_dirs(()) for path in folder.iterdir() if path.is_dir()})
-    fitting = [f"{group}={word}" for group in groups if word in _list_options(group, overrides)]
-    return f"; did you mean {' or '.join(fitting)}?" if fitting else ""
-
-
-def _list_options(group: str, overrides: Sequence[str]) -> list[str]:
-    """The options of the group; none where it is no group."""
-    # Reading hydra.searchpath of a word that cannot be parsed would raise; only good words are looked at.
-    good = [text for text in overrides if "=" in text]
-    return list_options(group, good) if (CONF_DIR / group).is_dir() and group.isidentifier() else []
 
 
 def list_set_keys(override: str) -> list[str]:
@@ -200,21 +158,16 @@ def list_set_keys(override: str) -> list[str]:
 
 
 def _walk(tree: dict[Any, Any]) -> Iterator[str]:
-    for name, child in tree.items():
-        if isinstance(child, dict) and child:
-            yield from (f"{getattr(name, 'text', name)}.{rest}" for rest in _walk(child))
-        else:
-            yield str(getattr(name, "text", name))
+    for key, child in tree.items():
+        name = str(getattr(key, "text", key))
+        yield from (f"{name}.{rest}" for rest in _walk(child)) if isinstance(child, dict) and child else [name]
 
 
 @cache
 def list_open_keys() -> tuple[str, ...]:
     """The dotted keys of the schema whose value is a dictionary, of every kind of data and reward."""
-    found = {
-        *_find_dicts(Config, ""),
-        *(key for group in SCHEMAS for schema in SCHEMAS[group].values() for key in _find_dicts(schema, f"{group}.")),
-    }
-    return tuple(sorted(found))
+    roots = [("", Config), *((f"{group}.", schema) for group in SCHEMAS for schema in SCHEMAS[group].values())]
+    return tuple(sorted({key for prefix, schema in roots for key in _find_dicts(schema, prefix)}))
 
 
 def open_overrides(overrides: Sequence[str]) -> list[str]:

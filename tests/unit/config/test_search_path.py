@@ -71,16 +71,6 @@ def test_a_directory_that_cannot_be_is_an_error(arguments, expected):
     assert expected in str(caught.value)
 
 
-def test_hydras_own_key_takes_relative_directories_and_keeps_them_for_a_start_elsewhere(mine, monkeypatch):
-    monkeypatch.chdir(mine.parent)
-    for text in ('hydra.searchpath=["it\'s mine"]', 'hydra.searchpath=["file://it\'s mine",pkg://other.conf]'):
-        (path,) = take_config_dirs([text])
-        assert list_config_dirs([path]) == [CONF_DIR, mine]
-        assert ("pkg://other.conf" in path) == ("pkg" in text)
-    with pytest.raises(ConfigError, match=r"hydra\.searchpath: found .*gone; it must be a directory"):
-        take_config_dirs(["hydra.searchpath=[gone]"])
-
-
 def test_every_group_has_the_users_files_and_an_experiment_may_choose_them(mine):
     (mine / "reward").mkdir()
     (mine / "environment").mkdir()

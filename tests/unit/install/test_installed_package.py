@@ -46,7 +46,7 @@ def test_the_commands_of_an_installed_megarl_find_the_configuration(site, tmp_pa
     assert "algo: bpco, cispo" in run(site, tmp_path, "-m", "megarl.train", "--help")
     assert "name: qwen3_8b" in run(site, tmp_path, "-m", "megarl.train", "model=qwen3_8b", "--cfg", "job")
     assert "megarl plan" in run(site, tmp_path, "-m", "megarl.tools.plan", "--help")
-    assert "--write NAME" in run(site, tmp_path, "-m", "megarl.tools.import_roll", "--help")
+    assert "usage: import_roll" in run(site, tmp_path, "-m", "megarl.tools.import_roll", "--help")
     plan = run(site, tmp_path, "-m", "megarl.tools.plan", "cluster=slurm", code=2)
     assert "SLURM_JOB_NUM_NODES" in plan
 
