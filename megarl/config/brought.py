@@ -110,7 +110,8 @@ class RunSettings:
         """
         groups = {"data", "environment", "reward"}.difference(typed)
         of_files = {schema.__name__ for schema in SCHEMAS["data"].values() if issubclass(schema, FileDataConfig)}
-        if "data" in typed and not {OmegaConf.get_type(composed, "data").__name__, self.values["data"]} <= of_files:
+        chosen = getattr(OmegaConf.get_type(composed, "data"), "__name__", "")
+        if "data" in typed and not {chosen, self.values["data"]} <= of_files:
             groups.discard("reward")  # that of generated problems scores no others
         kinds = {group: kind for group in sorted(groups) if self.knows_data and (kind := self.find_kind(group))}
         self.check_trust([f"{group}." for group in kinds], typed)
