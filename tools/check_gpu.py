@@ -12,7 +12,7 @@ crashes or runs out of memory is a line in the table.
   recompute_full  a large model at its longest sequences, all activations recomputed: memory of each phase against the
                   planner's, model FLOPs utilization (MFU) of the update
   recompute_none  the same with all activations kept; skipped where the plan exceeds the GPU
-  transfer        bytes between two processes by each way of rollout.transport=colocated, and its speed
+  transfer        bytes between two processes as with rollout.transport=colocated, and its speed
   logprobs        log-probs of greedy and sampled tokens by a server and by the trainer; needs SGLang
 
 A check that could not run is skipped, with the reason, and never holds. What has no bound (the speed of a GPU whose

@@ -255,11 +255,11 @@ class _Opened:
         offloader = ServerOffloader(engine.clients, find_server_offload(config), measure, self.report.message)
         self.turns.free_servers = offloader.release
         host, given = resources.cluster.host, (policy, engine.clients, rollout)
-        ranks = Ranks(*given, inputs.architecture, host, self.run_dir / "sync_plan.md")
+        ranks = Ranks(*given, inputs.architecture, host)
         common: dict[str, Any] = {"policy_dtype": config.policy.dtype, "check_processes": check, "offloader": offloader}
         sync: DiskSync | ShardSync
         if rollout.transport is Transport.disk:
-            sync = DiskSync(*given, self.run_dir / "sync", inputs.probe_tokens, ranks=ranks, **common)
+            sync = DiskSync(*given, ranks, inputs.probe_tokens, directory=self.run_dir / "sync", **common)
         else:
             common |= {"scratch": resources.cluster.scratch, "host": host}
             sync = ShardSync(*given, ranks, inputs.probe_tokens, **common)

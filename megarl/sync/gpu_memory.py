@@ -81,16 +81,6 @@ class MappedBuffer:
         _check(driver.cuIpcCloseMemHandle(self._pointer), "unmap memory")
 
 
-def lock_pages(address: int, num_bytes: int) -> str | None:
-    """Page-lock mapped host memory for this process's GPU; the reason where CUDA refuses."""
-    error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)  # type: ignore[no-untyped-call]
-    return None if int(error) == 0 else f"cudaHostRegister answers {error}"
-
-
-def unlock_pages(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
-
-
 def _enter(device: torch.device) -> None:
     """Make the GPU's primary context, torch's own, this thread's."""
     torch.cuda.set_device(device)

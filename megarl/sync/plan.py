@@ -14,7 +14,7 @@ it is one element.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -239,22 +239,6 @@ def compute_bound(targets: Pieces, dtypes: Mapping[str, str]) -> int:
     return sum(piece.region.size * ITEM_SIZES[dtypes[piece.tensor]] for pieces in targets.values() for piece in pieces)
 
 
-def compute_broadcast(sources: Pieces, targets: Pieces, dtypes: Mapping[str, str]) -> int:
-    """Bytes that gather and broadcast moves: shards to one rank, from there the whole model to each server rank."""
-    wholes = {piece.whole: ITEM_SIZES[dtypes[piece.tensor]] for pieces in targets.values() for piece in pieces}
-    sizes: dict[str, dict[TensorSlice, set[int]]] = defaultdict(lambda: defaultdict(set))
-    for rank, pieces in sources.items():
-        for piece in pieces:
-            if piece.whole in wholes:
-                sizes[piece.whole][piece.region].add(rank)
-    total = sum(region.size * wholes[name] for name, regions in sizes.items() for region in regions)
-    gathered = 0
-    for name, regions in sizes.items():
-        root = next(iter(regions.values()))
-        gathered += sum(region.size * wholes[name] for region, ranks in regions.items() if not ranks & root)
-    return gathered + total * len(targets)
-
-
 def cut_buckets(plan: Plan, max_bytes: int) -> list[Bucket]:
     """The plan as messages of at most `max_bytes` (one row of a tensor at least), in the order of sending.
 
@@ -296,21 +280,6 @@ def _split_rows(copy: Copy, max_bytes: int) -> Iterator[Copy]:
         )
 
 
-def format_plan(plan: Plan, names: Mapping[int, str], bound: int, broadcast: int) -> str:
-    """A Markdown table of the bytes from each training rank to each server rank. names: of the server ranks."""
-    total = plan.num_bytes
-    lines = ["| training rank | server rank | copies | MB |", "| --- | --- | --- | --- |"]
-    for (source, target), copies in plan.copies.items():
-        size = sum(copy.num_bytes for copy in copies)
-        lines.append(f"| {source} | {names[target]} | {len(copies)} | {size / 1e6:.3f} |")
-    lines.append(f"| all | all | {sum(map(len, plan.copies.values()))} | {total / 1e6:.3f} |")
-    lines.append("")
-    lines.append(
-        f"bytes / minimum: {total / bound:.4f}; gather and broadcast would move {broadcast / total:.2f} times as many"
-    )
-    return "\n".join(lines)
-
-
 def fill_bucket(
     bucket: Bucket, message: Tensor, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
 ) -> None:
@@ -333,21 +302,15 @@ def empty_bucket(bucket: Bucket, message: Tensor, tensors: Mapping[str, Tensor])
 
 def encode_bucket(bucket: Bucket) -> list[Any]:
     """The part of the bucket that the receiver must know, as JSON."""
-    copies = [
-        [copy.target_tensor, *(copy.target.row, copy.target.col, copy.target.num_rows, copy.target.num_cols)]
-        for copy in bucket.copies
-    ]
-    return [bucket.source, bucket.target, [copy.item_size for copy in bucket.copies], copies]
+    copies = [[copy.target_tensor, *astuple(copy.target), copy.item_size] for copy in bucket.copies]
+    return [bucket.source, bucket.target, copies]
 
 
 def decode_bucket(encoded: list[Any]) -> Bucket:
     """The bucket that `encode_bucket` wrote, without the regions of its sources."""
-    source, target, item_sizes, copies = encoded
+    source, target, copies = encoded
     nowhere = TensorSlice(0, 0, 0, 0)
-    made = (
-        Copy("", nowhere, name, TensorSlice(*region), item_size)
-        for (name, *region), item_size in zip(copies, item_sizes, strict=True)
-    )
+    made = (Copy("", nowhere, name, TensorSlice(*region), item_size) for name, *region, item_size in copies)
     return Bucket(source, target, tuple(made))
 
 

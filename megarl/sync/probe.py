@@ -56,21 +56,16 @@ class Probe:
 
     The first gap is compared with a bound that does not depend on it: `rollout.max_probe_logprob_gap`, or what random
     errors of the size of rounding do to the policy's own log-probs, times MARGIN. Later gaps are of the same two
-    engines, and may grow as training makes the policy surer of its tokens: they are measured, and end nothing. Without
-    checksums every gap is compared with the bound, since nothing else finds wrong weights.
+    engines, and may grow as training makes the policy surer of its tokens: they are measured, and end nothing.
     """
 
-    def __init__(
-        self, token_ids: Sequence[int], config: RolloutConfig, policy_dtype: Dtype, *, has_checksums: bool
-    ) -> None:
-        """has_checksums: the checksums of all tensors have been compared before `measure` is called."""
+    def __init__(self, token_ids: Sequence[int], config: RolloutConfig, policy_dtype: Dtype) -> None:
         self.token_ids = tuple(token_ids)
         dtypes = (config.dtype, policy_dtype)
         self._rounding = max(ROUNDING[dtype] for dtype in dtypes)
         if str(config.sglang.get("kv_cache_dtype", "")).startswith("fp"):
             self._rounding = KV_ROUNDING
         self._least = max(LEAST_BOUND[dtype] for dtype in dtypes)
-        self._has_checksums = has_checksums
         self._bound = config.max_probe_logprob_gap
         self._is_judged = False
         self._expected: list[float] = []
@@ -118,10 +113,8 @@ class Probe:
         )
         if not math.isfinite(gaps[at]):
             raise SyncError(f"SGLang server {client.url} or the policy computes no log-probs from its weights: {where}")
-        if gap > bound and not (self._is_judged and self._has_checksums):
+        if gap > bound and not self._is_judged:
             size = f"a token of the probe text differs by {gap:.3g} nats (median), where rounding explains {bound:.3g}"
-            if not self._has_checksums:
-                raise SyncError(f"SGLang server {client.url} does not hold the policy's weights: {size}; {where}")
             raise SyncError(
                 f"SGLang server {client.url} computes another model than the policy from the same weights, which their"
                 f" checksums show it to have: {size}; {where}. Look for what one of them applies and the other does"

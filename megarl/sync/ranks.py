@@ -14,9 +14,9 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,14 +41,11 @@ from megarl.sync.plan import (
     Plan,
     build_plan,
     compute_bound,
-    compute_broadcast,
     cut_buckets,
     encode_bucket,
     find_words,
-    format_plan,
 )
 from megarl.sync.receiver import REQUEST
-from megarl.sync.transport import Way
 
 CLEAN_UP_DEADLINE_S = 10.0
 """The deadline of each clean-up call after a failed step"""
@@ -162,31 +159,23 @@ class ReplyListener:
     def __init__(self, host: str) -> None:
         self._host = host
         self._listener = socket.create_server((host, 0))
-        self._condition = threading.Condition()
-        self._found: dict[str, dict[str, Any]] = {}
-        self._expected: set[str] = set()
+        self._expected: dict[str, Future[dict[str, Any]]] = {}
         threading.Thread(target=self._listen, name="megarl-answers", daemon=True).start()
 
-    def expect(self) -> dict[str, Any]:
-        """Register one request; returns the address and token that its answer must use."""
-        token = secrets.token_hex(16)
-        with self._condition:
-            self._expected.add(token)
+    @contextlib.contextmanager
+    def expecting(self, number: int) -> Iterator[dict[str, Future[dict[str, Any]]]]:
+        """Within the block so many answers are taken, each by a token that its request names."""
+        own = {secrets.token_hex(16): Future[dict[str, Any]]() for _ in range(number)}
+        self._expected |= own
+        try:
+            yield own
+        finally:
+            for token in own:
+                del self._expected[token]
+
+    def address(self, token: str) -> dict[str, Any]:
+        """Where the answer goes."""
         return {"host": self._host, "port": self._listener.getsockname()[1], "token": token}
-
-    def wait(self, token: str, deadline_s: float) -> dict[str, Any] | None:
-        """The answer to the request with this token; None where it does not arrive within the deadline."""
-        with self._condition:
-            self._condition.wait_for(lambda: token in self._found, deadline_s)
-            self._expected.discard(token)
-            return self._found.pop(token, None)
-
-    def discard(self, addresses: Sequence[Mapping[str, Any]]) -> None:
-        """Ignore the answers to these requests from now on."""
-        with self._condition:
-            for reply in addresses:
-                self._expected.discard(reply["token"])
-                self._found.pop(reply["token"], None)
 
     def close(self) -> None:
         # Only a shutdown wakes a thread that is blocked in accept.
@@ -195,25 +184,21 @@ class ReplyListener:
         self._listener.close()
 
     def _listen(self) -> None:
-        while True:
-            try:
+        with contextlib.suppress(OSError):
+            while True:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._read, args=(connection,), daemon=True).start()
+                threading.Thread(target=self._read, args=(connection,), daemon=True).start()
 
     def _read(self, connection: socket.socket) -> None:
-        """Read one answer; without the token of a registered request it is ignored."""
-        with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        """Read one answer; without the token of a request that waits for its first one it is ignored."""
+        wrong = (OSError, ValueError, KeyError, TypeError, InvalidStateError)
+        with connection, contextlib.suppress(*wrong):
             connection.settimeout(ANSWER_GRACE_S)
             data = bytearray()
             while len(data) < MAX_ANSWER_BYTES and (part := connection.recv(1 << 16)):
                 data += part
             answer = json.loads(bytes(data))
-            with self._condition:
-                if answer["token"] in self._expected:
-                    self._found[answer["token"]] = answer
-                    self._condition.notify_all()
+            self._expected[answer["token"]].set_result(answer)
 
 
 def call_ranks(
@@ -229,26 +214,26 @@ def call_ranks(
     Raises SyncError that names server, rank and verb where one fails or gives no answer, RequestError where the server
     refuses the call, and what the client raises for a server that is lost or late.
     """
-    addresses, payloads = [listener.expect() for _ in arguments], []
-    for own, reply in zip(arguments, addresses, strict=True):
-        request = json.dumps({"verb": verb, "arguments": dict(own), "reply": reply})
-        data = torch.frombuffer(bytearray(request.encode()), dtype=torch.uint8)
-        # As SGLang takes tensors from other processes.
-        payloads.append(base64.b64encode(pickle.dumps([(REQUEST, data)])).decode())
-    end = time.monotonic() + deadline_s + ANSWER_GRACE_S
-    try:
+    with listener.expecting(len(arguments)) as expected:
+        payloads = []
+        for own, token in zip(arguments, expected, strict=True):
+            request = json.dumps({"verb": verb, "arguments": dict(own), "reply": listener.address(token)})
+            data = torch.frombuffer(bytearray(request.encode()), dtype=torch.uint8)
+            # As SGLang takes tensors from other processes.
+            payloads.append(base64.b64encode(pickle.dumps([(REQUEST, data)])).decode())
+        end = time.monotonic() + deadline_s + ANSWER_GRACE_S
         client.update_weights_from_tensor(payloads, WEIGHT_LOADER, flush_cache=flush_cache, deadline_s=deadline_s)
-    except BaseException:
-        listener.discard(addresses)
-        raise
-    results = []
-    for rank, reply in enumerate(addresses):
-        answer = listener.wait(reply["token"], max(0.0, end - time.monotonic()))
-        if answer is None or "error" in answer:
-            why = "gave no answer" if answer is None else f"answered: {answer['error']}"
-            raise SyncError(f"SGLang server {client.url}, rank {rank}, asked to {verb} weights, {why}")
-        results.append(answer["result"])
-    return results
+        results = []
+        for rank, future in enumerate(expected.values()):
+            try:
+                answer = future.result(max(0.0, end - time.monotonic()))
+            except TimeoutError:
+                answer = {}
+            if "result" not in answer:
+                why = f"answered: {answer['error']}" if answer else "gave no answer"
+                raise SyncError(f"SGLang server {client.url}, rank {rank}, asked to {verb} weights, {why}")
+            results.append(answer["result"])
+        return results
 
 
 @dataclass(frozen=True)
@@ -260,8 +245,6 @@ class Session:
     """The plan as messages, in the order in which all ranks send and receive"""
     bound: int
     """The least number of bytes that must move"""
-    broadcast: int
-    """The number of bytes that gather and broadcast would move"""
     num_ranks: tuple[int, int]
     """Training ranks and server ranks"""
     nodes: tuple[Sequence[str], Sequence[str]]
@@ -301,12 +284,10 @@ class Ranks:
         config: RolloutConfig,
         architecture: Architecture,
         host: str,
-        plan_file: Path | None = None,
     ) -> None:
-        """host: the address on which this process listens for answers. plan_file: gets the plan as a table."""
+        """host: the address on which this process listens for answers."""
         self._policy, self._clients, self._config = policy, list(clients), config
-        self._arch, self._plan_file = architecture, plan_file
-        self._listener = ReplyListener(host)
+        self._arch, self._listener = architecture, ReplyListener(host)
         self.session: Session | None = None
         """None before `handshake` and after `forget`"""
 
@@ -332,26 +313,17 @@ class Ranks:
                 client = self._clients[rank // tp]
                 raise SyncError(f"SGLang server {client.url}, rank {rank % tp}: {'; '.join(problems)}")
         dtypes = self._join_dtypes(described)
-        nodes, pids = self._locate()
+        located = self.call_senders("locate")
+        nodes, pids = ([node for node, _ in located], self.call_receivers("locate")), [pid for _, pid in located]
         try:
             plan = build_plan(sources, targets, dtypes, lambda source, target: nodes[0][source] == nodes[1][target])
         except LayoutError as error:
             raise SyncError(str(error)) from error
         buckets = cut_buckets(plan, self._config.sync_bucket_mb << 20)
-        bound, broadcast = compute_bound(targets, dtypes), compute_broadcast(sources, targets, dtypes)
-        session = Session(plan, buckets, bound, broadcast, (len(sources), len(targets)), nodes, pids)
-        if self._plan_file is not None:
-            names = {rank: f"{self._clients[rank // tp].url} rank {rank % tp}" for rank in targets}
-            self._plan_file.write_text(format_plan(plan, names, session.bound, session.broadcast) + "\n")
+        session = Session(plan, buckets, compute_bound(targets, dtypes), (len(sources), len(targets)), nodes, pids)
         self._prepare(session, dtypes)
         self.session = session
         return session
-
-    def _locate(self) -> tuple[tuple[list[str], list[str]], list[int]]:
-        """The nodes of the training ranks and of the server ranks, and the process ids of the training ranks."""
-        located = self.call_senders("locate")
-        nodes, pids = [node for node, _ in located], [pid for _, pid in located]
-        return (nodes, self.call_receivers("locate")), pids
 
     def _join_dtypes(self, described: Sequence[Mapping[str, tuple[Sequence[int], str]]]) -> dict[str, str]:
         dtypes: dict[str, str] = {}
@@ -379,29 +351,14 @@ class Ranks:
         ]
         self.call_receivers("prepare", receivers)
 
-    def try_memory(self, session: Session) -> tuple[Way, str]:
-        """The way of all near pairs, and why: server ranks try to map their training ranks' GPU memory."""
-        offers = self.call_senders("offer_memory")
-        if None in offers:
-            return Way.pageable, "there is no GPU"
-        refused = [
-            f"training rank {source}'s memory: {offers[source]['refusal']}"
-            for source in sorted({source for source, _ in session.near})
-            if "refusal" in offers[source]
-        ]
-        if not refused:
-            to_try: list[dict[int, Any]] = [{} for _ in range(session.num_ranks[1])]
-            for source, target in session.near:
-                to_try[target][source] = offers[source]
-            answers = self.call_receivers("try_memory", [{"offers": own} for own in to_try])
-            refused = [f"server rank {rank}: {why}" for rank, why in enumerate(answers) if why is not None]
-        return (Way.pinned, refused[0]) if refused else (Way.ipc, "every server rank maps its training ranks' memory")
-
-    def verify(self, session: Session) -> None:
-        """Compare the checksum of every tensor of every server rank with that of the training ranks' parameters.
+    def verify(self) -> None:
+        """Compare the checksum of every tensor of every server rank with that of the training ranks' parameters; shakes
+        hands first where nobody has.
 
         Raises SyncError naming server, rank and tensor where they differ.
         """
+        if self.session is None:
+            self.handshake()
         parts, found = self.call_both_sides("checksum", "checksum")
         expected: dict[tuple[int, str], int] = defaultdict(int)
         for part in parts:

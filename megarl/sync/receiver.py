@@ -1,6 +1,6 @@
 """The receiving end of the weight sync inside each rank of an SGLang server.
 
-SGLang calls `receive` as a custom weight loader (--custom-weight-loader) through /update_weights_from_tensor, with an
+SGLang calls `receive` as a custom weight loader (--custom-weight-loader) through /update_weights_from_tensor, with a
 request in JSON in place of weights. The answer goes to the address that the request names. Nothing here raises:
 an exception would end the server. Imports neither Megatron nor Ray nor SGLang.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megarl.sync.plan import Bucket, decode_bucket, empty_bucket, sum_checksums
-from megarl.sync.transport import BucketTransport, find_node, find_refusal, open_transport
+from megarl.sync.transport import BucketTransport, find_node, open_transport
 
 REQUEST = "megarl"
 REPLY_DEADLINE_S = 30.0
@@ -51,12 +51,6 @@ class _Receiver:
             peers={bucket.source for bucket in self.buckets},
         )
 
-    def try_memory(self, tensors: Mapping[str, Tensor], offers: dict[str, dict[str, str]]) -> str | None:
-        """Why this rank cannot map GPU memory that training ranks offer, by training rank; None: it can."""
-        self._close()
-        numbered = {int(source): offer for source, offer in offers.items()}
-        return find_refusal(numbered, next(iter(tensors.values())).device) if numbered else None
-
     def receive(self, tensors: Mapping[str, Tensor]) -> int:
         """Receive all buckets; returns the number of bytes.
 
@@ -85,8 +79,7 @@ class _Receiver:
 
 _RECEIVER = _Receiver()
 VERBS: dict[str, Callable[..., Any]] = {
-    name: getattr(_RECEIVER, name)
-    for name in ("locate", "describe", "prepare", "try_memory", "open", "receive", "checksum")
+    name: getattr(_RECEIVER, name) for name in ("locate", "describe", "prepare", "open", "receive", "checksum")
 }
 
 

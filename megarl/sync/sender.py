@@ -11,7 +11,7 @@ from megarl.mcore.device import device
 from megarl.mcore.worker import MegatronWorker
 from megarl.sync.pieces import describe_rank
 from megarl.sync.plan import Bucket, Copy, Piece, fill_bucket, sum_checksums
-from megarl.sync.transport import BucketTransport, Trial, find_node, open_transport
+from megarl.sync.transport import BucketTransport, find_node, open_transport
 
 
 class WeightSender:
@@ -20,7 +20,6 @@ class WeightSender:
     def __init__(self, worker: MegatronWorker) -> None:
         self._worker = worker
         self._transport: BucketTransport | None = None
-        self._trial: Trial | None = None
         self._rank = -1
         self._buckets: Sequence[Bucket] = ()
         self._words: Mapping[tuple[int, str], int] = {}
@@ -45,20 +44,6 @@ class WeightSender:
         """
         self._rank, self._buckets, self._words = rank, buckets, words
         self._dtypes = {name: getattr(torch, dtype) for name, dtype in dtypes.items()}
-
-    def offer_memory(self) -> dict[str, str] | None:
-        """GPU memory that server ranks of this node shall try to map, until `open`; None without a GPU.
-
-        A refusal of CUDA is under the key `refusal`.
-        """
-        self.close()
-        if device().type != "cuda":
-            return None
-        try:
-            self._trial = Trial(device())
-        except RuntimeError as error:
-            return {"refusal": str(error)}
-        return self._trial.offer
 
     def open(self, transport: Mapping[str, Any]) -> None:
         """Connect; with a process group this waits for all ranks of both sides. Raises TransportError."""
@@ -88,9 +73,6 @@ class WeightSender:
             return sum_checksums(self._buckets, self._words, take)
 
     def close(self) -> None:
-        if self._trial is not None:
-            self._trial.close()
-            self._trial = None
         if self._transport is not None:
             self._transport.close()
             self._transport = None

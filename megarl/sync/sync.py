@@ -4,7 +4,6 @@ import secrets
 import shutil
 import time
 import uuid
-import warnings
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from megarl.rollout.client import SGLangClient, run_in_parallel
 from megarl.rollout.offload import ServerOffloader
 from megarl.sync.probe import Probe
 from megarl.sync.ranks import Ranks, Session, explain_lost_servers, replacing_weights, sync_step, withdrawing
-from megarl.sync.transport import SHARED_MEMORY, Way
+from megarl.sync.transport import SHARED_MEMORY
 from megarl.timeline import note
 from megarl.types import Metrics
 
@@ -48,22 +47,19 @@ class _Sync(ABC):
         policy: TrainBackend,
         clients: Sequence[SGLangClient],
         config: RolloutConfig,
-        ranks: Ranks | None,
+        ranks: Ranks,
         probe_tokens: Sequence[int],
+        *,
         policy_dtype: Dtype,
-        check_processes: Callable[[], None] | None,
-        offloader: ServerOffloader | None,
+        check_processes: Callable[[], None] | None = None,
+        offloader: ServerOffloader | None = None,
     ) -> None:
-        """Arguments that need a word:
-
-        ranks: compares checksums of what the servers hold, as in every run; None, for servers that cannot be asked for
-        them: the probe text alone decides.
-        check_processes: raises RuntimeError with exit status and log of a server that is down. offloader: what the
-        servers have given back; None: nothing ever.
+        """ranks: compares checksums of what the servers hold. check_processes: raises RuntimeError with exit status and
+        log of a server that is down. offloader: what the servers have given back; None: nothing ever.
         """
         self._policy, self._clients, self._config, self._ranks = policy, list(clients), config, ranks
         self._offloader, self._check_processes = offloader or ServerOffloader(), check_processes
-        self._probe = Probe(probe_tokens, config, policy_dtype, has_checksums=ranks is not None)
+        self._probe = Probe(probe_tokens, config, policy_dtype)
 
     def publish(self, version: int) -> Metrics:
         """Move, verify, and only then raise the servers' version to `version`.
@@ -83,8 +79,7 @@ class _Sync(ABC):
             with replacing_weights(self._clients, version, self._offloader, raised):
                 times.mark("pause")
                 self._move(version, times)
-                if self._ranks is not None:
-                    self._ranks.verify(self._ranks.session or self._ranks.handshake())
+                self._ranks.verify()
                 times.mark("checksum")
             times.mark("resume")
             gap = self._probe.measure(self._clients)
@@ -103,6 +98,13 @@ class _Sync(ABC):
     def _describe(self, version: int, spent: dict[str, float]) -> Metrics:
         """The metrics of a sync that has succeeded. spent: seconds of each step."""
 
+    def reconnect(self) -> None:
+        """Discard the handshake with the servers' ranks; the next sync makes a new one."""
+        self._ranks.forget()
+
+    def close(self) -> None:
+        self._ranks.close()
+
 
 class ShardSync(_Sync):
     """Sends shards directly from training ranks to server ranks.
@@ -110,26 +112,11 @@ class ShardSync(_Sync):
     Servers are paused from the first byte until the checksums are verified.
     """
 
-    _ranks: Ranks
-
-    def __init__(
-        self,
-        policy: TrainBackend,
-        clients: Sequence[SGLangClient],
-        config: RolloutConfig,
-        ranks: Ranks,
-        probe_tokens: Sequence[int],
-        *,
-        scratch: Path,
-        host: str,
-        policy_dtype: Dtype,
-        check_processes: Callable[[], None] | None = None,
-        offloader: ServerOffloader | None = None,
-    ) -> None:
+    def __init__(self, *args: Any, scratch: Path, host: str, **options: Any) -> None:
         """host: the address on which this process listens. scratch: a folder that all ranks see, used where `host` is a
         loopback address.
         """
-        super().__init__(policy, clients, config, ranks, probe_tokens, policy_dtype, check_processes, offloader)
+        super().__init__(*args, **options)
         self._scratch, self._host = scratch, host
         self._directories: list[Path] = []
         self._store: Any = None
@@ -163,45 +150,28 @@ class ShardSync(_Sync):
             raise
 
     def reconnect(self) -> None:
-        """Discard the handshake with the servers' ranks; the next sync makes a new one."""
-        self._ranks.forget()
+        super().reconnect()
         self._remove_memory()
         self._store = None
 
     def close(self) -> None:
-        self._ranks.close()
+        super().close()
         self._remove_memory()
 
     def _describe_transport(self, session: Session) -> dict[str, Any]:
         """What `open_transport` of all ranks gets."""
         sources, targets = session.num_ranks
-        common = {"num_sources": sources, "num_targets": targets, "deadline_s": self._config.sync_deadline_s}
+        spec = {"num_sources": sources, "num_targets": targets, "deadline_s": self._config.sync_deadline_s}
         if self._config.transport is Transport.split:
-            return common | {"kind": "group"} | self._describe_group()
-        spec = common | {"kind": "memory"} | self._describe_memory(session)
-        if session.far:
-            spec |= {"kind": "mixed", "far": session.far} | self._describe_group()
-        return spec
-
-    def _describe_memory(self, session: Session) -> dict[str, Any]:
-        way, why = self._ranks.try_memory(session) if session.near else (Way.pageable, "")
-        if way is Way.pinned:
-            warnings.warn(
-                f"weights are copied through page-locked memory, not from GPU to GPU: {why}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            return spec | {"kind": "group"} | self._describe_group()
         self._remove_memory()
-        token, near = secrets.token_hex(8), {source for source, _ in session.near}
+        token = secrets.token_hex(8)
         # By the process that makes it, so that what a killed run leaves is recognised on its node.
-        directories = {source: SHARED_MEMORY / f"megarl-sync-{session.pids[source]}-{token}" for source in near}
-        self._directories = list(directories.values())
-        largest = max(bucket.num_bytes for bucket in session.buckets)
-        return {
-            "way": way.value,
-            "directories": [str(directories[s]) if s in near else None for s in range(session.num_ranks[0])],
-            "slot_bytes": -(-largest // 64) * 64,
-        }
+        near = {source: SHARED_MEMORY / f"megarl-sync-{session.pids[source]}-{token}" for source, _ in session.near}
+        self._directories = list(near.values())
+        spec["directories"] = [str(near[source]) if source in near else None for source in range(sources)]
+        spec["slot_bytes"] = -(-max(bucket.num_bytes for bucket in session.buckets) // 64) * 64
+        return spec | {"kind": "memory", "far": session.far} | (self._describe_group() if session.far else {})
 
     def _describe_group(self) -> dict[str, Any]:
         if is_loopback(self._host):
@@ -224,23 +194,11 @@ class DiskSync(_Sync):
     Each version is written to a subdirectory; the last one stays until the next publish or `close`.
     """
 
-    def __init__(
-        self,
-        policy: TrainBackend,
-        clients: Sequence[SGLangClient],
-        config: RolloutConfig,
-        directory: Path,
-        probe_tokens: Sequence[int],
-        *,
-        policy_dtype: Dtype,
-        check_processes: Callable[[], None] | None = None,
-        ranks: Ranks | None = None,
-        offloader: ServerOffloader | None = None,
-    ):
+    def __init__(self, *args: Any, directory: Path, **options: Any):
         """directory: is visible to policy and servers alike (a run's is in its run directory) and used by nothing
         else.
         """
-        super().__init__(policy, clients, config, ranks, probe_tokens, policy_dtype, check_processes, offloader)
+        super().__init__(*args, **options)
         self._directory = directory
 
     def _prepare(self, version: int, times: _Times) -> None:
@@ -269,13 +227,7 @@ class DiskSync(_Sync):
             "sync/seconds_verify": spent["checksum"] + spent["resume"] + spent["probe"],
         }
 
-    def reconnect(self) -> None:
-        """Discard the handshake with the servers' ranks; the next sync makes a new one."""
-        if self._ranks is not None:
-            self._ranks.forget()
-
     def close(self) -> None:
         """Remove the exported checkpoints."""
-        if self._ranks is not None:
-            self._ranks.close()
+        super().close()
         shutil.rmtree(self._directory, ignore_errors=True)

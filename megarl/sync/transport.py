@@ -11,14 +11,12 @@ cover; x86 and the calls of Python in between keep that order.
 import math
 import mmap
 import os
-import secrets
 import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -258,106 +256,20 @@ def _make_device(gloo: Any, spec: Mapping[str, Any]) -> Any:
     return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
 
 
-PAGE = 4096
-
-
-class Way(Enum):
-    """Where the slots lie."""
-
-    ipc = "ipc"
-    """On the training rank's GPU; server ranks map them there (CUDA IPC)"""
-    pinned = "pinned"
-    """In shared memory that both GPUs reach (page-locked)"""
-    pageable = "pageable"
-    """In shared memory; the only way without a GPU"""
-
-
-class Slots(ABC):
-    """NUM_SLOTS places for a bucket each; on a GPU each end has one more buffer, from a sync's begin to its end."""
-
-    def __init__(self, slot_bytes: int, device: torch.device) -> None:
-        self._slot_bytes, self._device = slot_bytes, device
-        self._buffer: Tensor | None = None
-
-    @abstractmethod
-    def write(self, slot: int, bucket: Bucket, fill: Fill) -> None:
-        """Fill the slot; the bytes are there for the other end when this returns."""
-
-    @abstractmethod
-    def read(self, slot: int, bucket: Bucket, empty: Empty) -> None:
-        """Hand the slot's bytes to `empty`; they are needed no more when this returns."""
-
-    def rest(self) -> None:
-        """Free the buffer between syncs."""
-        self._buffer = None
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-    def _get_buffer(self, num_bytes: int) -> Tensor:
-        if self._buffer is None:
-            self._buffer = torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device)
-        return self._buffer[:num_bytes]
-
-
-class HostSlots(Slots):
-    """In a file in shared memory, page-locked at either end that has a GPU."""
+class HostSlots:
+    """Between CPUs: NUM_SLOTS places for a bucket each, in a file in shared memory."""
 
     FILE = "slots"
 
-    def __init__(
-        self, directory: Path, spec: Mapping[str, Any], *, is_source: bool, device: torch.device, gpu: Any
-    ) -> None:
-        super().__init__(spec["slot_bytes"], device)
-        self._map = self._open(directory / self.FILE, NUM_SLOTS * -(-self._slot_bytes // PAGE) * PAGE, is_source)
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._gpu: Any = None
-        if Way(spec["way"]) is Way.pinned and device.type == "cuda":
-            gpu = load_gpu(gpu)
-            refusal = gpu.lock_pages(self._bytes.data_ptr(), self._bytes.numel())
-            self._gpu = None if refusal else gpu
-            if refusal:
-                print(f"megarl: weights travel through memory that is not page-locked: {refusal}", flush=True)
-
-    def write(self, slot: int, bucket: Bucket, fill: Fill) -> None:
-        place = self._place(slot)[: bucket.num_bytes]
-        if self._device.type != "cuda":
-            fill(bucket, place)
-            return
-        message = self._get_buffer(bucket.num_bytes)
-        fill(bucket, message)
-        place.copy_(message, non_blocking=True)
-        torch.cuda.current_stream(self._device).synchronize()
-
-    def read(self, slot: int, bucket: Bucket, empty: Empty) -> None:
-        place = self._place(slot)[: bucket.num_bytes]
-        if self._device.type != "cuda":
-            empty(bucket, place)
-            return
-        message = self._get_buffer(bucket.num_bytes)
-        message.copy_(place, non_blocking=True)
-        torch.cuda.current_stream(self._device).synchronize()
-        empty(bucket, message)
-
-    def close(self) -> None:
-        self.rest()
-        if self._gpu is not None:
-            self._gpu.unlock_pages(self._bytes.data_ptr())
-        del self._bytes
-        with suppress(BufferError):
-            self._map.close()
-
-    def _place(self, slot: int) -> Tensor:
-        start = slot * (self._bytes.numel() // NUM_SLOTS)
-        return self._bytes[start:]
-
-    def _open(self, path: Path, size: int, create: bool) -> mmap.mmap:
-        descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
+    def __init__(self, path: Path, slot_bytes: int, *, is_source: bool) -> None:
+        """Raises TransportError where shared memory is full."""
+        self._slot_bytes, size = slot_bytes, NUM_SLOTS * slot_bytes
+        descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if is_source else 0), 0o600)
         try:
-            if create:
+            if is_source:
                 # Without allocation, a full /dev/shm would kill the process at its first write.
                 os.posix_fallocate(descriptor, 0, size)
-            return mmap.mmap(descriptor, size)
+            self._map = mmap.mmap(descriptor, size)
         except OSError as error:
             free = os.statvfs(path.parent)
             raise TransportError(
@@ -366,31 +278,49 @@ class HostSlots(Slots):
             ) from error
         finally:
             os.close(descriptor)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def write(self, slot: int, bucket: Bucket, fill: Fill) -> None:
+        """Fill the slot; the bytes are there for the other end when this returns."""
+        fill(bucket, self._bytes[slot * self._slot_bytes :][: bucket.num_bytes])
+
+    def read(self, slot: int, bucket: Bucket, empty: Empty) -> None:
+        """Hand the slot's bytes to `empty`; they are needed no more when this returns."""
+        empty(bucket, self._bytes[slot * self._slot_bytes :][: bucket.num_bytes])
+
+    def rest(self) -> None:
+        """Free what is not needed between syncs: nothing."""
+
+    def close(self) -> None:
+        del self._bytes
+        with suppress(BufferError):
+            self._map.close()
 
 
-class GpuSlots(Slots):
-    """On the training rank's GPU; their handle is in a file of 128 hexadecimal digits."""
+class GpuSlots:
+    """The same on the training rank's GPU, which server ranks map; the handle is in a file of 128 hexadecimal digits.
+
+    A server rank has one more buffer, from a sync's begin to its end.
+    """
 
     FILE = "handle"
 
-    def __init__(
-        self, directory: Path, spec: Mapping[str, Any], *, is_source: bool, device: torch.device, gpu: Any
-    ) -> None:
+    def __init__(self, path: Path, slot_bytes: int, *, is_source: bool, device: torch.device, gpu: Any) -> None:
         """Raises TransportError where CUDA refuses."""
-        super().__init__(spec["slot_bytes"], device)
-        gpu = load_gpu(gpu)
+        self._slot_bytes, self._device = slot_bytes, device
+        self._buffer: Tensor | None = None
         self._own: Any = None
         self._mapped: Any = None
-        path = directory / self.FILE
         try:
             if is_source:
-                self._own = gpu.SharedBuffer(NUM_SLOTS * self._slot_bytes, device)
+                self._own = gpu.SharedBuffer(NUM_SLOTS * slot_bytes, device)
                 path.touch(0o600)
                 path.write_text(self._own.handle.hex())
             else:
                 self._mapped = gpu.MappedBuffer(bytes.fromhex(path.read_text()), device)
         except (gpu.GpuMemoryError, ValueError, OSError) as error:
-            raise TransportError(f"{path}: {error}") from error
+            hint = "rollout.transport=disk needs no memory that processes share, nor does split on GPUs of their own"
+            raise TransportError(f"{path}: {error}; {hint}") from error
 
     def write(self, slot: int, bucket: Bucket, fill: Fill) -> None:
         start = slot * self._slot_bytes
@@ -398,67 +328,20 @@ class GpuSlots(Slots):
         self._own.finish()
 
     def read(self, slot: int, bucket: Bucket, empty: Empty) -> None:
-        message = self._get_buffer(bucket.num_bytes)
+        if self._buffer is None:
+            self._buffer = torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device)
+        message = self._buffer[: bucket.num_bytes]
         self._mapped.copy_to(message, slot * self._slot_bytes)
         empty(bucket, message)
+
+    def rest(self) -> None:
+        self._buffer = None
 
     def close(self) -> None:
         self.rest()
         for buffer in (self._own, self._mapped):
             if buffer is not None:
                 buffer.close()
-
-
-NUM_BYTES = 1 << 21
-PATTERN_BYTES = 64
-
-
-class Trial:
-    """A training rank's part: GPU memory with a random pattern at its beginning."""
-
-    def __init__(self, device: torch.device, gpu: Any = None) -> None:
-        """gpu: in place of `megarl.sync.gpu_memory`. Raises its GpuMemoryError."""
-        self._buffer: Any = load_gpu(gpu).SharedBuffer(NUM_BYTES, device)
-        self._pattern = secrets.token_bytes(PATTERN_BYTES)
-        self._buffer.bytes[:PATTERN_BYTES].copy_(to_tensor(self._pattern))
-        self._buffer.finish()
-
-    @property
-    def offer(self) -> dict[str, str]:
-        """What a server rank needs, in JSON."""
-        return {"handle": self._buffer.handle.hex(), "pattern": self._pattern.hex()}
-
-    def close(self) -> None:
-        self._buffer.close()
-
-
-def find_refusal(offers: Mapping[int, Mapping[str, str]], device: torch.device, gpu: Any = None) -> str | None:
-    """A server rank's part: why it cannot read the memory that training ranks offer; None: it can. gpu: as above."""
-    gpu = load_gpu(gpu)
-    for source, offer in offers.items():
-        try:
-            buffer = gpu.MappedBuffer(bytes.fromhex(offer["handle"]), device)
-            found = torch.empty(PATTERN_BYTES, dtype=torch.uint8, device=device)
-            try:
-                buffer.copy_to(found, 0)
-            finally:
-                buffer.close()
-        except (gpu.GpuMemoryError, ValueError) as error:
-            return f"training rank {source}'s memory: {error}"
-        if not torch.equal(found.cpu(), to_tensor(bytes.fromhex(offer["pattern"]))):
-            return f"training rank {source}'s memory has other contents here"
-    return None
-
-
-def to_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def load_gpu(gpu: Any) -> Any:
-    """`megarl.sync.gpu_memory`, unless another is given; it needs CUDA's driver."""
-    if gpu is None:
-        from megarl.sync import gpu_memory as gpu
-    return gpu
 
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -487,16 +370,15 @@ class MemoryTransport(BucketTransport):
         peers: Iterable[int],
         gpu: Any = None,
     ) -> None:
-        """Arguments that need a word:
+        """Waits, at a server rank, for the rings of its peers. Raises TransportError.
 
-        spec: `directories` (of each training rank's ring, in shared memory; None: it has no ring), `slot_bytes`, `way`,
-        `num_targets`, `deadline_s` (of each wait). peers: the training ranks from which a server rank receives; it
-        waits for their rings. gpu: in place of `megarl.sync.gpu_memory`.
-
-        Raises TransportError.
+        spec: as of `open_transport`. peers: the training ranks from which a server rank receives. gpu: in place of
+        `megarl.sync.gpu_memory`, which needs CUDA's driver.
         """
-        self._deadline_s, self._device = float(spec["deadline_s"]), device
+        self._deadline_s = float(spec["deadline_s"])
         self._rings: dict[int, _Ring] = {}
+        if device.type == "cuda" and gpu is None:
+            from megarl.sync import gpu_memory as gpu
         try:
             for source in [rank] if is_source else sorted(set(peers)):
                 if spec["directories"][source] is None:
@@ -571,8 +453,12 @@ class _Ring:
         self._num_sent = 0
         if is_source:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        kind = GpuSlots if Way(spec["way"]) is Way.ipc else HostSlots
-        self.slots: Slots = kind(directory, spec, is_source=is_source, device=device, gpu=gpu)
+        size = spec["slot_bytes"]
+        self.slots: HostSlots | GpuSlots = (
+            HostSlots(directory / HostSlots.FILE, size, is_source=is_source)
+            if gpu is None
+            else GpuSlots(directory / GpuSlots.FILE, size, is_source=is_source, device=device, gpu=gpu)
+        )
         # Last: once the counters are there, a server rank opens the slots.
         path, shape = directory / self.COUNTERS, (spec["num_targets"], 2, 8)
         if is_source:
@@ -618,8 +504,7 @@ class _Ring:
     def hide(self) -> None:
         """Remove the names of the slots once all have opened them: they end with the processes, however those end."""
         self.slots.rest()
-        for name in (HostSlots.FILE, GpuSlots.FILE):
-            (self.directory / name).unlink(missing_ok=True)
+        (self.directory / self.slots.FILE).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Also tells the other ends, which find the directory gone."""
@@ -685,19 +570,16 @@ def open_transport(
     spec, the same for all ranks, is JSON. Always: `kind`, `num_sources` (training ranks), `num_targets` (server ranks),
     `deadline_s` (of each wait). By kind:
 
-    - `memory`: `way` (a value of `Way`: "ipc", "pinned", or "pageable", which is also the only one between CPUs),
-      `directories` (one for each training rank, in /dev/shm, that it creates) and `slot_bytes` (of the largest bucket).
     - `group`: `host`, and `file` (the rendezvous, which all ranks see) or else `port` (of a TCPStore at `host`).
-    - `mixed`: the keys of both; `far`: the pairs [training rank, server rank] that use a group, in a list for each
-      group. No two ranks of a group may be on the same GPU, which NCCL refuses.
+    - `memory`: `directories` (one for each training rank, in /dev/shm, that it creates; None: it has no ring),
+      `slot_bytes` (of the largest bucket), and `far`: the pairs [training rank, server rank] that use a group, in a
+      list for each group, by the keys above. No two ranks of a group may be on the same GPU, which NCCL refuses.
     """
     if spec["kind"] == "group":
         return GroupTransport(spec, rank, is_source=is_source, device=device)
-    far = [[(source, target) for source, target in pairs] for pairs in spec.get("far", ())]
+    far = [[(source, target) for source, target in pairs] for pairs in spec["far"]]
     near = [peer for peer in peers if not any((peer, rank) in pairs for pairs in far)]
     memory = MemoryTransport(spec, rank, is_source=is_source, device=device, peers=near)
-    if spec["kind"] == "memory":
-        return memory
     groups: list[tuple[BucketTransport, list[tuple[int, int]]]] = []
     try:
         for number, pairs in enumerate(far):

@@ -60,13 +60,9 @@ class Sides:
         """folder: of a sync over disk; dtype: what it takes for the policy's; keys: of `rollout`."""
         config, clients = replace(self.config, **keys), [client or self.client]
         ranks = Ranks(self.group, clients, config, read_architecture(self.checkpoint), "127.0.0.1")
-        tokens = list(range(3, 40))
-        where = {"scratch": self.scratch, "host": "127.0.0.1"}
-        sync = (
-            PlantingDisk(self.group, clients, config, folder, tokens, policy_dtype=dtype, ranks=ranks)
-            if folder
-            else PlantingSync(self.group, clients, config, ranks, tokens, policy_dtype=dtype, **where)
-        )
+        where = {"directory": folder} if folder else {"scratch": self.scratch, "host": "127.0.0.1"}
+        kind = PlantingDisk if folder else PlantingSync
+        sync = kind(self.group, clients, config, ranks, list(range(3, 40)), policy_dtype=dtype, **where)
         with contextlib.closing(sync):
             yield sync
 

@@ -8,13 +8,13 @@ import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from generation import generate_groups
 from loop_parts import hosts_of, open_trainer
-from safetensors.torch import load_file, save_file
 from servers import API_KEY
 from transformers import AutoModelForCausalLM
 
@@ -68,17 +68,6 @@ class TransformersPolicy:
         return Done(None)
 
 
-class CorruptingPolicy(TransformersPolicy):
-    """Its export differs from its weights in a single tensor."""
-
-    def export_weights(self, directory: Path) -> Done:
-        super().export_weights(directory)
-        weights = load_file(directory / "model.safetensors")
-        weights["model.layers.1.mlp.down_proj.weight"] += 0.05
-        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-        return Done(None)
-
-
 def build_prompts(num: int = 12) -> list[Prompt]:
     """Lengths from 1 to 70 tokens, so that groups are padded and long prompts are shared."""
     rng = random.Random(3)
@@ -88,7 +77,10 @@ def build_prompts(num: int = 12) -> list[Prompt]:
 
 
 def build_sync(policy, engine, rollout_config, directory, tokens) -> DiskSync:
-    return DiskSync(policy, engine.clients, rollout_config, directory, tokens, policy_dtype=Dtype.float32)
+    """Of a policy that no ranks compute, so that no checksums are compared."""
+    ranks = SimpleNamespace(verify=lambda: None, close=lambda: None)
+    options = {"directory": directory, "policy_dtype": Dtype.float32}
+    return DiskSync(policy, engine.clients, rollout_config, ranks, tokens, **options)
 
 
 def compute_worst_gap(policy, prompts, groups, temperature) -> float:
@@ -190,24 +182,6 @@ def test_publishing_moves_new_weights_and_raises_the_version(
         assert {v for group in groups for r in group for v in r.weight_versions.versions} == {version}
     sync.close()
     assert not (tmp_path / "weights").exists()
-
-
-def test_without_checksums_the_probe_finds_one_changed_tensor_and_the_server_serves_as_no_version(
-    first_responses, engine, tiny_checkpoint, rollout_config, tmp_path
-):
-    client = engine.clients[0]
-    version = client.load_weight_version()
-    corrupting = CorruptingPolicy(tiny_checkpoint)
-    tokens = build_probe_tokens((), corrupting.model.config.vocab_size)
-    with pytest.raises(
-        SyncError,
-        match=r"does not hold the policy's weights: a token .* nats \(median\), where rounding explains 0.000122;",
-    ):
-        build_sync(corrupting, engine, rollout_config, tmp_path / "bad", tokens).publish(version + 1)
-    assert client.load_weight_version() == UNPUBLISHED
-    sound = TransformersPolicy(tiny_checkpoint)
-    build_sync(sound, engine, rollout_config, tmp_path / "good", tokens).publish(version + 1)
-    assert client.load_weight_version() == version + 1
 
 
 def test_a_server_that_computes_another_model_ends_the_run_before_anything_is_trained(

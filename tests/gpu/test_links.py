@@ -9,7 +9,7 @@ import torch
 import torch.multiprocessing
 
 from megarl.sync.plan import Bucket, Copy, TensorSlice
-from megarl.sync.transport import Trial, Way, find_refusal, open_transport
+from megarl.sync.transport import open_transport
 
 pytestmark = pytest.mark.gpu
 
@@ -50,10 +50,13 @@ def run_end(number: int, spec: dict[str, Any], out: Path) -> None:
         torch.save(sizes, out / "sizes.pt")
 
 
-@pytest.mark.parametrize("way", list(Way))
-def test_buckets_arrive_whole_between_two_processes_on_one_gpu(way: Way, tmp_path: Path) -> None:
-    directory = Path(f"/dev/shm/megarl-sync-{os.getpid()}-{way.value}")
-    spec = {"kind": "memory", "way": way.value, "directories": [str(directory)], "slot_bytes": SLOT_BYTES}
+@pytest.mark.parametrize("allocator", ["", "expandable_segments:True"])
+def test_buckets_arrive_whole_between_two_processes_on_one_gpu_whatever_torchs_allocator_does(
+    allocator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
+    directory = Path(f"/dev/shm/megarl-sync-{os.getpid()}-links")
+    spec = {"kind": "memory", "directories": [str(directory)], "slot_bytes": SLOT_BYTES, "far": []}
     spec |= {"num_sources": 1, "num_targets": 1, "deadline_s": 60.0}
     torch.multiprocessing.start_processes(run_end, (spec, tmp_path), nprocs=2, start_method="spawn")
     wanted = [bucket.num_bytes for bucket in make_buckets()] * NUM_SYNCS
@@ -61,24 +64,11 @@ def test_buckets_arrive_whole_between_two_processes_on_one_gpu(way: Way, tmp_pat
     assert not directory.exists()
 
 
-def try_memory(number: int, offer: dict[str, str], out: Path) -> None:
-    torch.save(find_refusal({0: offer}, torch.device("cuda", 0)), out / "refusal.pt")
-
-
-@pytest.mark.parametrize("allocator", ["", "expandable_segments:True"])
-def test_another_process_maps_the_memory_whatever_torchs_allocator_does(
-    allocator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
-    trial = Trial(torch.device("cuda", 0))
-    torch.multiprocessing.start_processes(try_memory, (trial.offer, tmp_path), nprocs=1, start_method="spawn")
-    trial.close()
-    assert torch.load(tmp_path / "refusal.pt", weights_only=True) is None
-
-
 def test_a_handle_of_no_memory_is_refused_and_torch_goes_on() -> None:
-    refusal = find_refusal({3: {"handle": bytes(64).hex(), "pattern": ""}}, torch.device("cuda", 0))
-    assert str(refusal).startswith("training rank 3's memory: CUDA refuses to map another process's memory: CUDA_ERROR")
+    from megarl.sync.gpu_memory import GpuMemoryError, MappedBuffer
+
+    with pytest.raises(GpuMemoryError, match="CUDA refuses to map another process's memory: CUDA_ERROR"):
+        MappedBuffer(bytes(64), torch.device("cuda", 0))
     assert float(torch.ones(3, device="cuda").sum()) == 3.0
 
 

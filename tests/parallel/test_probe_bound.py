@@ -88,7 +88,7 @@ class Served:
 
 
 def judge(run: Any, tokens: tuple[int, ...], model: Any) -> float:
-    probe = Probe(tokens, RolloutConfig(dtype=Dtype.bfloat16), Dtype.bfloat16, has_checksums=True)
+    probe = Probe(tokens, RolloutConfig(dtype=Dtype.bfloat16), Dtype.bfloat16)
     probe.ask(Policy(run))  # type: ignore[arg-type]
     return probe.measure([Served(model)])  # type: ignore[list-item]
 

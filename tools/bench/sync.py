@@ -263,7 +263,8 @@ def measure(
     backend = cast(TrainBackend, policy)  # of whose verbs a sync needs these alone
     ranks = Ranks(backend, [client], config, read_architecture(checkpoint), host)
     ours = ShardSync(backend, [client], config, ranks, probe, scratch=scratch, host=host, policy_dtype=Dtype.bfloat16)
-    disk = DiskSync(backend, [client], config, scratch / "disk", probe, policy_dtype=Dtype.bfloat16)
+    away = {"directory": scratch / "disk", "policy_dtype": Dtype.bfloat16}
+    disk = DiskSync(backend, [client], config, ranks, probe, **away)
     join_broadcast(policy, client, server.api_key)
     versions = iter(range(1, 1000))
     name = f"ours ({args.transport})"
@@ -276,7 +277,8 @@ def measure(
     session = ranks.session
     assert session is not None
     whole = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
-    moved = dict(zip(ways, (session.plan.num_bytes, session.broadcast, whole + TP * whole), strict=True))
+    gathered = whole * (NUM_RANKS - 1) / NUM_RANKS
+    moved = dict(zip(ways, (session.plan.num_bytes, gathered + TP * whole, whole + TP * whole), strict=True))
     rows = [
         {
             "way": way,

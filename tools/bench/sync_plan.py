@@ -5,6 +5,7 @@ GB/s a GPU between nodes and 300 GB/s inside. The ratio is the least possible ov
 """
 
 import argparse
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from speed import Result
 from megarl.config.schema.roles import ParallelConfig
 from megarl.models.architecture import Architecture, Experts
 from megarl.sync.pieces import predict_server_rank
-from megarl.sync.plan import build_plan, compute_bound, compute_broadcast
+from megarl.sync.plan import ITEM_SIZES, TensorSlice, build_plan, compute_bound
 
 QWEN32B = Architecture(
     "qwen2", 64, 5120, 27648, 40, 8, 128, 152064, 131072, 1e-6, 1e6, None, qkv_bias=True, qk_norm=False, tied=False
@@ -25,6 +26,22 @@ QWEN235B = Architecture(
 )  # fmt: skip
 NIC, NVLINK = 50e9, 300e9
 """Bytes per second and GPU that are assumed: one 400 Gb/s port, NVLink at two thirds of 450 GB/s."""
+
+
+def compute_broadcast(sources: Any, targets: Any, dtypes: dict[str, str]) -> int:
+    """Bytes that gather and broadcast moves: shards to one rank, from there the whole model to each server rank."""
+    wholes = {piece.whole: ITEM_SIZES[dtypes[piece.tensor]] for pieces in targets.values() for piece in pieces}
+    sizes: dict[str, dict[TensorSlice, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for rank, pieces in sources.items():
+        for piece in pieces:
+            if piece.whole in wholes:
+                sizes[piece.whole][piece.region].add(rank)
+    total = sum(region.size * wholes[name] for name, regions in sizes.items() for region in regions)
+    gathered = 0
+    for name, regions in sizes.items():
+        root = next(iter(regions.values()))
+        gathered += sum(region.size * wholes[name] for region, ranks in regions.items() if not ranks & root)
+    return gathered + total * len(targets)
 
 
 def compute_row(

@@ -1,4 +1,4 @@
-"""How fast weights pass between two processes on one device, by each way, and whether every byte arrives."""
+"""How fast weights pass between two processes on one device, and whether every byte arrives."""
 
 import multiprocessing as mp
 import os
@@ -14,42 +14,29 @@ import torch
 from torch import Tensor
 
 from megarl.sync.plan import Bucket, Copy, TensorSlice, empty_bucket, fill_bucket
-from megarl.sync.transport import SHARED_MEMORY, Way, open_transport
+from megarl.sync.transport import SHARED_MEMORY, open_transport
 from megarl.tools.gpu.lines import Line, fail, judge, skip
 from megarl.tools.gpu.setting import CPU, CUDA, Setting
 
 NUM_BYTES = {CPU: 32 << 20, CUDA: 4 << 30}
 DEADLINE_S = 120.0
 NAME = "bytes"
-WAYS = {Way.pageable: "pageable shared memory", Way.pinned: "page-locked memory", Way.ipc: "GPU memory (CUDA IPC)"}
+WAYS = {CPU: "shared memory", CUDA: "GPU memory (CUDA IPC)"}
 
 
 def check_transfer(setting: Setting) -> Iterator[Line]:
-    """Weights from one process to another on this device, by each way of rollout.transport=colocated."""
-    for way, name in WAYS.items():
-        reason = explain_missing(way, setting.device)
-        if reason is not None:
-            yield skip("transfer", name, reason)
-            continue
-        num_bytes = NUM_BYTES[setting.device]
-        bucket_bytes = min(setting.config.rollout.sync_bucket_mb << 20, num_bytes // 8)
-        try:
-            yield move(way, setting.device, num_bytes, bucket_bytes)
-        except Exception as error:
-            # The other ways are found out all the same.
-            yield fail("transfer", name, f"{type(error).__name__}: {error}")
+    """Weights from one process to another on this device, as with rollout.transport=colocated."""
+    if setting.device == CUDA and (find_spec("cuda") is None or find_spec("cuda.bindings") is None):
+        yield skip("transfer", WAYS[CUDA], "cuda-bindings is not installed")
+        return
+    num_bytes = NUM_BYTES[setting.device]
+    try:
+        yield move(setting.device, num_bytes, min(setting.config.rollout.sync_bucket_mb << 20, num_bytes // 8))
+    except Exception as error:
+        yield fail("transfer", WAYS[setting.device], f"{type(error).__name__}: {error}")
 
 
-def explain_missing(way: Way, device: str) -> str | None:
-    """Why a way is not there; None: it is."""
-    if way is not Way.pageable and device != CUDA:
-        return "needs a GPU"
-    if way is Way.ipc and (find_spec("cuda") is None or find_spec("cuda.bindings") is None):
-        return "cuda-bindings is not installed"
-    return None
-
-
-def move(way: Way, device: str, num_bytes: int, bucket_bytes: int) -> Line:
+def move(device: str, num_bytes: int, bucket_bytes: int) -> Line:
     """Send so many random bytes to another process twice, and count those that it found wrong; the second time is
     measured.
     """
@@ -57,9 +44,9 @@ def move(way: Way, device: str, num_bytes: int, bucket_bytes: int) -> Line:
     own, other = context.Pipe()
     spec = {
         "kind": "memory",
-        "way": way.value,
-        "directories": [str(SHARED_MEMORY / f"megarl-check-{os.getpid()}-{way.value}")],
+        "directories": [str(SHARED_MEMORY / f"megarl-check-{os.getpid()}")],
         "slot_bytes": bucket_bytes,
+        "far": [],
         "num_sources": 1,
         "num_targets": 1,
         "deadline_s": DEADLINE_S,
@@ -82,12 +69,8 @@ def move(way: Way, device: str, num_bytes: int, bucket_bytes: int) -> Line:
             transport.send(buckets, partial(fill, tensors=source))
             seconds = time.perf_counter() - start
         wrong = await_answer(own)
-    return describe(way, wrong, num_bytes, seconds)
-
-
-def describe(way: Way, num_wrong: int, num_bytes: int, seconds: float) -> Line:
     note = f"{num_bytes / seconds / 1e9:.2f} GB/s, of {num_bytes >> 20} MiB"
-    return judge("transfer", f"{WAYS[way]}: wrong bytes", num_wrong, most=0, unit="bytes", reason=note)
+    return judge("transfer", f"{WAYS[device]}: wrong bytes", wrong, most=0, unit="bytes", reason=note)
 
 
 def run_receiver(

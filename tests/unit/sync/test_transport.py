@@ -24,8 +24,6 @@ from megarl.sync.transport import (
     GroupTransport,
     MemoryTransport,
     TransportError,
-    Trial,
-    find_refusal,
     open_transport,
     without_watchdog,
 )
@@ -78,11 +76,11 @@ def run_end(number: int, spec: dict[str, Any], out: Path) -> None:
 def make_spec(kind: str, directory: Path, deadline_s: float = 30.0) -> dict[str, Any]:
     common = {"num_sources": NUM_SOURCES, "num_targets": NUM_TARGETS, "deadline_s": deadline_s}
     directories = [str(directory / f"ring-{source}") for source in range(NUM_SOURCES)]
-    memory = {"way": "pageable", "directories": directories, "slot_bytes": 64}
+    memory = {"kind": "memory", "directories": directories, "slot_bytes": 64, "far": []}
     group = {"file": str(directory / "store"), "host": "127.0.0.1"}
     # As on two nodes with a training rank and a server rank each.
     far = {"far": [[[0, 1]], [[1, 0]]]}
-    return common | {"kind": kind} | {"memory": memory, "group": group, "mixed": memory | group | far}[kind]
+    return common | {"memory": memory, "group": {"kind": "group"} | group, "mixed": memory | group | far}[kind]
 
 
 @pytest.mark.parametrize("kind", ["memory", "group", "mixed"])
@@ -151,17 +149,13 @@ def open_end(
     directory: Path, way: str, rank: int = 0, *, is_source: bool, num_targets: int = 1, deadline_s: float = 30.0
 ) -> MemoryTransport:
     """Of training rank 0 or of a server rank."""
-    spec = {
-        "way": way,
-        "directories": [str(directory / "ring")],
-        "slot_bytes": 64,
-        "num_targets": num_targets,
-        "deadline_s": deadline_s,
-    }
-    return MemoryTransport(spec, rank, is_source=is_source, device=CPU, peers=[0], gpu=GPU)
+    spec = {"directories": [str(directory / "ring")], "slot_bytes": 64, "num_targets": num_targets}
+    gpu = GPU if way == "ipc" else None
+    spec["deadline_s"] = deadline_s
+    return MemoryTransport(spec, rank, is_source=is_source, device=CPU, peers=[0], gpu=gpu)
 
 
-@pytest.mark.parametrize("way", ["pageable", "ipc"])
+@pytest.mark.parametrize("way", ["host", "ipc"])
 def test_buckets_through_memory_arrive_in_order_time_after_time_and_the_slots_lose_their_names(
     way: str, tmp_path: Path
 ) -> None:
@@ -194,7 +188,7 @@ def test_buckets_through_memory_arrive_in_order_time_after_time_and_the_slots_lo
         end.close()
 
 
-@pytest.mark.parametrize("way", ["pageable", "ipc"])
+@pytest.mark.parametrize("way", ["host", "ipc"])
 def test_an_end_in_memory_that_is_lost_is_named_at_the_deadline_and_its_memory_is_freed(
     way: str, tmp_path: Path
 ) -> None:
@@ -217,7 +211,7 @@ def test_an_end_in_memory_that_is_lost_is_named_at_the_deadline_and_its_memory_i
 
 @pytest.mark.parametrize("closes", ["owner", "other end"])
 def test_a_wait_in_shared_memory_ends_when_the_sync_is_given_up(closes: str, tmp_path: Path) -> None:
-    source, target = (open_end(tmp_path, "pageable", is_source=is_source) for is_source in (True, False))
+    source, target = (open_end(tmp_path, "host", is_source=is_source) for is_source in (True, False))
     end = shutil.rmtree if closes == "owner" else lambda _: source.close()
     threading.Timer(0.3, end, (tmp_path / "ring",)).start()
     with pytest.raises(TransportError, match="training rank 0 has filled no bucket when the sync was aborted"):
@@ -234,22 +228,9 @@ def test_a_training_rank_frees_its_memory_only_after_the_server_ranks_have_unmap
 def test_a_refused_mapping_names_the_handle_of_the_training_rank(tmp_path: Path) -> None:
     source = open_end(tmp_path, "ipc", is_source=True)
     (tmp_path / "ring" / "handle").write_text((b"/proc/nobody".ljust(64, b"\0")).hex())
-    with pytest.raises(TransportError, match="ring/handle: CUDA_ERROR_INVALID_VALUE"):
+    with pytest.raises(TransportError, match=r"ring/handle: CUDA_ERROR_INVALID_VALUE; rollout\.transport=disk"):
         open_end(tmp_path, "ipc", is_source=False)
     source.close()
-
-
-def test_a_server_rank_accepts_memory_whose_pattern_it_reads_and_says_what_it_cannot_read() -> None:
-    trial, other = Trial(CPU, GPU), Trial(CPU, GPU)
-    assert find_refusal({3: trial.offer, 4: other.offer}, CPU, GPU) is None
-    swapped = trial.offer | {"pattern": other.offer["pattern"]}
-    assert find_refusal({3: swapped}, CPU, GPU) == "training rank 3's memory has other contents here"
-    handle = trial.offer["handle"]
-    trial.close()
-    other.close()
-    refusal = find_refusal({5: {"handle": handle, "pattern": ""}}, CPU, GPU)
-    assert refusal == "training rank 5's memory: CUDA_ERROR_INVALID_VALUE"
-    assert "non-hexadecimal" in str(find_refusal({5: {"handle": "/etc/passwd", "pattern": ""}}, CPU, GPU))
 
 
 def test_a_group_that_does_not_meet_is_an_error_at_the_deadline(tmp_path: Path) -> None:
@@ -257,21 +238,40 @@ def test_a_group_that_does_not_meet_is_an_error_at_the_deadline(tmp_path: Path) 
         open_transport(make_spec("group", tmp_path, 1.0), 0, is_source=True, device=CPU)
 
 
-def open_pair(directory: Path, deadline_s: float) -> tuple[GroupTransport, GroupTransport]:
-    """Training rank 0 and server rank 0 of a group of two, in threads of this process."""
-    spec = make_spec("group", directory, deadline_s) | {"num_sources": 1, "num_targets": 1}
-    with ThreadPoolExecutor(2) as pool:
-        sides = (True, False)
-        ends = list(pool.map(lambda is_source: GroupTransport(spec, 0, is_source=is_source, device=CPU), sides))
-    return ends[0], ends[1]
-
-
 def test_a_rank_that_sends_nothing_is_named_at_our_deadline_long_before_the_groups_own_timeout(tmp_path: Path) -> None:
-    source, target = open_pair(tmp_path, deadline_s=2.0)
+    spec = make_spec("group", tmp_path, 2.0) | {"num_sources": 1, "num_targets": 1}
+    with ThreadPoolExecutor(2) as pool:
+        ends = pool.map(lambda is_source: GroupTransport(spec, 0, is_source=is_source, device=CPU), (True, False))
+    source, target = ends
     for end in (source, target):
         assert end._group.options._timeout == timedelta(seconds=20)
     with pytest.raises(TransportError, match=r"a bucket was not received from training rank 0: .*2000ms"):
         target.receive(take_own(0, 0), lambda *_: None)
+
+
+class PolledWork:
+    """NCCL's work as `GroupTransport` polls it: complete when asked for the n-th time."""
+
+    def __init__(self, n: int) -> None:
+        self.left, self.has_waited = n, False
+
+    def is_completed(self) -> bool:
+        self.left -= 1
+        return self.left <= 0
+
+    def wait(self) -> None:
+        assert self.left <= 0, "torch's own wait would poll every 10 ms"
+        self.has_waited = True
+
+
+def test_nccl_is_polled_until_the_deadline_and_waited_for_once_it_is_complete() -> None:
+    transport: Any = GroupTransport.__new__(GroupTransport)
+    transport._timeout, transport._device = timedelta(seconds=0.05), torch.device("cuda")
+    work, bucket = PolledWork(5), make_bucket(0, 0, 1)
+    transport._wait((bucket, work), "sent to")
+    assert work.has_waited
+    with pytest.raises(RuntimeError, match=r"a bucket was not sent to server rank 0: not within 0.05 s"):
+        transport._wait((bucket, PolledWork(10**9)), "sent to")
 
 
 @pytest.mark.parametrize("before", [None, "0"])

@@ -11,7 +11,6 @@ import pytest
 import torch
 from tool_loading import TOOLS, load_tool
 
-from megarl.sync.transport import Way
 from megarl.tools.gpu import training, transfer
 from megarl.tools.gpu.lines import Verdict
 from megarl.tools.gpu.setting import CPU, Setting
@@ -46,7 +45,7 @@ def test_a_byte_that_changes_on_its_way_is_found(monkeypatch: pytest.MonkeyPatch
         message[5] += bucket.copies[0].source.row == 0
 
     monkeypatch.setattr(transfer, "fill", fill)
-    line = transfer.move(Way.pageable, CPU, 1 << 20, 1 << 18)
+    line = transfer.move(CPU, 1 << 20, 1 << 18)
     assert (line.verdict, line.value) == (Verdict.fails, 1.0)
 
 
