@@ -161,7 +161,8 @@ class ShardSync(_Sync):
     def _describe_transport(self, session: Session) -> dict[str, Any]:
         """What `open_transport` of all ranks gets."""
         sources, targets = session.num_ranks
-        spec = {"num_sources": sources, "num_targets": targets, "deadline_s": self._config.sync_deadline_s}
+        deadline_s = self._config.sync_deadline_s
+        spec: dict[str, Any] = {"num_sources": sources, "num_targets": targets, "deadline_s": deadline_s}
         if self._config.transport is Transport.split:
             return spec | {"kind": "group"} | self._describe_group()
         self._remove_memory()

@@ -263,7 +263,7 @@ def measure(
     backend = cast(TrainBackend, policy)  # of whose verbs a sync needs these alone
     ranks = Ranks(backend, [client], config, read_architecture(checkpoint), host)
     ours = ShardSync(backend, [client], config, ranks, probe, scratch=scratch, host=host, policy_dtype=Dtype.bfloat16)
-    away = {"directory": scratch / "disk", "policy_dtype": Dtype.bfloat16}
+    away: dict[str, Any] = {"directory": scratch / "disk", "policy_dtype": Dtype.bfloat16}
     disk = DiskSync(backend, [client], config, ranks, probe, **away)
     join_broadcast(policy, client, server.api_key)
     versions = iter(range(1, 1000))
