@@ -103,8 +103,6 @@ class Trainer:
         self.source.keep_logprobs(experience.old_logprobs)
         samples, of_targets = self.algorithm.build_targets(experience, iteration, has_old_logprobs=not reuses)
         metrics |= found | of_targets
-        recorder = self.components.token_recorder
-        record = recorder.begin(rollout, experience) if iteration > 0 else None
         end = None
         # The weights and the loop's own state change together, even when a signal arrives.
         with deferring_stops():
@@ -114,8 +112,9 @@ class Trainer:
             if reuses:
                 experience, found = self.roles.add_old_logprobs(experience)
                 metrics |= found
-            recorder.finish(record, experience, samples, iteration)
             if iteration > 0:
+                if (file := self.components.token_file) is not None:
+                    file.write_training(iteration, rollout, experience, samples)
                 metrics |= self.algorithm.update_kl(experience, is_frozen=self.config.policy.is_frozen(iteration))
             else:
                 end = self.algorithm.end_step(metrics)

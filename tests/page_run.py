@@ -74,7 +74,7 @@ def write_tokens(folder: Path, num_iterations: int = 40, *, text: str = "an answ
         response = Response([0] * size, text, [-0.5] * size, [True] * size, [0] * size, FinishReason.stop)
         prompt = Prompt(f"p{group}", text, (1,), "1")
         samples.append(Sample(prompt, response, Score(float(group), group == 1), group))
-    with contextlib.closing(TokenFile(folder / "tokens.jsonl", 2, 100_000, lambda ids: text * len(ids))) as file:
+    with contextlib.closing(TokenFile(folder / "tokens.jsonl", 2, lambda ids: text * len(ids))) as file:
         for iteration in range(1, num_iterations + 1):
             file.write(iteration, Rollout(tuple(samples), iteration - 1), range(2), {})
 

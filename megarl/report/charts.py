@@ -6,6 +6,7 @@ chart follows the reader's light or dark theme. Every text is escaped.
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -109,8 +110,6 @@ ENGINES = (
           turn_on="rollout.max_staleness above 0; at 0 every token is sampled by the weights that learn from it"),
     Chart("Steps of a sync", "seconds", {"sync/seconds_*": "*"},
           turn_on="servers that generate (rollout.file=null)", is_stack=True),
-    Chart("Probe after each sync", "largest gap of its log-probs", {"sync/probe_logprob_gap": "gap"},
-          "Fixed tokens through both engines, once the checksums have been found equal."),
 )
 TIME_CHARTS = (
     Chart("Where the time goes", "seconds per iteration", {f"{TIME}*": "*"}, is_stack=True, without=" ".join(ONCE)),
@@ -197,9 +196,9 @@ class Axis:
     def place(self, value: float) -> float:
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
-    def choose_ticks(self, number: int = 4) -> list[float]:
+    def choose_ticks(self) -> list[float]:
         """Round values (1, 2 or 5 times a power of ten apart) within the axis."""
-        raw = (self.high - self.low) / number
+        raw = (self.high - self.low) / 4
         power = 10.0 ** math.floor(math.log10(raw))
         step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw)
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
@@ -208,8 +207,7 @@ class Axis:
 
 def build_axis(values: Iterable[float], start: float, end: float, margin: float = 0.0) -> Axis:
     """An axis from the least to the greatest value, with a share `margin` of the range left free at each end."""
-    found = list(values)
-    low, high = min(found), max(found)
+    low, high = min(found := list(values)), max(found)
     if high - low < 1e-12 * max(1.0, abs(high)):
         low, high = low - (abs(low) * 0.1 or 0.5), high + (abs(high) * 0.1 or 0.5)
     room = (high - low) * margin
@@ -226,14 +224,12 @@ def draw_curves(
     domain: tuple[float, float] | None = None,
     floor: float = -math.inf,
     *,
-    are_whole: bool = True,
     is_stack: bool = False,
 ) -> str:
     """Lines with the range of what their points stand for, or areas upon one another (is_stack, of `pile_up`); a curve
     of one point is a dot; a vertical cursor.
 
-    domain: the ends of x; None: those of the points. floor: values below are drawn there. are_whole: x has whole
-    numbers only, as an iteration.
+    domain: the ends of x; None: those of the points. floor: values below are drawn there.
     """
     drawn = [curve for curve in curves if curve.points]
     values = [max(value, floor) for curve in drawn for _, value in curve.points]
@@ -251,7 +247,7 @@ def draw_curves(
     def place(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
         return [(x.place(i), min(max(y.place(scale(value)), TOP), HEIGHT - BOTTOM)) for i, value in points]
 
-    parts = list(_draw_grid(x, y, is_log, are_whole))
+    parts = list(_draw_grid(x, y, is_log))
     for curve in drawn:
         if curve.ranges:
             (lower, upper), across = zip(*curve.ranges, strict=True), [i for i, _ in curve.points]
@@ -262,40 +258,33 @@ def draw_curves(
         tooltip = f' data-run="{escape(curve.run)}"><title>{escape(curve.label)}</title>' if curve.run else ">"
         parts.append(f'<g class="curve g{curve.group}"{tooltip}')
         if len(points) > 1:
-            parts.append(f'<polyline class="hit" {_list(points)}/>' if curve.run else "")
-            parts.append(f'<polyline class="line" {_list(points)}/>')
-        if len(points) <= MOST_DOTS and not curve.run:
-            parts += [f'<circle class="end" cx="{across:.1f}" cy="{up:.1f}" r="1.6"/>' for across, up in points[:-1]]
-        parts.append(f'<circle class="end" cx="{points[-1][0]:.1f}" cy="{points[-1][1]:.1f}" r="2.6"/></g>')
+            parts.append(f'<polyline class="hit" {_list(points)}/><polyline class="line" {_list(points)}/>')
+        # A curve of many points has a dot at its end only.
+        dots = points if len(points) <= MOST_DOTS and not curve.run else points[-1:]
+        parts += [f'<circle class="end" cx="{across:.1f}" cy="{up:.1f}" r="2"/>' for across, up in dots]
+        parts.append("</g>")
     parts.append(f'<line class="cursor" x1="0" x2="0" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
-    return wrap_svg(HEIGHT, parts)
+    return f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img">{"".join(parts)}</svg>'
 
 
 def _find_ends(curves: Sequence[Curve], floor: float) -> Iterator[float]:
     """Lows and highs without the most extreme, so that one spike does not flatten the rest."""
-    for curve in curves:
-        if curve.ranges:
-            kept = math.ceil(RANGE_SHARE * len(curve.ranges)) - 1
-            yield max(sorted((low for low, _ in curve.ranges), reverse=True)[kept], floor)
-            yield max(sorted(high for _, high in curve.ranges)[kept], floor)
+    for ranges in (curve.ranges for curve in curves if curve.ranges):
+        kept = math.ceil(RANGE_SHARE * len(ranges)) - 1
+        yield max(sorted((low for low, _ in ranges), reverse=True)[kept], floor)
+        yield max(sorted(high for _, high in ranges)[kept], floor)
 
 
-def _draw_grid(x: Axis, y: Axis, is_log: bool, are_whole: bool) -> Iterator[str]:
-    """The parts of a chart behind its curves. is_log: y is of decimal logarithms; are_whole: as in `draw_curves`."""
+def _draw_grid(x: Axis, y: Axis, is_log: bool) -> Iterator[str]:
+    """The parts of a chart behind its curves. is_log: y is of decimal logarithms."""
     for tick in y.choose_ticks():
         at, value = y.place(tick), 10.0**tick if is_log else tick
         yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
         yield f'<text class="tick" x="{LEFT - 6}" y="{at + 3.5:.1f}" text-anchor="end">{format_number(value)}</text>'
-    for value in x.choose_ticks(5):
-        if not are_whole or value == int(value):
-            at, text = x.place(value), f"{value:.0f}" if are_whole else format_number(value)
-            yield f'<text class="tick" x="{at:.1f}" y="{HEIGHT - 10}" text-anchor="middle">{text}</text>'
+    for tick in x.choose_ticks():
+        text = format_number(tick)
+        yield f'<text class="tick" x="{x.place(tick):.1f}" y="{HEIGHT - 10}" text-anchor="middle">{text}</text>'
     yield f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM}"/>'
-
-
-def wrap_svg(height: float, parts: Sequence[str]) -> str:
-    """The whole element, whose size is that of its place on the page."""
-    return f'<svg viewBox="0 0 {WIDTH:g} {height:g}" role="img">{"".join(parts)}</svg>'
 
 
 def _list(points: Iterable[tuple[float, float]]) -> str:
@@ -317,41 +306,37 @@ class Picture:
     """What the horizontal axis is"""
     curves: Sequence[Curve]
     note: str = ""
-    are_whole: bool = True
-    """As in `draw_curves`"""
+
+
+QUARTER, QUARTILES = "quarter of the response", range(1, 5)
 
 
 def list_critic_pictures(history: History) -> list[Picture]:
     lines = [line for line in history.lines if "critic/explained_variance" in line]
-    if not lines:
-        return []
     baseline = "group" if any("critic/mse_vs_group" in line for line in lines) else "batch"
     without = _find_ratios(f"advantage/signal_frac_{baseline}", lines)
-    others = [Curve(f"outcome - mean of the {baseline}, whole run", GRAY, without)] if without else []
-    calibrations = [
-        ("first", "On the gray line the critic promises what comes; above it, it lags behind a policy that gets better;"
-         " flatter than it, its values vary too much."),
-        ("middle", "The same at the middle of each response."),
-    ]  # fmt: skip
+    gray = [Curve(f"outcome - mean of the {baseline}, whole run", GRAY, without)] if without else []
+    by_position, by_length = [f"critic/ev_at_{q}" for q in QUARTERS], [f"critic/ev_length_q{n}" for n in QUARTILES]
     found = [
         Picture(
             "Explained variance by position",
-            "quarter of the response",
-            _draw_thirds(lines, partial(_find_medians, [f"critic/ev_at_{quarter}" for quarter in QUARTERS])),
+            QUARTER,
+            _draw_thirds(lines, partial(_find_medians, by_position, lowest=LOWEST)),
             "Rising: the critic learns from the response itself. Flat and high: it knows the prompt and little else."
             " Falling: it loses track as a response gets longer.",
         ),
         Picture(
             "Explained variance by length",
             "quartile of the responses' length",
-            _draw_thirds(lines, partial(_find_medians, [f"critic/ev_length_q{number}" for number in range(1, 5)])),
+            _draw_thirds(lines, partial(_find_medians, by_length, lowest=LOWEST)),
             "A quartile far below the others is a kind of response that the critic has not understood.",
         ),
-        *(_build_calibration(state, lines, note) for state, note in calibrations),
+        _build_calibration("first", lines),
+        _build_calibration("middle", lines),
         Picture(
             "Signal-to-noise ratio of the advantages",
-            "quarter of the response",
-            [*_draw_thirds(lines, partial(_find_ratios, "advantage/signal_frac")), *others],
+            QUARTER,
+            [*_draw_thirds(lines, partial(_find_ratios, "advantage/signal_frac")), *gray],
             "How much of an advantage is about its own token; the gray line is what advantages without a critic would"
             " have.",
         ),
@@ -360,23 +345,22 @@ def list_critic_pictures(history: History) -> list[Picture]:
 
 
 def list_gap_pictures(history: History) -> list[Picture]:
-    metrics = [f"mismatch/logprob_gap_at_{quarter}" for quarter in QUARTERS]
-    lines = [line for line in history.lines if metrics[0] in line]
-    note = "Rising to the right: errors that add up. High at the left: the prompts differ."
-    title, x = "Gap between the log-probs, by position", "quarter of the response"
-    return [Picture(title, x, _draw_thirds(lines, partial(_find_medians, metrics)), note)] if lines else []
+    curves = _draw_thirds(history.lines, partial(_find_medians, [f"mismatch/logprob_gap_at_{q}" for q in QUARTERS]))
+    note = (
+        "Rising to the right: errors that add up (a KV cache of lower precision, positions), or a policy that is less"
+        " sure of its ends. High at the left: the prompts differ, or a cached prefix is of older weights."
+    )
+    return [Picture("Gap between the log-probs, by position", QUARTER, curves, note)] if curves else []
 
 
 def draw_lengths(responses: Sequence[tuple[int, bool]], note: str, num_bins: int = 24) -> Picture:
     """How many right and wrong responses have which length. responses: (generated tokens, whether it is right)."""
     width = max(1.0, (max(size for size, _ in responses) + 1) / num_bins)
-    bins = [width * number for number in range(math.ceil((max(size for size, _ in responses) + 1) / width))]
     curves = []
     for label, group, wanted in (("right", 2, True), ("wrong", 6, False)):
-        counts = dict.fromkeys(range(len(bins)), 0)
-        for size in (size for size, is_right in responses if is_right is wanted):
-            counts[int(size / width)] += 1
-        curves.append(Curve(label, group, [(bins[number], count) for number, count in counts.items()]))
+        counts = Counter(int(size / width) for size, is_right in responses if is_right is wanted)
+        last = max(int(size / width) for size, _ in responses)
+        curves.append(Curve(label, group, [(width * number, counts[number]) for number in range(last + 1)]))
     return Picture("Length of right and wrong responses", "generated tokens; vertical: responses", curves, note)
 
 
@@ -391,31 +375,27 @@ def _draw_thirds(lines: Lines, read: Callable[[Lines], Points]) -> list[Curve]:
     return curves
 
 
-def _find_median(lines: Lines, metric: str) -> float | None:
-    values = [line[metric] for line in lines if metric in line]
-    return statistics.median(values) if values else None
-
-
-def _find_medians(metrics: Sequence[str], lines: Lines) -> Points:
-    """One point for each of the metrics that has values, from 1 on, and nothing below LOWEST."""
-    found = enumerate((_find_median(lines, metric) for metric in metrics), start=1)
-    return [(number, max(value, LOWEST)) for number, value in found if value is not None]
+def _find_medians(metrics: Sequence[str], lines: Lines, lowest: float = -math.inf) -> Points:
+    """One point for each of the metrics that has values, from 1 on; what is below `lowest` is drawn there."""
+    columns = enumerate(([line[metric] for line in lines if metric in line] for metric in metrics), start=1)
+    return [(number, max(statistics.median(values), lowest)) for number, values in columns if values]
 
 
 def _find_ratios(name: str, lines: Lines) -> Points:
     """(quarter, SNR) from the median share of signal; 0 where none is found, left out where no noise is."""
-    shares = enumerate((_find_median(lines, f"{name}_at_{quarter}") for quarter in QUARTERS), start=1)
-    return [(n, math.sqrt(max(x, 0.0) / (1 - x))) for n, x in shares if x is not None and x < 1]
+    shares = _find_medians([f"{name}_at_{quarter}" for quarter in QUARTERS], lines)
+    return [(number, math.sqrt(max(x, 0.0) / (1 - x))) for number, x in shares if x < 1]
 
 
-def _build_calibration(state: str, lines: Lines, note: str) -> Picture:
+def _build_calibration(state: str, lines: Lines) -> Picture:
     def read(part: Lines) -> Points:
-        names = [(f"critic/value_{state}_q{q}", f"critic/outcome_{state}_q{q}") for q in range(1, 5)]
-        pairs = [(_find_median(part, value), _find_median(part, outcome)) for value, outcome in names]
-        return [(x, y) for x, y in pairs if x is not None and y is not None]
+        names = [[f"critic/{what}_{state}_q{n}" for n in QUARTILES] for what in ("value", "outcome")]
+        values, outcomes = (dict(_find_medians(each, part)) for each in names)
+        return [(value, outcomes[number]) for number, value in values.items() if number in outcomes]
 
     curves = _draw_thirds(lines, read)
     if values := [x for curve in curves for x, _ in curve.points]:
         curves.append(Curve("perfectly calibrated", GRAY, [(x, x) for x in (min(values), max(values))]))
-    title = f"Calibration of the value of the {state} state"
-    return Picture(title, "mean value; vertical: mean outcome", curves, note, are_whole=False)
+    note = "On the gray line the critic promises what comes; above it, it lags behind a policy that gets better;"
+    note += " flatter than it, its values vary too much."
+    return Picture(f"Calibration of the value of the {state} state", "mean value; vertical: mean outcome", curves, note)

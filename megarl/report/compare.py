@@ -47,37 +47,18 @@ class Level:
     """Standard deviation over seeds within a setting, pooled over the settings; None where none has two seeds"""
 
 
-@dataclass(frozen=True)
-class Effect:
-    key: str
-    levels: tuple[Level, ...]
-
-    @property
-    def range(self) -> float:
-        """The difference between the best and the worst mean."""
-        means = [level.mean for level in self.levels]
-        return max(means) - min(means)
-
-
 def find_parameters(runs: Sequence[RunRecord]) -> list[str]:
-    """The keys whose values differ between the runs, those of the command line first, the seed last.
+    """The keys whose values differ between the runs and that their command lines give differently, the seed last.
 
-    A key whose value follows from another one's (such as those that a preset sets with algo.name) is left out, unless
-    the command line set it.
+    The name of a preset stands for what it sets. With different experiments all keys that differ count.
     """
     known = [run for run in runs if run.config]
     keys = [key for key in known[0].config if all(key in run.config for run in known)] if known else []
-    columns = {key: [get_value(run, key) for run in known] for key in keys if not key.startswith(BOOKKEEPING)}
-    differing = [key for key, column in columns.items() if len(set(column)) > 1]
-    given = {text.lstrip("+").split("=", 1)[0] for run in known for text in run.overrides}
-    asked = [key for key in differing if key in given]
-    found = list(asked)
-    for key in sorted((key for key in differing if key not in given), key=lambda key: key != "algo.name"):
-        # It follows from another one where each value of that one stands with one of its own.
-        pairs = [(columns[other], set(zip(columns[other], columns[key], strict=True))) for other in found]
-        if not any(len(both) == len(set(values)) for values, both in pairs):
-            found.append(key)
-    return sorted(found, key=lambda key: (key == SEED, key not in asked, differing.index(key)))
+    keys = [key for key in keys if not key.startswith(BOOKKEEPING) and len({get_value(run, key) for run in known}) > 1]
+    given = [set(run.overrides) for run in known]
+    varied = {text.lstrip("+").split("=", 1)[0] for each in given for text in each - set.intersection(*given)}
+    asked = [key for key in keys if "experiment" in varied or {key, key.removesuffix(".name")} & varied]
+    return sorted(asked, key=lambda key: key == SEED)
 
 
 def get_value(run: RunRecord, key: str) -> str:
@@ -88,8 +69,10 @@ def get_value(run: RunRecord, key: str) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def compute_effects(runs: Sequence[RunRecord], parameters: Sequence[str], scores: Mapping[str, float]) -> list[Effect]:
-    """The effect of each parameter other than the seed; largest range first.
+def compute_effects(
+    runs: Sequence[RunRecord], parameters: Sequence[str], scores: Mapping[str, float]
+) -> dict[str, list[Level]]:
+    """The levels of each parameter other than the seed; the largest difference of means first.
 
     scores: the metric by run name; runs without one are left out. A setting is one combination of the parameters other
     than the seed; every setting has the same weight, however many seeds it has.
@@ -99,9 +82,8 @@ def compute_effects(runs: Sequence[RunRecord], parameters: Sequence[str], scores
     counted = [run for run in runs if run.name in scores]
     for run in counted:
         settings.setdefault(tuple(get_value(run, key) for key in varied), []).append(scores[run.name])
-    effects = []
+    effects: dict[str, list[Level]] = {}
     for position, key in enumerate(varied):
-        levels = []
         for value in sort_values({setting[position] for setting in settings}):
             groups = [points for setting, points in settings.items() if setting[position] == value]
             several = [points for points in groups if len(points) > 1]
@@ -109,10 +91,10 @@ def compute_effects(runs: Sequence[RunRecord], parameters: Sequence[str], scores
             squares = sum((len(points) - 1) * statistics.variance(points) for points in several)
             points = tuple(scores[run.name] for run in counted if get_value(run, key) == value)
             mean = statistics.mean(statistics.mean(points) for points in groups)
-            levels.append(Level(value, points, mean, (squares / freedom) ** 0.5 if freedom else None))
-        if len(levels) > 1:
-            effects.append(Effect(key, tuple(levels)))
-    return sorted(effects, key=lambda effect: -effect.range)
+            level = Level(value, points, mean, (squares / freedom) ** 0.5 if freedom else None)
+            effects.setdefault(key, []).append(level)
+    ranges = {key: max(x.mean for x in levels) - min(x.mean for x in levels) for key, levels in effects.items()}
+    return {key: effects[key] for key in sorted(effects, key=lambda key: -ranges[key]) if len(effects[key]) > 1}
 
 
 def sort_values(values: set[str]) -> list[str]:
@@ -133,37 +115,33 @@ def is_complete_grid(runs: Sequence[RunRecord], parameters: Sequence[str]) -> bo
     return len(combinations) == math.prod(len(set(column)) for column in zip(*combinations, strict=True))
 
 
-def color_runs(runs: Sequence[RunRecord], key: str) -> tuple[list[str], dict[str, int]]:
-    """The values of a parameter (NUM_COLOURS at most, then all others) and the number of each run's, by its name."""
-    values = sort_values({get_value(run, key) for run in runs})
-    if len(values) > NUM_COLOURS:
-        values = [*values[:NUM_COLOURS], OTHERS]
-    number = {value: i for i, value in enumerate(values)}
-    return values, {run.name: number.get(get_value(run, key), NUM_COLOURS) for run in runs}
-
-
 def format_comparison(title: str, runs: Sequence[RunRecord]) -> str:
     """The whole page."""
     parameters = find_parameters(runs)
     done = [run for run in runs if run.state == State.done.value and HELDOUT in run.history.last]
     scores = {run.name: run.history.last[HELDOUT] for run in done}
     effects = compute_effects(runs, parameters, scores)
-    order = [effect.key for effect in effects] + [key for key in parameters if key == SEED]
-    columns = sorted(dict.fromkeys([*order, *parameters]), key=lambda key: key == SEED)
-    key = [*order, *parameters, ""][0]
-    values, group_of = color_runs(runs, key)
+    columns = sorted(dict.fromkeys([*effects, *parameters]), key=lambda key: key == SEED)
+    # The colours are those of the parameter with the largest effect.
+    key = [*columns, ""][0]
+    values = sort_values({get_value(run, key) for run in runs})
+    values = values if len(values) <= NUM_COLOURS else [*values[:NUM_COLOURS], OTHERS]
+    number = {value: i for i, value in enumerate(values)}
+    group_of = {run.name: number.get(get_value(run, key), NUM_COLOURS) for run in runs}
     ranked = sorted(runs, key=lambda run: (run.name not in scores, -scores.get(run.name, 0.0), run.name))
+    swatches = (f'<span><i class="swatch g{i}"></i>{escape(value)}</span>' for i, value in enumerate(values))
     body = [
         *_format_head(title, runs, scores),
-        *_format_runs(ranked, columns, scores, group_of),
-        *_format_curves(ranked, key, values, group_of, parameters),
+        *_format_runs(ranked, columns, group_of),
+        "<h2>Curves</h2>",
+        "<p>Every run, over the iterations. Point at a line or a row of the table to follow one run.</p>",
+        f'<div class="legend"><code>{escape(key)}</code>{"".join(swatches)}</div>',
+        *_format_curves(ranked, group_of, parameters),
         *_format_effects(effects, done, parameters),
         *_format_failures([run for run in runs if run.state != State.done.value]),
         *format_problems([problem for run in runs for problem in run.problems]),
     ]
-    folders = " ".join(f"<code>{escape(str(run.directory))}</code>" for run in runs[:2])
-    more = f" and {len(runs) - 2} more" if len(runs) > 2 else ""
-    return wrap_page(title, "", body, f"Written by megarl report from {folders}{more}", None, "compare.js")
+    return wrap_page(title, "", body, f"Written by megarl report from {len(runs)} runs", None, "compare.js")
 
 
 def _format_failures(failed: Sequence[RunRecord]) -> Iterator[str]:
@@ -192,44 +170,28 @@ def _format_head(title: str, runs: Sequence[RunRecord], scores: Mapping[str, flo
     yield format_tiles(tiles | {"of training, all runs": format_seconds(sum(run.history.seconds for run in runs))})
 
 
-def _format_runs(
-    runs: Sequence[RunRecord], parameters: Sequence[str], scores: Mapping[str, float], group_of: Mapping[str, int]
-) -> Iterator[str]:
+def _format_runs(runs: Sequence[RunRecord], parameters: Sequence[str], group_of: Mapping[str, int]) -> Iterator[str]:
+    """group_of: the number of each run's colour."""
     yield "<h2>Runs</h2><p>Only what differs; the best at the end first.</p>"
-    yield '<div class="scroll"><table><thead><tr><th></th>'
-    yield from (f"<th>{escape(key.rsplit('.', 1)[-1])}<br><small>{escape(key)}</small></th>" for key in parameters)
     numbers = ("held-out, end", "held-out, best", "training reward", "length", "iterations", "time")
-    yield "<th>state</th>" + "".join(f'<th class="number">{name}</th>' for name in numbers) + "<th>folder</th>"
-    yield "</tr></thead><tbody>"
-    top = max([abs(score) for score in scores.values()], default=0.0)
+    rows = []
     for run in runs:
-        last, end = run.history.last, run.history.last.get(HELDOUT)
-        best = run.history.best[HELDOUT][0] if end is not None else None
-        share = 100 * max(0.0, end) / top if end is not None and top else 0
-        yield f'<tr data-run="{escape(run.name)}" class="g{group_of[run.name]}">'
-        yield '<td><i class="swatch"></i></td>'
-        yield from (f"<td>{escape(get_value(run, key))}</td>" for key in parameters)
-        yield _format_state(run)
-        yield f'<td class="number">{_show(end)}<i class="bar"><i style="width:{min(share, 100):.0f}%"></i></i></td>'
-        shown = [_show(value) for value in (best, last.get("reward/mean"), last.get("length/mean"))]
+        last = run.history.last
+        best = run.history.best[HELDOUT][0] if HELDOUT in last else None
+        shown = [_show(value) for value in (last.get(HELDOUT), best, last.get("reward/mean"), last.get("length/mean"))]
         shown += [str(run.history.num_iterations), format_seconds(run.history.seconds)]
-        yield from (f'<td class="number">{each}</td>' for each in shown)
-        yield f"<td><code>{escape(run.name)}</code></td></tr>"
-    yield "</tbody></table></div>"
+        name = f'<td data-run="{escape(run.name)}" class="g{group_of[run.name]}"><i class="swatch"></i>'
+        cells = [f"{name}<code>{escape(run.name)}</code></td>", _format_state(run)]
+        cells += [f"<td>{escape(get_value(run, key))}</td>" for key in parameters]
+        rows.append([*cells, *(f'<td class="number">{each}</td>' for each in shown)])
+    yield format_table(("run", "state", *parameters, *numbers), rows)
 
 
 def _show(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}" if abs(value) < 10 else format_number(value)
 
 
-def _format_curves(
-    runs: Sequence[RunRecord], key: str, values: Sequence[str], group_of: Mapping[str, int], parameters: Sequence[str]
-) -> Iterator[str]:
-    """group_of: the number of each run's colour, that of its value of the key."""
-    yield "<h2>Curves</h2>"
-    yield "<p>Every run, over the iterations. Point at a line or a row of the table to follow one run.</p>"
-    swatches = (f'<span><i class="swatch g{i}"></i>{escape(value)}</span>' for i, value in enumerate(values))
-    yield f'<div class="legend"><code>{escape(key)}</code>{"".join(swatches)}</div>'
+def _format_curves(runs: Sequence[RunRecord], group_of: Mapping[str, int], parameters: Sequence[str]) -> Iterator[str]:
     yield '<div class="grid-of-charts">'
     for metric, title, unit in CHARTS:
         curves = []
@@ -247,27 +209,25 @@ def _format_curves(
     yield "</div>"
 
 
-def _format_effects(effects: Sequence[Effect], done: Sequence[RunRecord], parameters: Sequence[str]) -> Iterator[str]:
+def _format_effects(
+    effects: Mapping[str, Sequence[Level]], done: Sequence[RunRecord], parameters: Sequence[str]
+) -> Iterator[str]:
     """done: the runs that count."""
     if not effects:
         return
     yield "<h2>Effect of each parameter</h2>"
-    levels = [level for effect in effects for level in effect.levels]
-    spread = "Every setting has one seed, so that the share of chance in this is unknown."
-    if any(level.seed_std is not None for level in levels):
-        seeds = len({get_value(run, SEED) for run in done})
-        spread = f"± is one standard deviation over the {seeds} seeds, within a setting of the other parameters."
-    yield f"<p>Held-out reward at the end; a mean is over the settings of the other parameters. {spread}</p>"
+    yield "<p>Held-out reward at the end; a mean is over the settings of the other parameters. ± is one standard"
+    yield "deviation over seeds, within a setting: empty where each has one seed, so that chance is unknown.</p>"
     if not is_complete_grid(done, parameters):
         yield "<p>Not every combination is done: a mean may carry the effect of another parameter.</p>"
     yield '<div class="grid-of-charts effects">'
-    heads = ("value", "runs", "mean", "± seeds", "lowest … highest")
-    for effect in effects:
+    for key, levels in effects.items():
         rows = []
-        for level in effect.levels:
+        for level in levels:
             std = "" if level.seed_std is None else f"{level.seed_std:.3f}"
             ends = f"{min(level.points):.3f} … {max(level.points):.3f}"
-            rows.append((level.value, str(len(level.points)), f"{level.mean:.3f}", std, ends))
-        table = format_table(heads, [[f'<td class="number">{escape(cell)}</td>' for cell in row] for row in rows])
-        yield f'<div class="card"><h3><code>{escape(effect.key)}</code></h3>{table}</div>'
+            row = (level.value, str(len(level.points)), f"{level.mean:.3f}", std, ends)
+            rows.append([f'<td class="number">{escape(cell)}</td>' for cell in row])
+        table = format_table(("value", "runs", "mean", "± seeds", "lowest … highest"), rows)
+        yield f'<div class="card"><h3><code>{escape(key)}</code></h3>{table}</div>'
     yield "</div>"

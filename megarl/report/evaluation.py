@@ -19,6 +19,7 @@ from megarl.types import FinishReason, Sample
 FILE_NAME = "evaluation.json"
 RESPONSES_FILE_NAME = "responses.jsonl"
 UNKNOWN = "-"
+CONFIDENCE = 0.95
 PRIOR_WEIGHT = 2.0
 """Problems' worth of a design effect of 1 in its estimate: the smallest whole number with which simulated intervals
 cover what they promise for chances from U-shaped distributions."""
@@ -66,7 +67,7 @@ def compute_majority(votes: Votes) -> float:
     return 1 / (1 + votes.wrong.count(votes.num_correct))
 
 
-def compute_mean(values: Sequence[float], num_samples: int, confidence: float) -> Estimate:
+def compute_mean(values: Sequence[float], num_samples: int) -> Estimate:
     """The mean over problems of values in [0, 1], and its interval over problems. num_samples: n, of each problem.
 
     The interval is Wilson's (1927) for a proportion, with N / d in place of the N problems, where d is the design
@@ -74,12 +75,10 @@ def compute_mean(values: Sequence[float], num_samples: int, confidence: float) -
     all problems are 0, or nearly all 1, few of them tell what d is; so it is the average of the estimate with weight
     4 N p (1 - p), about the number of problems that tell, and of 1 with weight PRIOR_WEIGHT.
 
-    Raises ValueError for no values, one outside [0, 1], or a confidence outside (0, 1).
+    Raises ValueError for no values, or one outside [0, 1].
     """
     if not values or not all(0 <= value <= 1 for value in values):
         raise ValueError(f"one or more values in [0, 1] were expected; found {list(values)[:5]}")
-    if num_samples < 1 or not 0 < confidence < 1:
-        raise ValueError(f"found num_samples {num_samples} (1 or more), confidence {confidence} (in (0, 1))")
     mean = fmean(values)
     spread = mean * (1 - mean)
     effect = 1.0
@@ -88,7 +87,7 @@ def compute_mean(values: Sequence[float], num_samples: int, confidence: float) -
         effect = min(1.0, max(variance(values) / spread, 1 / num_samples))
         effect = (weight * effect + PRIOR_WEIGHT) / (weight + PRIOR_WEIGHT)
     size = len(values) / effect
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     center = (mean + z * z / (2 * size)) / (1 + z * z / size)
     reach = z / (1 + z * z / size) * sqrt(spread / size + z * z / (4 * size * size))
     # Rounding must not put the mean outside the interval: at 0 and 1 a bound is the mean itself.
@@ -122,9 +121,7 @@ class SetResult:
     problems: tuple[ProblemResult, ...]
 
 
-def summarize_set(
-    name: str, samples: Sequence[Sample], ks: Sequence[int], confidence: float, *, reads_answers: bool
-) -> SetResult:
+def summarize_set(name: str, samples: Sequence[Sample], ks: Sequence[int], *, reads_answers: bool) -> SetResult:
     """The result of a set from its samples, the same number for each problem, else ValueError.
 
     A sample without a reward counts as wrong, with a reward of 0 and without a vote. reads_answers: whether the
@@ -144,7 +141,7 @@ def summarize_set(
     return SetResult(
         name=name,
         num_samples=num_samples,
-        estimates={key: compute_mean(each, num_samples, confidence) for key, each in values.items()},
+        estimates={key: compute_mean(each, num_samples) for key, each in values.items()},
         mean_reward=fmean(sample.score.reward for sample in samples),
         mean_response_tokens=fmean(int(sample.response.generated.sum()) for sample in samples),
         mean_turns=fmean(len(sample.response.turns) for sample in samples),

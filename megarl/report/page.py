@@ -27,7 +27,7 @@ HERE = Path(__file__).resolve().parent
 VIEWER_BYTES = 4_000_000
 """Most bytes of responses"""
 MOST_RECENT = 10
-"""Points that a mean of the last iterations is over, at most"""
+"""Points that a mean of the last iterations is over"""
 LONGEST_VALUE = 300
 LOGGED_ITERATION = re.compile(r"^(?:\S+ \S+ )?iteration (\d+)/\d+  ")
 """The line of an iteration in train.log, with or without its time"""
@@ -145,7 +145,7 @@ def _format_card(head: str, svg: str, curves: Sequence[Curve], note: str, attrib
 
 
 def _format_picture(picture: Picture) -> str:
-    svg = draw_curves(picture.curves, are_whole=picture.are_whole)
+    svg = draw_curves(picture.curves)
     head = f"{escape(picture.title)} <span>{escape(picture.x)}</span>"
     return _format_card(head, svg, picture.curves, escape(picture.note))
 
@@ -211,13 +211,8 @@ def list_tiles(run: RunRecord) -> dict[str, str]:
         ("explained variance", "critic/explained_variance"),
         ("gap to the rollout engine", "mismatch/logprob_gap_mean"),
     ):
-        found = [(point, point.metrics[metric]) for point in history.points if metric in point.metrics]
-        # A quarter of the points, MOST_RECENT at most.
-        if recent := found[-min(MOST_RECENT, max(1, len(found) // 4)) :]:
-            mean = sum(each.total for _, each in recent) / sum(each.count for _, each in recent)
-            first, last = recent[0][0].first, recent[-1][0].last
-            shown = f"{format_number(mean)} at {first}" + (f" to {last}" if last > first else "")
-            tiles[f"{name}, mean of the last iterations"] = shown
+        if recent := history.list_recent(metric, MOST_RECENT):
+            tiles[f"{name}, mean of the last iterations"] = format_number(sum(recent) / len(recent))
     return tiles
 
 
@@ -269,36 +264,24 @@ def _format_causes(run: RunRecord) -> Iterator[str]:
         )
 
 
-def list_choices(overrides: Sequence[str]) -> list[str]:
-    """Those of the overrides that choose an option of a group.
-
-    An experiment that is a file of the user's own has what is to be seen: in its place are the options that it chooses.
-    """
-    groups = [re.split("[=@]", text.lstrip("+~"), maxsplit=1)[0] for text in overrides]
-    chosen = [text for text, group in zip(overrides, groups, strict=True) if (CONF_DIR / group).is_dir()]
-    names = [text.split("=", 1)[1] for text in chosen if text.lstrip("+").startswith("experiment=")]
-    if not names or (CONF_DIR / "experiment" / f"{names[-1]}.yaml").is_file():
-        return chosen
-    try:
-        found, defaults = find_choices([*chosen, *filter(is_search_path, overrides)]), find_choices([])
-    except ConfigError:
-        return chosen  # find_changes says so
-    return [f"{group}={name}" for group, name in found.items() if group != "experiment" and name != defaults.get(group)]
-
-
-def find_changes(run: RunRecord, choices: Sequence[str]) -> dict[str, tuple[Any, Any]] | None:
-    """(preset's value, the run's) of each key that differs. None where the configuration is not known, or `choices`
-    do not compose, which the run's problems then say.
+def find_changes(run: RunRecord) -> tuple[list[str], dict[str, tuple[Any, Any]]]:
+    """The options of groups that the run chose, an experiment's among them, and (their value, the run's) of each key
+    that differs. Empty where the configuration is not known or does not compose here, which the run's problems say.
     """
     if not run.config:
-        return None
+        return [], {}
+    paths = [text for text in run.overrides if is_search_path(text)]
+    groups = [text for text in run.overrides if (CONF_DIR / re.split("[=@]", text.lstrip("+~"))[0]).is_dir()]
     try:
-        preset = list_preset_values([*choices, *filter(is_search_path, run.overrides)])
+        found, defaults = find_choices([*groups, *paths]), find_choices([])
+        chosen = {f"{group}={name}": name != defaults.get(group) for group, name in found.items()}
+        choices = [text for text, is_other in chosen.items() if is_other or text in groups]
+        choices = [text for text in choices if not text.startswith("experiment=")]
+        preset = list_preset_values([*choices, *paths])
     except ConfigError as error:
-        shown = " ".join(choices) or "the defaults"
-        run.problems.append(f"the preset ({shown}) cannot be composed here: {'; '.join(error.problems)}")
-        return None
-    return {key: (preset.get(key), value) for key, value in run.config.items() if preset.get(key) != value}
+        run.problems.append(f"the preset ({' '.join(groups)}) cannot be composed here: {'; '.join(error.problems)}")
+        return [], {}
+    return choices, {key: (preset.get(key), value) for key, value in run.config.items() if preset.get(key) != value}
 
 
 def _format_configuration(run: RunRecord) -> Iterator[str]:
@@ -309,20 +292,19 @@ def _format_configuration(run: RunRecord) -> Iterator[str]:
         yield f"<p>{escape(newest.sizes)}</p><p>{escape(newest.data)}</p>"
     else:
         yield f"<p>The objective of {escape(run.name)} is not known.</p>"
-    choices = list_choices(run.overrides)
-    changes, preset = find_changes(run, choices), escape(" ".join(choices) or "the defaults")
+    choices, changes = find_changes(run)
     if changes:
-        yield f"<h3>What differs from <code>{preset}</code></h3>"
+        yield f"<h3>What differs from <code>{escape(' '.join(choices) or 'the defaults')}</code></h3>"
         rows = []
         for key, values in changes.items():
             texts = (value if isinstance(value, str) else json.dumps(value) for value in values)
-            shown = [escape(shorten(text, LONGEST_VALUE)) for text in texts]
             # A narrow screen breaks a key after a dot or an underscore, not within a word.
-            breakable = re.sub(r"([._])", r"\1<wbr>", escape(key))
-            rows.append([f"<td><code>{each}</code></td>" for each in (breakable, *shown)])
+            shown = [
+                re.sub(r"([._])", r"\1<wbr>", escape(key)),
+                *(escape(shorten(text, LONGEST_VALUE)) for text in texts),
+            ]
+            rows.append([f"<td><code>{each}</code></td>" for each in shown])
         yield format_table(("key", "preset", "this run"), rows, ' class="keys-of-config"')
-    elif changes is not None:
-        yield f"<p>Every key as in <code>{preset}</code>.</p>"
     if run.starts:
         yield "<h3>Versions and hardware</h3>"
         yield format_table(("started", "machine", "versions"), [_list_cells(start) for start in run.starts])
@@ -333,7 +315,6 @@ def _list_cells(start: Start) -> list[str]:
     machine = (
         f"{hardware.get('host')}: {hardware.get('cpu')}, {hardware.get('cores')} cores,"
         f" {hardware.get('memory_gib')} GiB; {'; '.join(map(str, hardware.get('gpus') or [])) or 'no GPU'}"
-        + (f"; {peak:.3g} TFLOP/s at most for policy and critic" if (peak := hardware.get("peak_tflops")) else "")
     )
     versions = ", ".join(f"{name} {version}" for name, version in start.versions.items())
     return [f"<td>{escape(when)}</td>", *(f'<td class="wide">{escape(text)}</td>' for text in (machine, versions))]

@@ -17,9 +17,7 @@ LONGEST_REASON = 200
 
 def compute_score_metrics(samples: Sequence[Sample], *, with_environment: bool) -> Metrics:
     """reward/correct and reward/NAME of the verifier's named parts: means over the samples with a reward, of a part
-    over those whose score has it. Empty where no sample has a reward.
-
-    with_environment: environment/* too.
+    over those whose score has it. Empty where no sample has a reward. with_environment: environment/* too.
     """
     scored = [sample for sample in samples if sample.score.failure is None]
     if not scored:
@@ -29,17 +27,14 @@ def compute_score_metrics(samples: Sequence[Sample], *, with_environment: bool) 
     return {**means, "reward/correct": _mean(sample.score.correct for sample in scored), **environment}
 
 
-def compute_environment_metrics(samples: Sequence[Sample]) -> Metrics:
-    """environment/*: means over the episodes with a reward; empty where there are none.
+def compute_environment_metrics(scored: Sequence[Sample]) -> Metrics:
+    """environment/*: means over these episodes.
 
     environment/NAME: the sum over an episode's turns of what `Turn.details` has under that name, 0 where it has none.
     environment/turns_mean: number of turns. environment/max_turns_frac: share cut at environment.max_turns.
     environment/tokens_mean: tokens of actions and observations together, which rollout.response_length limits;
     length/mean counts the actions' alone.
     """
-    scored = [sample for sample in samples if sample.score.failure is None]
-    if not scored:
-        return {}
     found = _collect(turn.details for sample in scored for turn in sample.response.turns)
     return {
         **{f"environment/{name}": sum(values) / len(scored) for name, values in found.items()},

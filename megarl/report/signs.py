@@ -10,7 +10,7 @@ from math import inf
 from statistics import median_high
 from typing import Any
 
-from megarl.report.metrics import QUARTERS, History
+from megarl.report.metrics import History
 from megarl.report.text import format_number
 from megarl.types import Metrics
 
@@ -262,25 +262,24 @@ def _check_policy(history: History) -> Iterator[Warned]:
             )
     for role in ("policy", "critic"):
         name = f"{role}/grad_norm"
-        recent = [point for point in history.points if name in point.metrics][-5 * RECENT :]
+        recent = [(point.metrics[name], point.last) for point in history.points if name in point.metrics][-5 * RECENT :]
         if len(recent) < FEWEST:
             continue
-        middle = median_high([point.metrics[name].mean for point in recent])
-        worst = max(recent, key=lambda point: point.metrics[name].high)
-        if (high := worst.metrics[name].high) > 20 * middle:
+        middle = median_high([each.mean for each, _ in recent])
+        high, at = max((each.high, at) for each, at in recent)
+        if high > 20 * middle:
             yield Warned(
                 f"The {role}'s gradient has spikes",
-                f"{format_number(high)} near iteration {worst.last}, {format_number(middle)} in the median ({name})",
+                f"{format_number(high)} near iteration {at}, {format_number(middle)} in the median ({name})",
                 f"{role}.optimizer.clip_grad bounds what a spike does; look for its cause in the responses of that"
                 " iteration and in mismatch/logprob_gap_max",
             )
 
 
 def _check_phases(history: History, config: Mapping[str, Any]) -> Iterator[Warned]:
-    save_every, eval_every = (config.get(key, "unknown") for key in ("checkpoint.save_every", "train.eval_every"))
     for phase, do in (
-        ("checkpoint", f"raise checkpoint.save_every (it is {save_every})"),
-        ("evaluate", f"raise train.eval_every (it is {eval_every}) or lower train.num_eval_prompts"),
+        ("checkpoint", f"raise checkpoint.save_every (it is {config.get('checkpoint.save_every', 'unknown')})"),
+        ("evaluate", "raise train.eval_every or lower train.num_eval_prompts"),
         ("sync", "look at the steps of a sync below; rollout.transport says how the weights travel"),
     ):
         share = history.sums.get(f"time/{phase}", 0.0) / (history.sums.get("perf/time_per_step") or inf)
@@ -291,8 +290,6 @@ def _check_phases(history: History, config: Mapping[str, Any]) -> Iterator[Warne
 ROUNDING, FLOAT32, LOW_PRECISION = 1e-5, 1e-3, 0.06
 """Mean gap that is explained, up to here, by float32 on both sides whatever the run; where both sides are known to be
 float32; by bfloat16 on both sides"""
-TILT = 2.0
-"""Ratio of the gaps of two quarters from which the gap is said to depend on the position"""
 DTYPES = ("policy.dtype", "rollout.dtype")
 
 
@@ -307,33 +304,33 @@ class Cause:
 
 
 def explain_mismatch(history: History, config: Mapping[str, Any]) -> list[Cause]:
-    """Why the log-probs of trainer and rollout engine differ, as far as the last RECENT points tell, the likeliest
-    first; empty without mismatch metrics.
+    """Why the log-probs of trainer and rollout engine differ, as far as the last RECENT points tell; empty without
+    mismatch metrics. Where along the response they do is said at that chart.
 
     config: the run's value of each dotted key, as far as it is known.
     """
-    medians = _find_medians(history)
-    if GAP not in medians:
+    medians, gaps = _find_medians(history), history.list_recent(GAP)
+    if not gaps:
         return []
-    # Without options of the servers' own, which may lower the precision.
-    is_float32 = config.get("policy.fp8") is None and not config.get("rollout.sglang")
-    is_float32 = is_float32 and all(config.get(key) == "float32" for key in DTYPES)
-    mean, rounding = medians[GAP], FLOAT32 if is_float32 else ROUNDING
-    causes = [_explain_size(mean, medians.get("rollout/staleness_mean", 0.0), rounding, is_float32, config)]
-    if mean > rounding:
-        causes += _explain_course(history, mean, [medians.get(f"mismatch/logprob_gap_at_{each}") for each in QUARTERS])
-    if (largest := medians.get("mismatch/logprob_gap_max", 0.0)) > max(1.0, 50 * mean):
+    causes = [_explain_size(medians[GAP], medians.get("rollout/staleness_mean", 0.0), config)]
+    first, mean = median_high(gaps[:RECENT]), medians[GAP]
+    if len(gaps) >= 2 * RECENT and mean > max(ROUNDING, 5 * first):
         causes.append(
             Cause(
-                f"single tokens stand out: the largest gap is {largest:.2g}",
-                "tokens of very low probability, whose log-prob has few digits in low precision",
-                "algo.mismatch.correction=mis with algo.mismatch.level=token leaves them out",
+                f"it has grown from {first:.2g} to {mean:.2g} during the run",
+                "the policy gets sharper or its weights larger, which makes the same rounding weigh more; often it"
+                " comes before a collapse of the reward",
+                "lower policy.optimizer.lr, or set algo.mismatch.correction=mis, which leaves out the worst tokens",
+                True,
             )
         )
     return causes
 
 
-def _explain_size(mean: float, stale: float, rounding: float, is_float32: bool, config: Mapping[str, Any]) -> Cause:
+def _explain_size(mean: float, stale: float, config: Mapping[str, Any]) -> Cause:
+    # Without options of the servers' own, which may lower the precision.
+    is_plain = config.get("policy.fp8") is None and not config.get("rollout.sglang")
+    is_float32 = is_plain and all(config.get(key) == "float32" for key in DTYPES)
     found = f"the mean gap is {mean:.2g} nats per token"
     if stale > 0:
         return Cause(
@@ -344,15 +341,13 @@ def _explain_size(mean: float, stale: float, rounding: float, is_float32: bool, 
             " policy/clip_frac is large, too",
             mean > 10 * LOW_PRECISION,
         )
-    if mean <= rounding:
+    if mean <= (FLOAT32 if is_float32 else ROUNDING):
         return Cause(found, "rounding of float32", "nothing")
     if mean <= LOW_PRECISION and not is_float32:
-        known = {key: config[key] for key in DTYPES if key in config}
-        is_low = len(known) == len(DTYPES) and set(known.values()) != {"float32"}
-        named = " and ".join(f"{key}={value}" for key, value in known.items()) if is_low else "bfloat16 or FP8"
+        known = ", ".join(f"{key}={config[key]}" for key in DTYPES if key in config)
         return Cause(
             found,
-            f"the engines compute in low precision ({named}), in a different order of sums",
+            f"the engines compute in low precision ({known or 'bfloat16 or FP8'}), in a different order of sums",
             "nothing as long as it does not grow; algo.mismatch.correction=tis takes it out of the gradient",
         )
     return Cause(
@@ -366,36 +361,3 @@ def _explain_size(mean: float, stale: float, rounding: float, is_float32: bool, 
         + ("" if is_float32 else ". rollout.dtype=float32 rules out precision"),
         True,
     )
-
-
-def _explain_course(history: History, mean: float, quarters: list[float | None]) -> Iterator[Cause]:
-    """Along the response, and along the run."""
-    gaps = [gap for gap in quarters if gap is not None]
-    shown = ", ".join(f"{gap:.2g}" for gap in gaps)
-    if len(gaps) == len(QUARTERS) and gaps[-1] > TILT * gaps[0]:
-        yield Cause(
-            f"the gap grows along the response ({shown} by quarter)",
-            "errors add up: a KV cache of lower precision than the trainer's attention, positions encoded differently"
-            " in long contexts, or a policy that is less sure of its ends",
-            "give rollout.dtype the trainer's type, and leave kv_cache_dtype out of rollout.sglang; where short"
-            " responses have the same, it is the lower probabilities of their ends, and harmless",
-            gaps[-1] > LOW_PRECISION,
-        )
-    elif len(gaps) == len(QUARTERS) and gaps[0] > TILT * gaps[-1]:
-        yield Cause(
-            f"the gap is largest at the start of the response ({shown} by quarter)",
-            "the prompt is not the same on both sides, or a cached prefix is of older weights; a first token that is a"
-            " near tie does the same, and is harmless",
-            "look at the first tokens of a response in the viewer below, coloured by mismatch",
-            gaps[0] > LOW_PRECISION,
-        )
-    early = history.list_recent(GAP)
-    first = median_high(early[:RECENT])
-    if len(early) >= 2 * RECENT and mean > 5 * first:
-        yield Cause(
-            f"it has grown from {first:.2g} to {mean:.2g} during the run",
-            "the policy gets sharper or its weights larger, which makes the same rounding weigh more; often it comes"
-            " before a collapse of the reward",
-            "lower policy.optimizer.lr, or set algo.mismatch.correction=mis, which leaves out the worst tokens",
-            True,
-        )

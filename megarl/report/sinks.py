@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.run import LoggerConfig
-from megarl.files import load_json_object
+from megarl.files import load_json_object, write_atomically
 
 IDS = "sinks.json"
 STEP = "iteration"
@@ -44,11 +44,6 @@ def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def writes_tensorboard(logger: LoggerConfig) -> bool:
-    """logger.tensorboard, with null as its text says."""
-    return is_installed("tensorboard") if logger.tensorboard is None else logger.tensorboard
-
-
 def check_sinks(logger: LoggerConfig) -> Iterator[str]:
     """One message for each sink whose package is missing. Every command asks before it starts."""
     for key, value, off in (
@@ -72,7 +67,7 @@ def open_sinks(logger: LoggerConfig, run_dir: Path, settings: Mapping[str, Any])
         raise ConfigError(problems)
     key, value = "tensorboard", ""
     try:
-        if writes_tensorboard(logger):
+        if is_installed("tensorboard") if logger.tensorboard is None else logger.tensorboard:
             yield TensorBoardSink(run_dir / "tensorboard")
         if logger.wandb is not None:
             key, value = "wandb", logger.wandb.name
@@ -84,18 +79,13 @@ def open_sinks(logger: LoggerConfig, run_dir: Path, settings: Mapping[str, Any])
         raise ConfigError([f"logger.{key}: found {value}: {type(error).__name__}: {error}"]) from error
 
 
-def load_id(run_dir: Path, sink: str) -> str | None:
-    """None where the run is new to that sink. Raises ValueError naming a file that is not what `save_id` writes."""
-    found = load_json_object(run_dir / IDS).get(sink) if (run_dir / IDS).exists() else None
-    return None if found is None else str(found)
+def load_ids(run_dir: Path) -> dict[str, str]:
+    """By sink; a run that is new to one has none there."""
+    return load_json_object(run_dir / IDS) if (run_dir / IDS).exists() else {}
 
 
 def save_id(run_dir: Path, sink: str, value: str) -> None:
-    path = run_dir / IDS
-    known = load_json_object(path) if path.exists() else {}
-    partial = path.with_name(f".{IDS}.partial")
-    partial.write_text(json.dumps(known | {sink: value}), encoding="utf-8")
-    partial.replace(path)
+    write_atomically(run_dir / IDS, json.dumps(load_ids(run_dir) | {sink: value}))
 
 
 class TensorBoardSink(Sink):
@@ -103,13 +93,13 @@ class TensorBoardSink(Sink):
 
     def __init__(self, directory: Path):
         self._directory = directory
-        self._open({})
+        self._open()
 
-    def _open(self, options: Mapping[str, Any]) -> None:
+    def _open(self, purge_step: int | None = None) -> None:
         # Imported only when it is used: it takes a second or more.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(log_dir=str(self._directory), **options)
+        self._writer = SummaryWriter(log_dir=str(self._directory), purge_step=purge_step)
         self._opened = float(int(time.time()))
 
     def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
@@ -122,7 +112,7 @@ class TensorBoardSink(Sink):
         self._writer.close()
         # Files are read in the order of their names, which begin with the second in which they were made.
         time.sleep(max(0.0, self._opened + 1 - time.time()))
-        self._open({"purge_step": iteration})
+        self._open(iteration)
 
     def close(self) -> None:
         self._writer.close()
@@ -132,10 +122,10 @@ class WandbSink(Sink):
     """Online, or into RUN_DIR/wandb, which `wandb sync` uploads. The run's folder is its name there."""
 
     def __init__(self, run_dir: Path, mode: str, project: str, settings: Mapping[str, Any]):
-        """mode: online or offline. settings: the run's configuration by dotted key."""
+        """mode: online or offline."""
         import wandb
 
-        run_id = load_id(run_dir, "wandb") or uuid.uuid4().hex[:16]
+        run_id = load_ids(run_dir).get("wandb") or uuid.uuid4().hex[:16]
         save_id(run_dir, "wandb", run_id)
         self._run = wandb.init(
             project=project,
@@ -161,9 +151,6 @@ class MlflowSink(Sink):
     """The run's folder is its name there. What a server that is away does not take goes with the next iteration's."""
 
     def __init__(self, run_dir: Path, uri: str, experiment: str, settings: Mapping[str, Any]):
-        """uri: of the tracking server, http://..., or of a file, sqlite:///mlflow.db. Raises MlflowException where
-        nothing answers there.
-        """
         # A tracking server that is away holds up the training so long at most, instead of for minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
@@ -171,8 +158,7 @@ class MlflowSink(Sink):
         from mlflow.entities import Param
 
         self._client, self._unsent = MlflowClient(uri), list[Any]()
-        known = load_id(run_dir, "mlflow")
-        if known is None:
+        if (known := load_ids(run_dir).get("mlflow")) is None:
             found = self._client.get_experiment_by_name(experiment)
             number = found.experiment_id if found else self._client.create_experiment(experiment)
             known = str(self._client.create_run(number, run_name=run_dir.name).info.run_id)

@@ -21,8 +21,6 @@ from megarl.types import Metrics
 LOG_NAME = "train.log"
 LOG_WIDTH = 80
 """Columns of a line in a log file or pipe"""
-LOG_REMINDER_S = 60.0
-"""In a log file, a long phase is mentioned after this time, and again whenever its duration has doubled."""
 WEEK_S = 7 * 24 * 3600.0
 
 
@@ -43,15 +41,11 @@ class _Display(rich.progress.Progress):
 
 
 class Progress:
-    """Prints lines, and shows the current phase.
+    """Prints lines; on a terminal, the last ones are live: the bar, `list_lines`."""
 
-    On a terminal the last lines are live: the bar, `list_lines`. In a file nothing is ever rewritten: a phase is
-    mentioned only when it takes longer than LOG_REMINDER_S.
-    """
-
-    def __init__(self, stream: TextIO | None, reminder_s: float = LOG_REMINDER_S, log: Path | None = None):
+    def __init__(self, stream: TextIO | None, log: Path | None = None):
         """stream: None: nothing is shown. log: gets every line, too; made with the first."""
-        self._stream, self._log, self._reminder_s = stream, log, reminder_s
+        self._stream, self._log = stream, log
         self._phases: list[tuple[str, float]] = []
         self._encoding = getattr(stream, "encoding", None) or "utf-8"
         self._iteration, self._num_iterations = -1, 0
@@ -61,14 +55,10 @@ class Progress:
         self.describe_processes: Callable[[], str] | None = None
         """Called twice a second, from another thread"""
         self._lock = threading.Lock()
-        self._closed = threading.Event()
         self._display: _Display | None = None
-        self._reminder = threading.Thread(target=self._remind, name="progress-reminder", daemon=True)
         if stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb":
             self._display = _Display(stream, self.list_lines)
             self._display.start()
-        elif stream is not None:
-            self._reminder.start()
 
     def line(self, text: str) -> None:
         """Print `text` and a newline, and flush, its long lines broken. Characters that the stream cannot encode are
@@ -110,11 +100,8 @@ class Progress:
 
     def close(self) -> None:
         """End the live display; may be called twice."""
-        self._closed.set()
         if self._display is not None:
             self._display.stop()
-        if self._reminder.is_alive():
-            self._reminder.join(timeout=5)
 
     def describe_phase(self) -> str:
         """The current phase, for example "iteration 3/20  rollout ... 12 s"; empty between phases."""
@@ -135,17 +122,6 @@ class Progress:
             yield self.describe_processes()
         if self.warning:
             yield f"last warning: {make_printable(self.warning)}"
-
-    def _remind(self) -> None:
-        reminded: tuple[str, float] | None = None
-        due = self._reminder_s
-        while not self._closed.wait(min(1.0, self._reminder_s / 4)):
-            for phase in self._phases[-1:]:
-                if phase != reminded:
-                    reminded, due = phase, self._reminder_s
-                if time.monotonic() - phase[1] >= due:
-                    due *= 2
-                    self.line(self.describe_phase())
 
 
 def append_log(path: Path, text: str) -> None:

@@ -49,18 +49,11 @@ def format_seconds(seconds: float) -> str:
 
 def wrap(text: str, width: int) -> str:
     """The text with its longer lines broken at spaces, what follows indented. Words stay whole, as a path must."""
+    rules = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
     lines = []
     for line in text.split("\n"):
         indent = " " * (len(line) - len(line.lstrip())) + INDENT
-        broken = textwrap.wrap(
-            line,
-            width,
-            subsequent_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-            replace_whitespace=False,
-        )
-        lines += broken if len(line) > width else [line]
+        lines += textwrap.wrap(line, width, subsequent_indent=indent, **rules) if len(line) > width else [line]
     return "\n".join(lines)
 
 
@@ -110,8 +103,7 @@ def format_sample(sample: Sample, decode: Decode | None = None) -> str:
     action and each observation in place of the response's. decode: as in `list_turns`.
     """
     response, score = sample.response, sample.score
-    verdict = "correct" if score.correct else "wrong"
-    numbers = {"reward": score.reward, **score.details}
+    verdict, numbers = "correct" if score.correct else "wrong", {"reward": score.reward, **score.details}
     rewards = ", ".join(f"{name} {format_number(value)}" for name, value in numbers.items())
     if score.failure is not None:
         verdict, rewards = "no reward", shorten(make_printable(score.failure))
@@ -122,9 +114,9 @@ def format_sample(sample: Sample, decode: Decode | None = None) -> str:
         for turn in list_turns(response, decode):
             lines.append((f"action ({format_number(turn.reward)})" if turn.reward else "action", turn.action))
             lines += [("observation", turn.observation)] if turn.observation else []
-        if len(lines) > MOST_LINES:
-            half, num_left_out = MOST_LINES // 2, len(lines) - MOST_LINES
-            lines = [*lines[:half], ("...", f"[{num_left_out} actions and observations]"), *lines[-half:]]
+        if (num_left_out := len(lines) - MOST_LINES) > 0:
+            half = MOST_LINES // 2
+            lines[half:-half] = [("...", f"[{num_left_out} actions and observations]")]
     lines = [("prompt", sample.prompt.text), *lines, ("expected", sample.prompt.answer)]
     width = max(len(label) for label, _ in lines)
     head = f"sample {make_printable(sample.prompt.id)}: {verdict}, {rewards}, {size}"

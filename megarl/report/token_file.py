@@ -5,7 +5,7 @@
  "finish_reason": "stop", "num_tokens": 40, "kept": [[0, 40]], "observed": [[12, 20]],
  "versions": [[version, end], ...], "turns": [{"start", "end", "reward", "details"}, ...],
  "tokens": [" The", ...], "rollout_logprobs": [...], "log_ratios": [...], "values": [...], "advantages": [...],
- "returns": [...], "ref_logprobs": [...], "entropies": [...], "log_changes": [...]}
+ "returns": [...], "ref_logprobs": [...]}
 
 `kind` is "train", or "heldout" for a greedy response of an evaluation; `sample` is its number in the rollout, of which
 `weight_version` is the trainer's version. `kept` has the ranges of response tokens that the line has, two where the
@@ -15,11 +15,10 @@ of tokens and where it ends; `turns` are those of `megarl.types`. Ranges count t
 
 rollout_logprobs: log pi by the rollout engine. log_ratios: log pi by the policy before the update minus
 rollout_logprobs. values, advantages, returns: as `megarl.types.TrainingSamples` has them. ref_logprobs: by the
-reference. entropies: of the policy before the update, in nats. log_changes: log pi after the update minus log pi before
-it. What was not computed is absent. Numbers have 4 significant digits; null stands where a number is not finite.
+reference. What was not computed is absent. Numbers have 4 significant digits; null stands where a number is not finite.
 
-The lines of an iteration have logger.token_record_kb at most, and those of an evaluation. Texts of prompts, answers and
-failures longer than `LONGEST_TEXT` characters lose their middle.
+The lines of an iteration have MAX_BYTES at most, and those of an evaluation. Texts of prompts, answers and failures
+longer than `LONGEST_TEXT` characters lose their middle.
 """
 
 import hashlib
@@ -38,6 +37,7 @@ from megarl.types import Experience, FinishReason, Rollout, Sample, TrainingSamp
 
 FILE_NAME = "tokens.jsonl"
 TRAIN, HELDOUT = "train", "heldout"
+MAX_BYTES = 100_000
 LONGEST_TEXT = 4000
 SMALLEST_PIECE = 16
 """A response of which fewer tokens fit is left out"""
@@ -48,31 +48,39 @@ LONGEST_CHARACTER = 4
 class TokenFile(LineFile):
     """Appends to a tokens.jsonl; what it was given is on disk when a call returns."""
 
-    def __init__(self, path: Path, num_records: int, max_bytes: int, decode: Callable[[list[int]], str | list[str]]):
-        """num_records, max_bytes: of each iteration, and of each evaluation. decode: a tokenizer's."""
+    def __init__(self, path: Path, num_records: int, decode: Callable[[list[int]], str | list[str]]):
+        """num_records: of each iteration, and of each evaluation. decode: a tokenizer's."""
         super().__init__(path)
-        self._num_records, self._max_bytes = num_records, max_bytes
-        self._texts = TokenTexts(decode)
+        self._num_records, self._texts = num_records, TokenTexts(decode)
 
-    def choose(self, rollout: Rollout) -> list[int]:
-        """The numbers of the samples of training to be written: `choose_samples`."""
-        return choose_samples(rollout.samples, self._num_records)
+    def write_training(
+        self, iteration: int, rollout: Rollout, experience: Experience, samples: TrainingSamples
+    ) -> None:
+        """Append those of the samples that `choose_samples` gives, with what training knows of their tokens."""
+        rows = choose_samples(rollout.samples, self._num_records)
+        fields: dict[str, Tensor | None] = {"values": experience.values, "advantages": samples.advantages}
+        fields |= {"returns": samples.returns, "ref_logprobs": experience.ref_logprobs}
+        # Where nothing reads the policy's own log-probs, they are the rollout engine's.
+        if experience.old_logprobs is not experience.rollout_logprobs:
+            log_ratios = experience.old_logprobs - experience.rollout_logprobs
+            fields["log_ratios"] = log_ratios.where(experience.mask, 0.0)
+        self.write(iteration, rollout, rows, {name: x[rows] for name, x in fields.items() if x is not None})
+
+    def write_heldout(self, iteration: int, rollout: Rollout) -> None:
+        """Append the first samples of an evaluation, whose prompts are the same each time."""
+        self.write(iteration, rollout, range(min(self._num_records, len(rollout.samples))), {}, HELDOUT)
 
     def write(
         self, iteration: int, rollout: Rollout, rows: Sequence[int], fields: Mapping[str, Tensor], kind: str = TRAIN
     ) -> None:
         """Append these samples of an iteration. fields: float [len(rows), T] each, by their names in the line."""
-        left, lines = self._max_bytes, list[str]()
+        left, lines = MAX_BYTES, list[str]()
         for place, row in enumerate(rows):
             head = {"iteration": iteration, "kind": kind, "sample": row, "weight_version": rollout.weight_version}
             own = {name: tensor[place].tolist() for name, tensor in fields.items()}
             lines.append(self._format(head, rollout.samples[row], own, left // (len(rows) - place)))
             left -= len(lines[-1])
         self.append(lines)
-
-    def write_heldout(self, iteration: int, rollout: Rollout) -> None:
-        """Append the first samples of an evaluation, whose prompts are the same each time."""
-        self.write(iteration, rollout, range(min(self._num_records, len(rollout.samples))), {}, HELDOUT)
 
     def _format(
         self, head: Mapping[str, Any], sample: Sample, fields: Mapping[str, Sequence[float]], max_bytes: int
@@ -82,9 +90,8 @@ class TokenFile(LineFile):
         lists: dict[str, Sequence[Any]] = {"tokens": self._texts.list_texts(response.token_ids.tolist())}
         for name, values in {"rollout_logprobs": response.rollout_logprobs.tolist(), **fields}.items():
             lists[name] = [_round(value) for value in values[:length]]
-        shared = {**head, **_describe(sample)}
-        num = length
-        while True:
+        shared, num = {**head, **_describe(sample)}, length
+        while num == length or num >= SMALLEST_PIECE:
             kept = [(0, length)] if num == length else [(0, num - num // 2), (length - num // 2, length)]
             cut = {name: [x for start, end in kept for x in values[start:end]] for name, values in lists.items()}
             line = f"{json.dumps({**shared, 'kept': kept, **cut}, allow_nan=False, separators=(',', ':'))}\n"
@@ -92,8 +99,7 @@ class TokenFile(LineFile):
                 return line
             # A tenth less than the mean token would allow: they differ.
             num = min(num - 1, int(0.9 * num * max_bytes / len(line)))
-            if num < SMALLEST_PIECE:
-                return ""
+        return ""
 
 
 class TokenTexts:
@@ -138,18 +144,6 @@ def choose_samples(samples: Sequence[Sample], num: int) -> list[int]:
 
     ordered = sorted(groups, key=lambda group: (rank(group), group))
     return [row for group in ordered for row in sorted(groups[group].values())][:num]
-
-
-def collect_fields(experience: Experience, samples: TrainingSamples, rows: Tensor) -> dict[str, Tensor]:
-    """What training knows of the tokens of these rows (int64 [K]), float32 [K, T] each, by their names in a line."""
-    found: dict[str, Tensor] = {}
-    # Where nothing reads the policy's own log-probs, they are the rollout engine's.
-    if experience.old_logprobs is not experience.rollout_logprobs:
-        log_ratios = experience.old_logprobs[rows] - experience.rollout_logprobs[rows]
-        found["log_ratios"] = log_ratios.where(experience.mask[rows], 0.0)
-    given = {"values": experience.values, "advantages": samples.advantages, "returns": samples.returns}
-    given["ref_logprobs"] = experience.ref_logprobs
-    return found | {name: tensor[rows] for name, tensor in given.items() if tensor is not None}
 
 
 def _describe(sample: Sample) -> dict[str, Any]:

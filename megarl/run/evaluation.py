@@ -47,7 +47,6 @@ from megarl.task.render import Renderer, use_chat_template
 from megarl.task.scorer import Scorer, build_scorer, reads_answers
 from megarl.types import Prompt, Sample
 
-CONFIDENCE = 0.95
 """Coverage of the intervals"""
 
 if TYPE_CHECKING:
@@ -265,7 +264,7 @@ def evaluate_sets(
                 progress.line(f"warning: {each.name}: {text}; they count as wrong, with a reward of 0")
             # A user's own function reads answers where it says so.
             reads = each.reads_answers or any(sample.score.answer is not None for sample in samples)
-            results.append(summarize_set(each.name, samples, list_ks(config), CONFIDENCE, reads_answers=reads))
+            results.append(summarize_set(each.name, samples, list_ks(config), reads_answers=reads))
     return results
 
 

@@ -19,13 +19,13 @@ from megarl.report.scores import (
     compute_score_metrics,
     describe_failures,
 )
+from megarl.report.token_file import TokenFile
 from megarl.rollout.client import wait_left_over
 from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.rollout_file import RolloutWriter, SavedGroups
 from megarl.rollout.source import NoSync, build_source, join_groups
-from megarl.rollout.token_records import TokenRecorder
 from megarl.task.data import PromptSampler
 from megarl.task.render import CriticPrompt
 from megarl.types import Metrics, Prompt, Rollout
@@ -55,8 +55,8 @@ class TrainerComponents:
     """What rollout.file has; None: responses are generated"""
     rollout_file: RolloutWriter | None = None
     """With logger.save_rollouts"""
-    token_recorder: TokenRecorder = field(default_factory=TokenRecorder)
-    """Writes some responses token by token, with logger.num_token_records > 0"""
+    token_file: TokenFile | None = None
+    """Has some responses token by token, with logger.num_token_records > 0"""
     servers: RolloutServers | None = None
     """None: the servers are not this run's own, and losing one ends it"""
     offloader: ServerOffloader = field(default_factory=ServerOffloader)
@@ -159,7 +159,8 @@ class Fleet:
         with it.report.phase("evaluate"):
             rollout, further = self.ask(lambda: collector.evaluate(it.heldout, weight_version=self.version, key=key))
         it.report.samples(rollout.samples)
-        it.token_recorder.write_heldout(rollout, iteration)
+        if it.token_file is not None:
+            it.token_file.write_heldout(iteration, rollout)
         if text := describe_failures(rollout.samples):
             it.report.message(f"warning: {key}: {text}; they count as wrong")
         return compute_heldout_metrics(rollout.samples, with_environment=self._has_turns) | further

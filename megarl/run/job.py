@@ -25,7 +25,6 @@ from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.journal import Journal
 from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.rollout_file import FILE_NAME, RolloutWriter, SavedGroups
-from megarl.rollout.token_records import TokenRecorder
 from megarl.run.fleet import TrainerComponents
 from megarl.run.inputs import Inputs
 from megarl.run.resume import load_run
@@ -154,19 +153,18 @@ def build_components(
 
     generation: None where the roles learn from saved responses.
     """
-    policy, logger, recorder = roles.get(Role.policy), config.logger, TokenRecorder()
+    policy, logger, token_records = roles.get(Role.policy), config.logger, None
     if logger.num_token_records > 0 and policy is not None:
-        path, most = run_dir / token_file.FILE_NAME, 1000 * logger.token_record_kb
-        file = token_file.TokenFile(path, logger.num_token_records, most, inputs.tokenizer.decode)
-        stack.callback(file.close)
-        recorder = TokenRecorder(file, policy if logger.token_passes else None, config.rollout.temperature)
+        path = run_dir / token_file.FILE_NAME
+        token_records = token_file.TokenFile(path, logger.num_token_records, inputs.tokenizer.decode)
+        stack.callback(token_records.close)
     components = TrainerComponents(
         policy=policy,
         critic=roles.get(Role.critic),
         reference=roles.get(Role.reference),
         report=report,
         saved=inputs.saved_groups,
-        token_recorder=recorder,
+        token_file=token_records,
         critic_prompt=inputs.critic_prompt,
     )
     if (it := generation) is None:

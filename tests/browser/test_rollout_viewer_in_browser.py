@@ -45,7 +45,7 @@ def page(tmp_path_factory):
     def decode(ids):
         return "".join(LETTERS[i] if i != 7 else f"h{HOSTILE}" for i in ids)
 
-    with contextlib.closing(TokenFile(run_dir / "tokens.jsonl", 4, 100_000, decode)) as file:
+    with contextlib.closing(TokenFile(run_dir / "tokens.jsonl", 4, decode)) as file:
         for iteration in range(1, NUM_ITERATIONS + 1):
             file.write(iteration, Rollout(samples, iteration - 1), range(4), {"advantages": advantages})
             file.write_heldout(iteration, Rollout(samples[:2], iteration))
@@ -114,7 +114,7 @@ def test_an_only_turn_is_shown_where_the_environment_says_something_of_it(look, 
     response = Response(range(8), "fgh", [-0.1] * 8, [True] * 8, [0] * 8, FinishReason.length)
     answered = replace(response, turns=[Turn(0, 8, "abcdefgh", 0.25, {"calls": 0.0})])
     samples = [Sample(Prompt(n, n, (1,), "a"), r, Score(1.0, True), 0) for n, r in (("x", answered), ("y", response))]
-    with contextlib.closing(TokenFile(run_dir / "tokens.jsonl", 2, 100_000, lambda ids: "a" * len(ids))) as file:
+    with contextlib.closing(TokenFile(run_dir / "tokens.jsonl", 2, lambda ids: "a" * len(ids))) as file:
         file.write(1, Rollout(samples, 0), range(2), {})
     subprocess.run([sys.executable, "tools/report.py", str(run_dir)], cwd=ROOT, check=True, timeout=600)
     steps = [step for n in (1, 2) for step in (["click", f'[data-rv="list"] button:nth-child({n})'], ["text", DETAIL])]

@@ -85,13 +85,6 @@ class FakeBackend:
     def rounded_logprobs(self, sequences: Sequences, temperature: float, unit: float) -> Done[Tensor]:
         return self.logprobs(sequences, temperature)
 
-    def entropies(self, sequences: Sequences, temperature: float) -> Done[Tensor]:
-        def compute(tokens: ResponseTokens) -> Tensor:
-            log_p = self._log_softmax(self.model, tokens, temperature)
-            return -(log_p.exp() * log_p).sum(-1)
-
-        return self._evaluate("entropies", sequences, compute)
-
     def values(self, sequences: Sequences) -> Done[Tensor]:
         return self._evaluate("values", sequences, lambda tokens: self.model(tokens.before, tokens.first)[:, 0])
 

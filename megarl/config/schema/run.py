@@ -444,10 +444,5 @@ class LoggerConfig:
     """Write every response that training sampled, with its reward and log-probs, to RUN_DIR/rollouts.jsonl."""
     num_token_records: int = key(8, low=0)
     """Responses of each iteration, and of each evaluation, that are written token by token to RUN_DIR/tokens.jsonl,
-    with log-probs, values and advantages, for the rollout viewer in the page of tools/report.py; 0: none."""
-    token_record_kb: int = key(100, low=1, when=RECORDS)
-    """Largest size of an iteration's responses in tokens.jsonl, and of an evaluation's, in kB of 1000 bytes. Longer
-    responses lose tokens of their middle."""
-    token_passes: bool = key(False, when=RECORDS)
-    """Also write the entropy of the policy at these tokens and how the update changed their log-probs. Each takes
-    forward passes of the policy over these responses, three an iteration in all."""
+    with log-probs, values and advantages, for the rollout viewer in the page of tools/report.py; 0: none. Those of an
+    iteration have 100 kB at most: longer ones lose tokens of their middle."""

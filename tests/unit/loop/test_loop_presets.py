@@ -311,7 +311,7 @@ def load(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_writes_what_it_learned_from_and_how_its_update_changed_it(tmp_path: Path) -> None:
-    with World().open_trainer(tmp_path, [*RUN, "logger.token_passes=true"]) as trainer:
+    with World().open_trainer(tmp_path, RUN) as trainer:
         given = []
         build_targets = trainer.algorithm.build_targets
 
@@ -322,7 +322,6 @@ def test_a_run_writes_what_it_learned_from_and_how_its_update_changed_it(tmp_pat
 
         trainer.algorithm.build_targets = keep
         trainer.run()
-        last = trainer.components.policy.logprobs(given[-1][0].sequences, 1.0).result()
     lines = load(tmp_path)
     assert [(line["iteration"], line["kind"]) for line in lines] == [
         *([(0, "heldout")] * 8 + [(1, "train")] * 8 + [(1, "heldout")] * 8 + [(2, "train")] * 8 + [(2, "heldout")] * 8)
@@ -340,11 +339,6 @@ def test_a_run_writes_what_it_learned_from_and_how_its_update_changed_it(tmp_pat
         }
         for name, tensor in expected.items():
             torch.testing.assert_close(torch.tensor(line[name]).float(), tensor[row, :num], rtol=1e-3, atol=1e-6)
-        assert all(0 < entropy < 4 for entropy in line["entropies"])
-        assert any(line["log_changes"])
-        if line["iteration"] == 2:
-            changes = (last - experience.old_logprobs)[row, :num]
-            torch.testing.assert_close(torch.tensor(line["log_changes"]).float(), changes, rtol=1e-3, atol=1e-4)
 
 
 def test_tokens_are_written_from_saved_rollouts_and_not_at_all_where_none_are_asked_for(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_correct_answers_vote_together_however_they_are_written_and_silent_ones_
 
 
 def test_a_set_is_summarized_by_the_means_of_its_problems():
-    result = summarize_set("s", SAMPLES, (2, 4), 0.95, reads_answers=True)
+    result = summarize_set("s", SAMPLES, (2, 4), reads_answers=True)
     values = {name: estimate.value for name, estimate in result.estimates.items()}
     expected = {"avg@4": (0.5 + 0.25) / 2, "pass@2": (5 / 6 + 0.5) / 2, "pass@4": 1.0, "maj@4": 0.5}
     assert values == pytest.approx(expected)
@@ -43,7 +43,7 @@ def test_a_set_is_summarized_by_the_means_of_its_problems():
 
 def test_problems_with_different_numbers_of_samples_are_refused():
     with pytest.raises(ValueError, match=r"s: found problems with \[3, 4\] samples"):
-        summarize_set("s", SAMPLES[:-1], (), 0.95, reads_answers=True)
+        summarize_set("s", SAMPLES[:-1], (), reads_answers=True)
 
 
 def read_table(results):
@@ -52,8 +52,8 @@ def read_table(results):
 
 def test_the_table_has_a_row_per_set_and_a_dash_where_a_set_has_no_number():
     results = [
-        summarize_set("math", SAMPLES, (2,), 0.95, reads_answers=True),
-        summarize_set("own", SAMPLES, (2,), 0.95, reads_answers=False),
+        summarize_set("math", SAMPLES, (2,), reads_answers=True),
+        summarize_set("own", SAMPLES, (2,), reads_answers=False),
     ]
     rows = read_table(results)
     assert rows[0] == ["set", "problems", "avg@4", "pass@2", "maj@4", "reward", "tokens", "truncated", "no answer"]
@@ -66,7 +66,7 @@ def test_the_table_has_a_row_per_set_and_a_dash_where_a_set_has_no_number():
 
 
 def test_the_json_holds_every_number_and_the_counts_of_each_problem(tmp_path):
-    result = summarize_set("s", SAMPLES, (2,), 0.95, reads_answers=True)
+    result = summarize_set("s", SAMPLES, (2,), reads_answers=True)
     write_evaluation(tmp_path / "evaluation.json", [result], {"checkpoint": "/model"})
     found = json.loads((tmp_path / "evaluation.json").read_text())
     assert found["checkpoint"] == "/model"
@@ -78,7 +78,7 @@ def test_the_json_holds_every_number_and_the_counts_of_each_problem(tmp_path):
 
 def test_a_response_without_a_reward_counts_as_wrong_without_a_vote_and_is_shown():
     lost = replace(SAMPLES[0], score=Score(0.0, False, failure="TimeoutError: 5 s"))
-    result = summarize_set("s", [lost, *SAMPLES[1:]], (2,), 0.95, reads_answers=True)
+    result = summarize_set("s", [lost, *SAMPLES[1:]], (2,), reads_answers=True)
     assert (result.failed_frac, result.unread_frac, result.mean_reward) == (1 / 8, 1 / 8, 2 / 8)
     assert result.problems[0].votes == Votes(1, (1,), 2)
     assert result.estimates["avg@4"].value == (0.25 + 0.25) / 2
@@ -92,7 +92,7 @@ def test_a_conversation_is_shown_by_its_turns_and_measured_by_its_generated_toke
     turns = [Turn(0, 2, "Is it 5?", 0.25), Turn(4, 5, "3")]
     response = Response([7, 8, 9, 10, 11, 12], "3", [0.0] * 6, generated, [0] * 6, FinishReason.max_turns, turns=turns)
     sample = replace(SAMPLES[0], response=response)
-    result = summarize_set("s", [sample], (), 0.95, reads_answers=False)
+    result = summarize_set("s", [sample], (), reads_answers=False)
     assert (result.mean_response_tokens, result.mean_turns, result.truncated_frac) == (3.0, 2.0, 0.0)
     rows = read_table([result])
     assert rows[2][rows[0].index("turns")] == "2.0"

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from report_samples import make_sample
 
 from megarl.config.schema.run import LoggerConfig
-from megarl.report.metrics import MetricsWriter
-from megarl.report.report import Report, build_report
+from megarl.report.report import build_report
 from megarl.report.terminal import LOG_WIDTH, Progress
 from megarl.report.text import (
     INDENT,
@@ -120,18 +119,6 @@ def test_a_dumb_terminal_gets_plain_lines(tmp_path: Path, monkeypatch: pytest.Mo
         assert read_until(control, "\n") == "data: 12 prompts\r\n"
     finally:
         os.close(control)
-
-
-def test_a_long_phase_is_mentioned_in_a_log_file_while_it_runs(tmp_path: Path) -> None:
-    stream = io.StringIO()
-    report = Report(MetricsWriter(tmp_path / "metrics.jsonl"), (), Progress(stream, reminder_s=0.1), 9, 2)
-    report.log(1, {})
-    with report.phase("rollout"):
-        deadline = time.monotonic() + 10
-        while "rollout" not in stream.getvalue() and time.monotonic() < deadline:
-            time.sleep(0.02)
-    report.close()
-    assert re.search(r"^iteration 2/9  rollout \.\.\. 0\.\d s$", stream.getvalue(), re.MULTILINE)
 
 
 def test_the_pace_is_said_once_after_the_first_iteration_with_responses(tmp_path: Path) -> None:

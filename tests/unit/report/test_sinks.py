@@ -14,7 +14,7 @@ from megarl.config.load import load_config
 from megarl.config.schema.run import LoggerConfig, WandbMode
 from megarl.report import sinks
 from megarl.report.report import Report, build_report
-from megarl.report.sinks import load_id
+from megarl.report.sinks import load_ids
 
 QUIET = {"tensorboard": False, "terminal": False}
 SETTINGS = {"algo.name": "vapo", "algo.clip_high": 0.28, "data.system": None}
@@ -68,7 +68,7 @@ def read_wandb(folder: Path) -> Iterator[dict[str, float]]:
 def test_wandb_offline_has_every_metric_at_its_iteration_and_a_resumed_run_keeps_its_id(tmp_path: Path) -> None:
     log_and_resume(tmp_path, wandb=WandbMode.offline)
     folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
-    run_id = load_id(tmp_path, "wandb")
+    run_id = load_ids(tmp_path)["wandb"]
     assert folders
     assert all(folder.name.endswith(f"-{run_id}") for folder in folders)
     lines = [
@@ -93,7 +93,7 @@ def test_mlflow_has_every_metric_and_setting_in_one_run_that_ends_finished(tmp_p
     log_and_resume(tmp_path / "run", mlflow=uri, mlflow_experiment="mine")
     client = MlflowClient(uri)
     (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
-    assert run.info.run_id == load_id(tmp_path / "run", "mlflow")
+    assert run.info.run_id == load_ids(tmp_path / "run")["mlflow"]
     assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
     assert run.data.params == {key: str(value) for key, value in SETTINGS.items()}
     found = [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "reward/mean")]
@@ -117,7 +117,7 @@ def test_a_run_that_fails_is_failed_in_mlflow_and_a_server_that_is_away_ends_no_
         raise RuntimeError("a worker died")
     except RuntimeError:
         report.close()
-    run = MlflowClient(uri).get_run(load_id(tmp_path / "run", "mlflow"))
+    run = MlflowClient(uri).get_run(load_ids(tmp_path / "run")["mlflow"])
     assert run.info.status == "FAILED"
     assert run.data.metrics == {"reward/mean": 0.25}
 
@@ -146,11 +146,12 @@ def test_a_missing_package_is_an_error_that_names_key_package_and_remedy(
     assert f"or logger.{key}=" in problem
 
 
-def test_with_tensorboard_null_it_is_written_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sinks.writes_tensorboard(LoggerConfig())
-    monkeypatch.setattr(sinks, "is_installed", lambda _package: False)
-    assert not sinks.writes_tensorboard(LoggerConfig())
-    assert not list(sinks.check_sinks(LoggerConfig()))
+def test_with_tensorboard_null_it_is_written_where_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for is_there in (True, False):
+        monkeypatch.setattr(sinks, "is_installed", lambda _package, found=is_there: found)
+        assert len(list(sinks.open_sinks(LoggerConfig(), tmp_path, {}))) == is_there
 
 
 @pytest.mark.parametrize("key", ["logger.wandb_project=mine", "logger.mlflow_experiment=mine"])

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.report import token_file
 from megarl.report.token_file import TokenFile, TokenTexts, choose_samples
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score, Turn
 
@@ -22,7 +23,9 @@ def make_sample(prompt: str = "p", group: int = 0, num: int = 6, **score: Any) -
 
 
 def write(path: Path, rollout: Rollout, max_bytes: int = 100_000, **fields: torch.Tensor) -> list[dict[str, Any]]:
-    with contextlib.closing(TokenFile(path, 8, max_bytes, lambda ids: "".join(chr(97 + i % 26) for i in ids))) as file:
+    decode = lambda ids: "".join(chr(97 + i % 26) for i in ids)  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch, contextlib.closing(TokenFile(path, 8, decode)) as file:
+        patch.setattr(token_file, "MAX_BYTES", max_bytes)
         file.write(3, rollout, range(len(rollout.samples)), fields)
     return [json.loads(line) for line in path.read_text().splitlines()]
 

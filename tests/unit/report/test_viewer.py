@@ -20,7 +20,7 @@ def write_tokens(run_dir: Path, num_iterations: int, text: str = "a", num: int =
         response = Response([ord("a")] * num, text, [-0.5] * num, [True] * num, [0] * num, FinishReason.stop)
         prompt = Prompt(f"p{group}", text, (1,), text)
         samples.append(Sample(prompt, response, Score(float(correct), correct, answer=text), group))
-    with contextlib.closing(TokenFile(run_dir / "tokens.jsonl", 2, 100_000, lambda ids: text * len(ids))) as file:
+    with contextlib.closing(TokenFile(run_dir / "tokens.jsonl", 2, lambda ids: text * len(ids))) as file:
         for iteration in range(num_iterations):
             file.write(iteration, Rollout(tuple(samples), 0), [0, 1], {})
 
