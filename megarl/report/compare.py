@@ -56,7 +56,8 @@ def find_parameters(runs: Sequence[RunRecord]) -> list[str]:
     keys = [key for key in known[0].config if all(key in run.config for run in known)] if known else []
     keys = [key for key in keys if not key.startswith(BOOKKEEPING) and len({get_value(run, key) for run in known}) > 1]
     given = [set(run.overrides) for run in known]
-    varied = {text.lstrip("+").split("=", 1)[0] for each in given for text in each - set.intersection(*given)}
+    shared = set.intersection(*given) if given else set()
+    varied = {text.lstrip("+").split("=", 1)[0] for each in given for text in each - shared}
     asked = [key for key in keys if "experiment" in varied or {key, key.removesuffix(".name")} & varied]
     return sorted(asked, key=lambda key: key == SEED)
 

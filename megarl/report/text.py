@@ -49,11 +49,11 @@ def format_seconds(seconds: float) -> str:
 
 def wrap(text: str, width: int) -> str:
     """The text with its longer lines broken at spaces, what follows indented. Words stay whole, as a path must."""
-    rules = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
+    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False, replace_whitespace=False)
     lines = []
     for line in text.split("\n"):
-        indent = " " * (len(line) - len(line.lstrip())) + INDENT
-        lines += textwrap.wrap(line, width, subsequent_indent=indent, **rules) if len(line) > width else [line]
+        wrapper.subsequent_indent = " " * (len(line) - len(line.lstrip())) + INDENT
+        lines += wrapper.wrap(line) if len(line) > width else [line]
     return "\n".join(lines)
 
 
