@@ -33,8 +33,8 @@ def find_names(source: str) -> Iterator[str]:
             yield re.escape(node.value)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
             first = node.args[0]
-            if isinstance(first, ast.Constant) and node.func.attr in ("phase", "mark"):
-                yield re.escape({"phase": "time/", "mark": "sync/seconds_"}[node.func.attr] + str(first.value))
+            if isinstance(first, ast.Constant) and (called := node.func.attr.lstrip("_")) in ("phase", "mark"):
+                yield re.escape({"phase": "time/", "mark": "sync/seconds_"}[called] + str(first.value))
 
 
 def list_logged() -> set[str]:
