@@ -26,18 +26,12 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
 
 
 def parse_strict_json(text: str | bytes) -> Any:
-    """As `parse_json`, and without NaN and infinity, which are not JSON, or a key twice in an object."""
+    """As `parse_json`, and without NaN and infinity, which are not JSON."""
 
     def refuse_constant(name: str) -> float:
         raise ValueError(f"{name} is not JSON; every metric is a finite number")
 
-    def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        record, names = dict(pairs), [name for name, _ in pairs]
-        if len(record) != len(pairs):
-            raise ValueError(f"the same key twice: {', '.join(name for name in record if names.count(name) > 1)}")
-        return record
-
-    return parse_json(text, parse_constant=refuse_constant, object_pairs_hook=refuse_repeated_keys)
+    return parse_json(text, parse_constant=refuse_constant)
 
 
 def load_json_object(path: Path) -> dict[str, Any]:
@@ -70,10 +64,7 @@ def check_state(where: str, state: Any) -> Any:
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: state_dict() cannot be saved: {error}; it must be JSON") from error
     if not same:
-        raise ValueError(
-            f"{where}: state_dict() comes back from JSON as another value (a tuple as a list, a key that is a number as"
-            " a text); it must be made of what JSON has"
-        )
+        raise ValueError(f"{where}: state_dict() comes back from JSON as another value, a tuple as a list for example")
     return state
 
 
@@ -102,12 +93,11 @@ def _sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-# manifest.json: the files of a checkpoint directory with their sizes and SHA-256; it is written last.
+# manifest.json, which is written last, has the files of a checkpoint directory with their sizes and SHA-256:
 #
 # {"format": 1, "about": {...}, "files": {"policy/hf/config.json": {"bytes": 512, "sha256": "..."}, ...}}
 #
-# A subdirectory with a manifest of its own covers its files; the manifest above lists only that manifest. Together they
-# cover all files.
+# A subdirectory with a manifest of its own covers its files; the manifest above lists only that manifest.
 
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
@@ -119,10 +109,6 @@ NUM_THREADS = 8
 
 class CheckpointError(ValueError):
     """A checkpoint is missing, incomplete or damaged; the message names the files."""
-
-
-class FormatError(CheckpointError):
-    """The checkpoint has the format of another release."""
 
 
 @dataclass(frozen=True)
@@ -149,24 +135,20 @@ def load_manifest(directory: Path) -> Manifest:
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
         if content["format"] != MANIFEST_FORMAT:
-            raise FormatError(f"{path}: format {content['format']!r}; this release reads format {MANIFEST_FORMAT}")
+            raise ValueError(f"format {content['format']!r}; this release reads format {MANIFEST_FORMAT}")
         files = {name: (int(record["bytes"]), str(record["sha256"])) for name, record in content["files"].items()}
         return Manifest(dict(content["about"]), files)
     except FileNotFoundError:
         raise CheckpointError(f"{directory}: no {MANIFEST}: it is not a checkpoint, or was not completed") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from None
-    except CheckpointError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: is not a manifest: {error!r}") from None
 
 
 def verify_files(directory: Path) -> None:
     """Check every file of the manifest, also in subdirectories with their own.
 
-    A file that is not listed (.DS_Store; .nfs..., which NFS leaves for open files) is named in a RuntimeWarning and
-    left alone. Raises CheckpointError naming the files that are missing or changed, up to five of each.
+    A file that is not listed is named in a RuntimeWarning and left alone. Raises CheckpointError naming the files that
+    are missing or changed, up to five of each.
     """
     files, found = load_manifest(directory).files, set(_list_files(directory))
 
@@ -180,13 +162,10 @@ def verify_files(directory: Path) -> None:
 
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         states = dict(zip(files, pool.map(check, files), strict=True))
-    problems = [
-        f"{what}: {name_some(sorted(names))}"
-        for what in ("missing", "damaged", "unreadable")
-        if (names := [name for name, state in states.items() if state == what])
-    ]
-    if problems:
-        raise CheckpointError(f"{directory}: {'; '.join(problems)}")
+    wrong = {what: sorted(name for name in files if states[name] == what) for what in set(states.values()) - {""}}
+    if wrong:
+        problems = "; ".join(f"{what}: {name_some(names)}" for what, names in sorted(wrong.items(), reverse=True))
+        raise CheckpointError(f"{directory}: {problems}")
     if unlisted := sorted(found - files.keys()):
         text = f"{directory}: not in the manifest, left alone: {name_some(unlisted)}"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
@@ -228,9 +207,8 @@ def locking(
     Raises CheckpointError naming the process that holds it.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + patience_s
+    end, is_said = time.monotonic() + patience_s, False
     with (directory / LOCK).open("a+") as file:
-        is_first = True
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -240,18 +218,15 @@ def locking(
                 holder = file.read().strip() or "another process"
             except OSError as error:
                 raise CheckpointError(
-                    f"{directory}: its file system has no locks ({error}), which keep two"
-                    " processes from writing to one folder; Lustre has them where it is mounted with -o flock"
+                    f"{directory}: its file system has no locks ({error}); Lustre: -o flock"
                 ) from error
             if time.monotonic() >= end:
                 waited = f", even after {patience_s:g} s" if patience_s else ""
                 raise CheckpointError(f"{directory}: {holder} uses it{waited}; only one process at a time may be")
-            if is_first:
-                say(
-                    f"waiting up to {patience_s:g} s for the lock of {directory}, which {holder} holds:"
-                    " a network file system keeps the lock of a lost node for a while"
-                )
-            is_first = False
+            if not is_said:
+                why = "a network file system keeps the lock of a lost node for a while"
+                say(f"waiting up to {patience_s:g} s for the lock of {directory}, which {holder} holds: {why}")
+            is_said = True
             time.sleep(min(LOCK_POLL_S, patience_s))
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -271,7 +246,7 @@ RECORD = ".newest_checkpoint"
 one that has saved none"""
 SCORE = "score.json"
 RUN_FILE = "run.json"
-"""The overrides that the run was started with and its configuration; in the run directory and in every checkpoint"""
+"""What a run was started with and how it goes; in the run directory and in every checkpoint"""
 _PATTERN = re.compile(r"iteration-(\d{6,}|-\d{5,})")
 """Value pretraining's are iteration--00003, iteration--00002, ..."""
 
@@ -280,6 +255,10 @@ class Folder:
     def __init__(self, path: Path, *, keep_last: int, keep_best: int = 0):
         """path: created with the first checkpoint. keep_last, keep_best: how many are kept (see CheckpointConfig)."""
         self.path, self._keep_last, self._keep_best = path, keep_last, keep_best
+
+    def find_building(self, iteration: int) -> Path:
+        """The folder in which the checkpoint of this iteration is built."""
+        return self.path / f".{name_checkpoint(iteration)}"
 
     def begin(self, iteration: int) -> Path:
         """Create an empty directory in which to build a checkpoint; what an earlier attempt has left is removed."""
@@ -309,29 +288,23 @@ class Folder:
         found = (_PATTERN.fullmatch(entry.name) for entry in entries if entry.is_dir())
         return sorted(int(match[1]) for match in found if match)
 
-    def check_kept(self) -> None:
-        """Raise CheckpointError where checkpoints were saved and all of them are gone."""
+    def find_newest(self, say: Callable[[str], None]) -> tuple[int, Path] | None:
+        """The newest checkpoint whose checksums are right; None where there never was one.
+
+        Newer damaged ones are reported and renamed to NAME.damaged. Raises CheckpointError where there are or were
+        checkpoints and none is intact; nothing is then changed.
+        """
         record = self.path.parent / RECORD
         if not self.list_complete() and record.is_file():
             raise CheckpointError(
                 f"{self.path}: found no checkpoint, but the run had saved {record.read_text().strip()}: put it back;"
                 f" without it the run begins anew, which needs another hydra.run.dir (or remove {record})"
             )
-
-    def find_newest(self, say: Callable[[str], None]) -> tuple[int, Path] | None:
-        """The newest checkpoint whose checksums are right; None where there never was one.
-
-        Newer damaged ones are reported and renamed to NAME.damaged. Raises CheckpointError where there are or were
-        checkpoints and none is intact, and for one of another release; nothing is then changed.
-        """
-        self.check_kept()
         problems: dict[Path, CheckpointError] = {}
         for iteration in reversed(self.list_complete()):
             directory = self.path / name_checkpoint(iteration)
             try:
                 verify_files(directory)
-            except FormatError:
-                raise
             except CheckpointError as error:
                 problems[directory] = error
                 continue
@@ -373,18 +346,8 @@ class Folder:
             self.abandon(number)
 
     def _load_scores(self) -> dict[int, float]:
-        try:
-            return {int(number): float(value) for number, value in load_json_object(self.path / SCORE).items()}
-        except FileNotFoundError:
-            return {}
-        except (ValueError, TypeError) as error:
-            # It decides only which old checkpoints are kept.
-            warnings.warn(f"{self.path / SCORE}: is not what a run writes ({error!r}); left out", RuntimeWarning)
-            return {}
-
-    def find_building(self, iteration: int) -> Path:
-        """The folder in which the checkpoint of this iteration is built."""
-        return self.path / f".{name_checkpoint(iteration)}"
+        path = self.path / SCORE
+        return {int(number): float(value) for number, value in load_json_object(path).items()} if path.exists() else {}
 
 
 def name_checkpoint(iteration: int) -> str:
@@ -395,11 +358,9 @@ def check_space(directory: Path, num_bytes: int) -> None:
     """Raise CheckpointError where the file system of `directory` has less than `num_bytes` free."""
     _, free = find_free(directory)
     if num_bytes > free:
-        raise CheckpointError(
-            f"{directory}: a checkpoint takes about {num_bytes / 2**30:.2f} GiB and its file system has"
-            f" {free / 2**30:.2f} GiB free;"
-            " make room, or lower checkpoint.keep_last, or set checkpoint.save_every=null to train without any"
-        )
+        text = f"takes about {num_bytes / 2**30:.2f} GiB and its file system has {free / 2**30:.2f} GiB free"
+        how = "make room, or lower checkpoint.keep_last, or set checkpoint.save_every=null to train without any"
+        raise CheckpointError(f"{directory}: a checkpoint {text}; {how}")
 
 
 def find_free(directory: Path) -> tuple[Path, int]:

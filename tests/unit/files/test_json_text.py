@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.errors import ConfigError
-from megarl.files import load_json_object, naming_file, parse_json, parse_strict_json
+from megarl.files import load_json_object, naming_file, parse_strict_json
 from megarl.mcore.spec import read_architecture
 from megarl.report.metrics import load_metrics
 from megarl.report.record import load_outcome
@@ -16,20 +16,6 @@ from megarl.task.sources import read_jsonl
 DEEP = '{"a": ' * 200_000
 
 
-@pytest.mark.parametrize("parse", [parse_json, parse_strict_json])
-def test_what_is_nested_too_deeply_is_a_value_error(parse):
-    with pytest.raises(ValueError, match="nested too deeply"):
-        parse(DEEP)
-
-
-def test_strict_json_has_no_nan_and_no_key_twice():
-    assert parse_strict_json('{"a": [1, 2.5]}') == {"a": [1, 2.5]}
-    with pytest.raises(ValueError, match="NaN is not JSON"):
-        parse_strict_json('{"a": NaN}')
-    with pytest.raises(ValueError, match="the same key twice: a"):
-        parse_strict_json('{"a": 1, "a": 2}')
-
-
 @pytest.mark.parametrize(
     ("text", "message"), [("[1]", "holds a JSON list"), ("{", "a JSON object was expected"), (DEEP, "nested")]
 )
@@ -37,6 +23,12 @@ def test_a_file_that_holds_no_object_is_named(tmp_path: Path, text: str, message
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(ValueError, match=f"a.json: .*{message}"):
         load_json_object(tmp_path / "a.json")
+
+
+def test_strict_json_has_no_nan():
+    assert parse_strict_json('{"a": [1, 2.5]}') == {"a": [1, 2.5]}
+    with pytest.raises(ValueError, match="NaN is not JSON"):
+        parse_strict_json('{"a": NaN}')
 
 
 @pytest.mark.parametrize(
@@ -56,13 +48,8 @@ def test_a_deeply_nested_file_is_an_error_of_its_reader(tmp_path: Path, name: st
         read(tmp_path)
 
 
-def test_a_write_that_finds_no_room_names_its_file(tmp_path):
+def test_a_write_that_finds_no_room_names_its_file():
     full = Path("/dev/full")
-    with (
-        pytest.raises(OSError, match="No space left on device: '/dev/full'"),
-        naming_file(full),
-        full.open("w") as file,
-    ):
+    found = pytest.raises(OSError, match="No space left on device: '/dev/full'")
+    with found, naming_file(full), full.open("w") as file:
         file.write("x" * 100_000)
-    with pytest.raises(FileNotFoundError, match="missing'"), naming_file(tmp_path / "other"):
-        (tmp_path / "missing").read_text()

@@ -15,13 +15,11 @@ import megarl
 from megarl import cli, evaluate, train
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.placement import check_cluster
 from megarl.run.command import split_arguments
 from megarl.run.machine import LEAST_OPEN_FILES, check_machine
 
-WORDS = [
+WRONG = [
     ("algo=null", "algo: found null; the choices are bpco, cispo,"),
-    ("reward=NULL", "reward: found NULL; the choices are"),
     ("algo=", "algo: found nothing; the choices are"),
     ("algo=null,grpo", "algo: found null; the choices are"),
     ("=3", "=3: found without a key"),
@@ -29,26 +27,11 @@ WORDS = [
     ("grpo", "grpo: found without a value; each argument must be key=value, or group=option; did you mean algo=grpo?"),
     ("", "found an empty argument"),
     ("a=b=c", "a=b=c: mismatched input"),
-    ("algo.kl={a", "algo.kl={a: "),
-]
-OF_THE_MACHINE = [
-    ("cluster.num_nodes=2", "cluster."),
-]
-NUMBERS = [
     ("seed=4294967296", "seed: found 4294967296; it must be 0 or more and at most 4294967295 (SGLang"),
-    (
-        "train.prompts_per_iteration=1000000000",
-        "train.prompts_per_iteration: found 1000000000, which with 16 responses",
-    ),
     ("rollout.max_staleness=1000000", "rollout.max_staleness: found 1000000; it must be 0 or more and at most 100"),
     ("rollout.response_length=1000000000", "train.samples_per_iteration: found 256, which makes up to 256"),
-    ("rollout.sync_deadline_s=1e18", "rollout.sync_deadline_s: found 1e+18; it must be 1 or more and at most 31536000"),
-]
-TEXTS = [
-    ("algo.name=''", "algo.name: found ''; it must not be empty"),
     ("model.name=a/b", "model.name: found 'a/b'; it is a part of the run's folder"),
-    ("rollout.file=' '", "rollout.file: found ' '; it must not be empty"),
-    ("cluster.listen_host='a\nb'", "cluster.listen_host: found 'a\\nb'; it must be one line of text"),
+    ("cluster.num_nodes=2", "cluster."),
 ]
 
 
@@ -63,7 +46,7 @@ def run_main(monkeypatch, capsys, arguments, module=train) -> str:
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("word", "expected"), [*WORDS, *NUMBERS, *TEXTS, *OF_THE_MACHINE])
+@pytest.mark.parametrize(("word", "expected"), WRONG)
 def test_a_wrong_argument_is_one_line_and_code_2(monkeypatch, capsys, word, expected):
     line, *others = run_main(monkeypatch, capsys, [word, *(["-m"] if "," in word else [])]).splitlines()
     assert line.startswith(f"error: {expected}")
@@ -72,10 +55,10 @@ def test_a_wrong_argument_is_one_line_and_code_2(monkeypatch, capsys, word, expe
     assert not others or word.startswith(("cluster.num_nodes=", "rollout.max_staleness="))
 
 
-@pytest.mark.parametrize("word", ["reward=null", "=3", "seed", "", "seed=4294967296"])
+@pytest.mark.parametrize("word", ["reward=null", "seed", "seed=4294967296"])
 def test_an_evaluation_refuses_the_same(monkeypatch, capsys, word):
     (line,) = run_main(monkeypatch, capsys, ["data=gsm8k", "reward=math", word], evaluate).splitlines()
-    assert line.startswith(f"error: {word.partition('=')[0]}" if word.strip("=3") else "error: ")
+    assert line.startswith(f"error: {word.partition('=')[0]}")
 
 
 def test_a_swept_value_out_of_its_range_is_found_before_the_first_run_starts(monkeypatch, capsys):
@@ -83,18 +66,11 @@ def test_a_swept_value_out_of_its_range_is_found_before_the_first_run_starts(mon
     assert "seed: found 4294967296" in error
 
 
-def problems_here(*overrides: str) -> list[str]:
-    config = load_config(overrides)
-    assert not list(check_cluster(config, "train"))
-    return list(check_machine(config))
-
-
 def test_what_the_memory_does_not_hold_is_refused(monkeypatch):
-    assert problems_here() == []
     monkeypatch.setattr("megarl.run.machine.find_memory", lambda: 8 * 2**30)
-    (problem,) = problems_here(
-        "train.prompts_per_iteration=65536", "rollout.response_length=200", "data.prompt_length=8"
-    )
+    assert list(check_machine(load_config([]))) == []
+    large = ["train.prompts_per_iteration=65536", "rollout.response_length=200", "data.prompt_length=8"]
+    (problem,) = check_machine(load_config(large))
     assert problem.startswith("train.prompts_per_iteration: found 65536; 1048576 responses of up to")
     assert "take 17 GiB in the trainer, and this machine has 8 GiB" in problem
 
@@ -119,11 +95,9 @@ def test_the_limit_of_open_files_is_raised_or_named(soft, hard, expected):
 @pytest.mark.parametrize(
     ("words", "options", "others"),
     [
-        (["-m", "seed=1,2", "algo=vapo"], ["-m"], ["seed=1,2", "algo=vapo"]),
-        (["--cfg", "job", "seed=1"], ["--cfg", "job"], ["seed=1"]),
+        (["seed=1,2", "-m", "algo=vapo"], ["-m"], ["seed=1,2", "algo=vapo"]),
         (["seed=1", "--info", "searchpath", "grpo"], ["--info", "searchpath"], ["seed=1", "grpo"]),
         (["-p", "_global_", "", "~algo"], ["-p", "_global_"], ["", "~algo"]),
-        (["-sc", "install=bash"], ["-sc"], ["install=bash"]),
     ],
 )
 def test_hydras_options_keep_their_values(words, options, others):
@@ -142,40 +116,24 @@ def start(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]
     )
 
 
-@pytest.mark.parametrize(
-    "words", [("megarl.train", "--help"), ("megarl.train", "--cfg", "job"), ("megarl.evaluate", "--help")]
-)
-def test_help_into_a_pipe_that_is_closed_leaves_no_traceback(words):
-    done = start(*words, "|", "python3", "-c", "'import os; os.close(0)'")
-    assert done.stderr == ""
+def test_help_into_a_pipe_that_is_closed_leaves_no_traceback():
+    assert start("megarl.train", "--help", "|", "python3", "-c", "'import os; os.close(0)'").stderr == ""
 
 
-def test_hydras_shell_completion_can_be_installed_and_completes_a_group():
-    installed = start("megarl.train", "-sc", "install=bash")
-    assert installed.returncode == 0, installed.stderr
-    assert "complete" in installed.stdout
-    assert "hydra" in installed.stdout
+def test_hydras_shell_completion_completes_a_group():
     asked = start("megarl.train", "-sc", "query=bash", COMP_LINE="train algo=gr", COMP_POINT="13", COMP_CWORD="1")
     assert asked.stdout.split() == ["algo=grpo"], asked.stderr
 
 
-def run_refused(folder: Path, *words: str) -> str:
-    command = [sys.executable, "-m", "megarl.train", *words]
-    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
-    assert ended.returncode == 2, ended.stderr
-    return ended.stderr
-
-
 def test_a_refused_command_leaves_no_folder_and_one_that_holds_more_stays(tmp_path: Path):
-    assert run_refused(tmp_path, "seed=4294967296").startswith("error: seed: found 4294967296")
-    assert list(tmp_path.iterdir()) == []
     (tmp_path / "bad.py").write_text("def score(prompt, response):\n    return prompt.columns['gold']\n")
-    wrong = ("reward=function", "reward.path=bad.py:score")
-    assert "KeyError: 'gold'" in run_refused(tmp_path, *wrong)
-    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["bad.py"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").touch()
-    run_refused(tmp_path, *wrong, "hydra.run.dir=mine")
+    for words in ((), ("hydra.run.dir=mine",)):
+        command = [sys.executable, "-m", "megarl.train", "reward=function", "reward.path=bad.py:score", *words]
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+        assert (ended.returncode, "KeyError: 'gold'" in ended.stderr) == (2, True), ended.stderr
+    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"bad.py", "mine"}
     assert (tmp_path / "mine" / "notes.txt").is_file()
 
 
@@ -224,8 +182,7 @@ def test_a_new_task_has_all_files_of_the_example_and_takes_nothings_place(monkey
 
 @pytest.mark.parametrize("name", ["report", "convert", "serve"])
 def test_the_usage_of_a_command_has_its_name(monkeypatch, capsys, name):
-    code, text = call(monkeypatch, capsys, name, "--help")
-    assert (code, text.startswith(f"usage: megarl {name} [-h]")) == (0, True)
+    assert call(monkeypatch, capsys, name, "--help")[1].startswith(f"usage: megarl {name} [-h]")
 
 
 def test_the_help_lists_the_options_that_are_files_those_of_a_directory_of_ones_own_included():
@@ -237,18 +194,18 @@ def test_the_help_lists_the_options_that_are_files_those_of_a_directory_of_ones_
     assert re.search(r"^seed: 1$", text, re.MULTILINE)
 
 
-def test_words_that_are_no_command_are_explained(monkeypatch, capsys):
-    code, text = call(monkeypatch, capsys, "trian")
-    assert (code, "the commands are train, evaluate" in text) == (2, True)
-    code, text = call(monkeypatch, capsys, "algo=grpo")
-    assert (code, "megarl train algo=grpo" in text) == (2, True)
+@pytest.mark.parametrize(
+    ("word", "told"), [("trian", "commands are train, evaluate"), ("algo=grpo", "megarl train algo=")]
+)
+def test_words_that_are_no_command_are_explained(monkeypatch, capsys, word, told):
+    code, text = call(monkeypatch, capsys, word)
+    assert (code, told in text) == (2, True)
 
 
-@pytest.mark.parametrize("first", ["import megarl", "import megarl.train", "from megarl.train import main"])
+@pytest.mark.parametrize("first", ["import megarl", "from megarl.train import main"])
 def test_megarl_train_is_a_function_whatever_was_imported_before(first):
-    code = (
-        f"{first}\nimport megarl\ntry:\n    megarl.train(['algo.clip_hihg=1'])\nexcept Exception as error: print(error)"
-    )
+    train = "try:\n    megarl.train(['algo.clip_hihg=1'])\nexcept Exception as error: print(error)"
+    code = f"{first}\nimport megarl\n{train}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert "algo.clip_hihg: no such key; did you mean algo.clip_high?" in done.stdout
 
