@@ -103,7 +103,7 @@ def _format_reward(algo: AlgoConfig, wrong: float, has_turns: bool) -> str:
     if algo.kl.in_reward:
         coef = f"{algo.kl.coef:g}"
         if algo.kl.target is not None:
-            coef = f"beta (from {coef}, adapted to {algo.kl.target_agg_mode.value} KL = {algo.kl.target:g})"
+            coef = f"beta (from {coef}, adapted to seq-mean-token-mean KL = {algo.kl.target:g})"
         text += f" - {coef} * {format_kl(algo.kl.reward_estimator, 'pi_old')}"
     return text + (f"; R = {wrong:g} + {1 - wrong:g} * score" if wrong else "")
 

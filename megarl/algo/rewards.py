@@ -88,7 +88,6 @@ class KlController:
     coef: float
     target: float | None
     horizon: float
-    agg_mode: LossAggMode
     estimator: KLEstimator
     in_reward: bool
 
@@ -98,7 +97,6 @@ class KlController:
             coef=config.coef,
             target=config.target,
             horizon=config.horizon,
-            agg_mode=config.target_agg_mode,
             estimator=config.reward_estimator,
             in_reward=config.in_reward,
         )
@@ -113,7 +111,7 @@ class KlController:
         if self.target is None:
             return self, metrics
         find_kl = partial(compute_token_kl, experience, self.estimator)
-        kl = compute_mean_kl(find_kl, experience.mask, self.agg_mode)
+        kl = compute_mean_kl(find_kl, experience.mask, LossAggMode["seq-mean-token-mean"])
         num_samples = int((~experience.failed).sum())
         coef = compute_adapted_coef(self.coef, kl, self.target, self.horizon, num_samples)
         return replace(self, coef=coef), metrics | {"kl/compared": kl}

@@ -1,7 +1,7 @@
 """The one error of a bad configuration, and the search for the key the user meant."""
 
-import difflib
 from collections.abc import Iterable, Sequence
+from difflib import SequenceMatcher
 
 NEAR, NEAR_LEAF = 0.75, 0.85
 """Least similarity (difflib's ratio) of the whole key, and of its last part alone, to be taken for a misspelt one.
@@ -22,18 +22,11 @@ class ConfigError(ValueError):
 
 def find_nearest_key(key: str, known: Iterable[str]) -> str | None:
     """The known dotted key most like `key`; one with the same last part wins over a merely similar one."""
-    candidates = list(known)
-    leaf = key.rsplit(".", 1)[-1]
-    same_leaf = [name for name in candidates if name.rsplit(".", 1)[-1] == leaf]
-    if same_leaf:
-        return max(same_leaf, key=lambda name: _similarity(key, name))
-    near = [name for name in candidates if _similarity(key, name) >= NEAR or _leaf_similarity(leaf, name) >= NEAR_LEAF]
-    return max(near, key=lambda name: _similarity(key, name) + _leaf_similarity(leaf, name), default=None)
 
+    def measure(name: str) -> tuple[float, float]:
+        leaves = (each.rpartition(".")[2] for each in (key, name))
+        return SequenceMatcher(None, key, name).ratio(), SequenceMatcher(None, *leaves).ratio()
 
-def _leaf_similarity(leaf: str, name: str) -> float:
-    return _similarity(leaf, name.rsplit(".", 1)[-1])
-
-
-def _similarity(left: str, right: str) -> float:
-    return difflib.SequenceMatcher(None, left, right).ratio()
+    found = {name: (whole, leaf) for name in known for whole, leaf in [measure(name)]}
+    near = {name: both for name, both in found.items() if both[0] >= NEAR or both[1] >= NEAR_LEAF}
+    return max(near, key=lambda name: (near[name][1] == 1, sum(near[name])), default=None)

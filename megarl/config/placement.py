@@ -69,49 +69,39 @@ def place(cluster: ClusterConfig, groups: Sequence[Group]) -> dict[str, tuple[De
 
     Node numbers may reach beyond cluster.num_nodes: `check_cluster` says so before anything starts.
     """
-    if cluster.gpus_per_node == 0:
+    per_node = cluster.gpus_per_node
+    if per_node == 0:
         return {group.name: (DeviceSlot(),) * group.num_processes for group in groups}
     slots: dict[str, tuple[DeviceSlot, ...]] = {}
     first = end = 0
     for group in groups:
-        if cluster.placement is Placement.apart or (
-            cluster.placement is Placement.split and group.name == SERVERS and len(groups) > 1
-        ):
-            first = end
-        numbers = _take(group, first, cluster.gpus_per_node)
-        slots[group.name] = _cut(numbers, group.gpus_per_process, cluster.gpus_per_node)
+        splits = cluster.placement is Placement.split and group.name == SERVERS and len(groups) > 1
+        first = end if splits or cluster.placement is Placement.apart else first
+        numbers: list[int] = []  # of GPUs, counted over the nodes
+        position = first
+        for start in range(0, group.num_gpus, group.unit):
+            size = min(group.unit, group.num_gpus - start)
+            left = per_node - position % per_node
+            if left < size <= per_node:  # what would cross into the next node begins there
+                position += left
+            numbers.extend(range(position, position + size))
+            position += size
+        size = group.gpus_per_process
+        parts = [numbers[start : start + size] for start in range(0, len(numbers), size)]
+        slots[group.name] = tuple(DeviceSlot(part[0] // per_node, tuple(n % per_node for n in part)) for part in parts)
         end = max([end, *(number + 1 for number in numbers)])
     return slots
-
-
-def _take(group: Group, first: int, per_node: int) -> list[int]:
-    """Numbers of GPUs, counted over the nodes, from `first` on; what would cross into the next node begins there."""
-    numbers: list[int] = []
-    position = first
-    for start in range(0, group.num_gpus, group.unit):
-        size = min(group.unit, group.num_gpus - start)
-        left = per_node - position % per_node
-        if left < size <= per_node:
-            position += left
-        numbers.extend(range(position, position + size))
-        position += size
-    return numbers
-
-
-def _cut(numbers: Sequence[int], size: int, per_node: int) -> tuple[DeviceSlot, ...]:
-    parts = [numbers[start : start + size] for start in range(0, len(numbers), size)]
-    return tuple(DeviceSlot(part[0] // per_node, tuple(number % per_node for number in part)) for part in parts)
 
 
 def format_numbers(numbers: Sequence[int]) -> str:
     """`0-3, 6`"""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
         else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def is_sharing(slots: Mapping[str, Sequence[DeviceSlot]]) -> bool:
@@ -149,20 +139,34 @@ def count_nodes(slots: Mapping[str, Sequence[DeviceSlot]]) -> int:
 
 def check_cluster(config: Config, command: str = "train") -> Iterator[str]:
     """Why the job cannot run on the cluster of its configuration, one message each."""
-    cluster, groups = config.cluster, list_groups(config, command)
-    if cluster.num_nodes > 1:
-        yield from _check_several_nodes(config)
-        if cluster.gpus_per_node < 1:
-            # Processes are placed by counting: GPUs, or how many each node without GPUs may have.
-            yield f"cluster.gpus_per_node: found {cluster.gpus_per_node}; it must be 1 or more"
-            return
+    cluster, groups, nodes = config.cluster, list_groups(config, command), config.cluster.num_nodes
+    if nodes > 1 and cluster.ray_address is None:
+        yield (
+            f"cluster.ray_address: found null with cluster.num_nodes {nodes}; without a Ray that spans the nodes a job"
+            " has this machine alone: sbatch slurm/train.sh starts one (cluster=slurm), or cluster.num_nodes=1"
+        )
+    if nodes > 1 and cluster.listen_host in ("127.0.0.1", "localhost", "::1"):
+        found = f"found {cluster.listen_host} with cluster.num_nodes {nodes}"
+        yield f"cluster.listen_host: {found}, whose processes do not reach it; auto does"
+    if nodes > 1 and cluster.gpus_per_node < 1:
+        # Processes are placed by counting: GPUs, or how many each node without GPUs may have.
+        yield f"cluster.gpus_per_node: found {cluster.gpus_per_node}; it must be 1 or more"
+        return
     if cluster.ray_address is not None and not re.fullmatch(rf"{AUTO}|{HOST_AND_PORT}", cluster.ray_address):
         yield (
             f"cluster.ray_address: found {cluster.ray_address!r}; it must be HOST:PORT, {AUTO} for the environment's"
             f" {RAY_ADDRESS}, or null for a Ray of this run"
         )
-    slots = place(cluster, groups)
-    yield from _check_size(cluster, groups, slots)
+    slots, per_node = place(cluster, groups), cluster.gpus_per_node
+    if config.rollout.tp > per_node > 0:
+        yield f"rollout.tp: found {config.rollout.tp}; a server is on one node, which has {per_node} GPUs"
+    elif (needed := count_nodes(slots)) > nodes:
+        asked = " + ".join(f"{group.name} {group.num_gpus}" for group in groups)
+        yield (
+            f"cluster: {asked} GPUs, placed {cluster.placement.name}, need {needed} nodes of {per_node} GPUs"
+            f" (cluster.gpus_per_node); there are {nodes} (cluster.num_nodes) with {nodes * per_node} in all"
+            f"{_suggest(cluster, groups)}"
+        )
     syncs = command == "train" and config.has_servers and config.rollout.transport is Transport.split
     if syncs and cluster.placement is Placement.colocated and slots[SERVERS][0].gpus and cluster.hardware.gpu:
         yield (
@@ -178,12 +182,9 @@ def find_ray_address(address: str) -> str:
     found = os.environ.get(RAY_ADDRESS, "")
     if re.fullmatch(HOST_AND_PORT, found):
         return found
-    raise ConfigError(
-        [
-            f"cluster.ray_address: found {AUTO}, which stands for the environment variable {RAY_ADDRESS}, and that is"
-            f" {found or 'not set'}; a job of `ray job submit` has the HOST:PORT there; elsewhere give it to the key"
-        ]
-    )
+    text = f"which stands for the environment variable {RAY_ADDRESS}, and that is {found or 'not set'}"
+    right = "a job of `ray job submit` has the HOST:PORT there; elsewhere give it to the key"
+    raise ConfigError([f"cluster.ray_address: found {AUTO}, {text}; {right}"])
 
 
 def list_contradictions(config: Config) -> list[str]:
@@ -191,45 +192,13 @@ def list_contradictions(config: Config) -> list[str]:
     return [message for message in check_cluster(config) if message.startswith(CONTRADICTIONS)]
 
 
-def _check_several_nodes(config: Config) -> Iterator[str]:
-    cluster = config.cluster
-    nodes = f"with cluster.num_nodes {cluster.num_nodes}"
-    if cluster.ray_address is None:
-        yield (
-            f"cluster.ray_address: found null {nodes}; without a Ray that spans the nodes a job has this machine alone:"
-            " sbatch slurm/train.sh starts one (cluster=slurm), or cluster.num_nodes=1"
-        )
-    if cluster.listen_host in ("127.0.0.1", "localhost", "::1"):
-        yield f"cluster.listen_host: found {cluster.listen_host} {nodes}, whose processes do not reach it; auto does"
-
-
-def _check_size(
-    cluster: ClusterConfig, groups: Sequence[Group], slots: Mapping[str, Sequence[DeviceSlot]]
-) -> Iterator[str]:
-    per_node, largest = cluster.gpus_per_node, max(len(slot.gpus) for each in slots.values() for slot in each)
-    if largest > per_node:
-        yield f"rollout.tp: found {largest}; a server is on one node, which has {per_node} GPUs"
-        return
-    needed = count_nodes(slots)
-    if needed <= cluster.num_nodes:
-        return
-    asked = " + ".join(f"{group.name} {group.num_gpus}" for group in groups)
-    yield (
-        f"cluster: {asked} GPUs, placed {cluster.placement.name}, need {needed} nodes of {per_node} GPUs"
-        f" (cluster.gpus_per_node); there are {cluster.num_nodes} (cluster.num_nodes) with"
-        f" {cluster.num_nodes * per_node} in all{_suggest(cluster, groups)}"
-    )
-
-
 def _suggest(cluster: ClusterConfig, groups: Sequence[Group]) -> str:
     """Another placement that has room, the one that shares least first."""
-    for other in (Placement.split, Placement.colocated):
+    for other, also in ((Placement.split, ""), (Placement.colocated, " with rollout.transport=colocated")):
         tried = ClusterConfig(num_nodes=cluster.num_nodes, gpus_per_node=cluster.gpus_per_node, placement=other)
         if count_nodes(place(tried, groups)) <= cluster.num_nodes:
-            transport = " with rollout.transport=colocated" if other is Placement.colocated else ""
-            return (
-                f"; cluster.placement={other.name}{transport} has room, where the memory suffices (tools/plan.py tells)"
-            )
+            has_room = "has room, where the memory suffices (tools/plan.py tells)"
+            return f"; cluster.placement={other.name}{also} {has_room}"
     return "; more nodes, or smaller parallel.num_processes and rollout.num_servers"
 
 
@@ -264,11 +233,9 @@ def is_restarted(environment: Mapping[str, str]) -> bool:
 
 def check_allocation(cluster: ClusterConfig, allocation: Allocation) -> Iterator[str]:
     """Why the job cannot have what the configuration asks for, one message each."""
-    if cluster.num_nodes > allocation.num_nodes:
-        yield (
-            f"cluster.num_nodes: found {cluster.num_nodes}; job {allocation.job_id} has {allocation.num_nodes}:"
-            f" sbatch --nodes={cluster.num_nodes}"
-        )
+    if cluster.num_nodes > (nodes := allocation.num_nodes):
+        right = f"sbatch --nodes={cluster.num_nodes}"
+        yield f"cluster.num_nodes: found {cluster.num_nodes}; job {allocation.job_id} has {nodes}: {right}"
     # Without any GPU the key says how many processes a node may have.
     if 0 < allocation.gpus_per_node < cluster.gpus_per_node:
         yield (

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.checks.keys import check_node
-from megarl.config.errors import ConfigError, find_nearest_key
+from megarl.config.errors import ConfigError
 from megarl.config.schema.root import Config
 from megarl.config.schema.task import (
     SCHEMAS,
@@ -38,25 +38,12 @@ class RewardPart:
 
 
 def read_parts(config: WeightedRewardConfig) -> tuple[RewardPart, ...]:
-    """The parts in the order in which they are given. Raises ConfigError naming the full key of each problem."""
-    problems: list[str] = []
-    parts: list[RewardPart] = []
-    if not config.parts:
-        problems.append(
-            "reward.parts: found none; reward=weighted needs some, as in reward.parts.right.kind=math"
-            " reward.parts.right.weight=0.9"
-        )
-    for name, given in config.parts.items():
-        try:
-            parts.append(_read_part(str(name), given))
-        except ConfigError as error:
-            problems += error.problems
-    if config.correct_by is not None and config.correct_by not in config.parts:
-        names = ", ".join(map(str, config.parts))
-        problems.append(f"reward.correct_by: found {config.correct_by!r}; the parts are {names or 'none'}")
-    if problems:
-        raise ConfigError(problems)
-    return tuple(parts)
+    """The parts in the order in which they are given. Raises ConfigError naming the full key of the first problem."""
+    if not config.parts or config.correct_by not in (None, *config.parts):
+        found = f"reward.parts: found {', '.join(map(str, config.parts)) or 'none'}"
+        example = "reward.parts.right.kind=math reward.parts.right.weight=0.9"
+        raise ConfigError([f"{found}; it must be some, as in {example}, that of reward.correct_by among them"])
+    return tuple(_read_part(str(name), given) for name, given in config.parts.items())
 
 
 def check_parts(config: Config) -> Iterator[str]:
@@ -86,42 +73,24 @@ def find_score_range(config: RewardConfig) -> tuple[float, float] | None:
     return None if isinstance(config, WITHOUT_RANGE) else (0.0, 1.0)
 
 
-def _read_part(name: str, given: object) -> RewardPart:
-    key = f"reward.parts.{name}"
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-        raise ConfigError([f"{key}: found {name!r}; the name of a part has lower-case letters, digits and _"])
-    if not isinstance(given, Mapping):
-        raise ConfigError([f"{key}: found {given!r}; a part has keys of its own: {key}.kind=math {key}.weight=0.5"])
-    options = {str(option): value for option, value in given.items()}
+def _read_part(name: str, given: Any) -> RewardPart:
+    key, choices = f"reward.parts.{name}", sorted(set(SCHEMAS["reward"]) - {"weighted"})
+    options = {str(option): value for option, value in given.items()} if isinstance(given, Mapping) else {}
     kind, weight = options.pop("kind", None), options.pop("weight", 1.0)
-    choices = sorted(set(SCHEMAS["reward"]) - {"weighted"})
-    if kind not in choices:
-        raise ConfigError([f"{key}.kind: found {kind!r}; it must be one of {', '.join(choices)}"])
+    if kind not in choices or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        must = f"a part has a name of lower-case letters, digits and _, and {key}.kind is one of {', '.join(choices)}"
+        raise ConfigError([f"{key}.kind: found {kind!r}; {must}"])
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight):
         raise ConfigError([f"{key}.weight: found {weight!r}; it must be a finite number"])
-    return RewardPart(name, float(weight), _build_config(key, SCHEMAS["reward"][str(kind)], options))
-
-
-def _build_config(key: str, schema: type[RewardConfig], options: dict[str, Any]) -> RewardConfig:
-    known = [field.name for field in fields(schema) if field.name not in OF_ALL]
-    problems = []
-    for option in options:
-        if option in OF_ALL:
-            problems.append(f"{key}.{option}: has no effect in a part; reward.{option} is that of the sum")
-        elif option not in known:
-            nearest = find_nearest_key(option, known)
-            hint = f"did you mean {key}.{nearest}?" if nearest else f"it has {', '.join(('kind', 'weight', *known))}"
-            problems.append(f"{key}.{option}: no such key; {hint}")
-    node = OmegaConf.structured(schema)
-    for option, value in options.items() if not problems else ():
-        try:
+    if of_sum := [option for option in options if option in OF_ALL]:
+        raise ConfigError([f"{key}.{of_sum[0]}: has no effect in a part; reward.{of_sum[0]} is that of the sum"])
+    node = OmegaConf.structured(SCHEMAS["reward"][str(kind)])
+    known = [str(option) for option in node if option not in OF_ALL]
+    try:
+        for option, value in options.items():
             OmegaConf.update(node, option, value)
-        except OmegaConfBaseException as error:
-            problems.append(f"{key}.{option}: {str(error).strip().splitlines()[0]}")
-    missing = [option for option in known if OmegaConf.is_missing(node, option)]
-    problems += [f"{key}.{option}: missing; this kind of reward needs it" for option in missing]
-    if problems:
-        raise ConfigError(problems)
-    config = OmegaConf.to_object(node)
-    assert isinstance(config, RewardConfig)
-    return config
+        config: RewardConfig = OmegaConf.to_object(node)
+    except OmegaConfBaseException as error:
+        wrong = f"{key}.{getattr(error, 'key', kind)}: {str(error).strip().splitlines()[0]}"
+        raise ConfigError([f"{wrong}; kind={kind} has {', '.join(('weight', *known))}"]) from error
+    return RewardPart(name, float(weight), config)

@@ -7,13 +7,13 @@ import linecache
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 from megarl.config.errors import ConfigError
 
 _SUFFIX = ".py"
+_OTHERS = (Path(__file__).resolve().parents[1], Path(sysconfig.get_path("stdlib")))
+"""megarl, and Python's own library, below which installed packages are"""
 
 
 class DescribedError(Exception):
@@ -30,17 +30,20 @@ def load_named(key: str, path: str) -> object:
     source, _, name = path.rpartition(":")
     if not source or not name:
         raise ConfigError([f"{key}: found {path!r}; it must be FILE.py:NAME or package.module:NAME"])
+    if source.endswith(_SUFFIX) and not Path(source).expanduser().is_file():
+        raise ConfigError([f"{key}: {source} does not exist (from {Path.cwd()}); it must be a file of Python"])
     try:
-        target: object = _load_file(key, source) if source.endswith(_SUFFIX) else importlib.import_module(source)
-    except ConfigError:
-        raise
+        target: object = _load_file(source) if source.endswith(_SUFFIX) else importlib.import_module(source)
     except Exception as error:  # A user's module can fail in any way while it is imported.
-        raise ConfigError(
-            [f"{key}: found {path!r}; importing {source} failed: {_explain_import(error, path)}"]
-        ) from error
+        why = describe_error(error, path)
+        if isinstance(error, ModuleNotFoundError):
+            why += "; a module must be installed or its folder be on PYTHONPATH, a file is named with its .py"
+        raise ConfigError([f"{key}: found {path!r}; importing {source} failed: {why}"]) from error
     for part in name.split("."):
         if not hasattr(target, part):
-            defined = ", ".join(_list_names(target))
+            items, module = getattr(target, "__dict__", {}).items(), getattr(target, "__name__", "")
+            own = [each for each, it in items if callable(it) and getattr(it, "__module__", None) == module]
+            defined = ", ".join(each for each in own if not each.startswith("_"))
             raise ConfigError([f"{key}: found {path!r}; {source} has no {name}{defined and f', it has {defined}'}"])
         target = getattr(target, part)
     return target
@@ -71,17 +74,13 @@ def find_file(path: str) -> Path | None:
     return None if file is None else Path(file)
 
 
-_OTHERS = (Path(__file__).resolve().parents[1], Path(sysconfig.get_path("stdlib")))
-"""megarl, and Python's own library, below which installed packages are"""
-
-
-def _load_file(key: str, source: str) -> ModuleType:
-    """The module of a file, loaded once in a process. Raises ConfigError where there is no such file."""
-    name, file = _name_module(source), Path(source).expanduser().resolve()
+def _load_file(source: str) -> object:
+    """The module of a file, loaded once in a process."""
+    file = Path(source).expanduser().resolve()
+    # Its own name could be that of an installed package.
+    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
-    if not file.is_file():
-        raise ConfigError([f"{key}: {source} does not exist (from {Path.cwd()}); it must be a file of Python"])
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
@@ -97,38 +96,13 @@ def _load_file(key: str, source: str) -> ModuleType:
     return module
 
 
-def _name_module(source: str) -> str:
-    """my_reward.py -> my_reward_1f3a: its own name could be that of an installed package."""
-    file = Path(source).expanduser().resolve()
-    return f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
-
-
-def _list_names(target: object) -> Iterator[str]:
-    """What a module defines itself."""
-    if isinstance(target, ModuleType):
-        for name, value in vars(target).items():
-            if callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == target.__name__:
-                yield name
-
-
-def _explain_import(error: Exception, path: str) -> str:
-    text = describe_error(error, path)
-    if isinstance(error, ModuleNotFoundError):
-        text += "; a module must be installed or its folder be on PYTHONPATH, a file is named with its .py"
-    return text
-
-
 def _is_users(file: str) -> bool:
-    return (
-        not file.startswith("<")
-        and not any(Path(file).is_relative_to(folder) for folder in _OTHERS)
-        and ("site-packages" not in file)
-    )
+    installed = "site-packages" in file or any(Path(file).is_relative_to(folder) for folder in _OTHERS)
+    return not file.startswith("<") and not installed
 
 
 def _show_line(file: str, number: int, text: str | None = None) -> str:
     """`my_reward.py, line 7: return 1 / 0`, the file as seen from the current directory."""
     source = (text or linecache.getline(file, number)).strip()
-    path = Path(file)
-    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    shown = Path(file).relative_to(Path.cwd()) if Path(file).is_relative_to(Path.cwd()) else file
     return f"{shown}, line {number}: {source}" if source else f"{shown}, line {number}"

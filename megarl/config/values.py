@@ -50,18 +50,16 @@ def write_value(value: Any) -> str:
 
 def name_data(config: DataConfig) -> str:
     """`data=jsonl data.path=train.jsonl`, `data=addition`."""
-    if (path := getattr(config, "path", None)) and path.startswith(TOYS):
-        return f"data={path.removeprefix(TOYS)}"
-    kind = next((name for name, schema in SCHEMAS["data"].items() if schema is type(config)), "...")
-    return f"data={kind}{_name_path('data', config)}"
+    path = getattr(config, "path", None) or ""
+    return f"data={path.removeprefix(TOYS)}" if path.startswith(TOYS) else _name("data", config)
 
 
 def name_reward(config: RewardConfig) -> str:
     """`reward=function reward.path=my_reward.py:score`."""
-    kind = next((name for name, schema in SCHEMAS["reward"].items() if schema is type(config)), "...")
-    return f"reward={kind}{_name_path('reward', config)}"
+    return _name("reward", config)
 
 
-def _name_path(group: str, config: object) -> str:
+def _name(group: str, config: object) -> str:
+    kind = next((name for name, schema in SCHEMAS[group].items() if schema is type(config)), "...")
     path = getattr(config, "path", None)
-    return f" {group}.path={path}" if path else ""
+    return f"{group}={kind}{f' {group}.path={path}' if path else ''}"

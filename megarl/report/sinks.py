@@ -71,10 +71,10 @@ def open_sinks(logger: LoggerConfig, run_dir: Path, settings: Mapping[str, Any])
             yield TensorBoardSink(run_dir / "tensorboard")
         if logger.wandb is not None:
             key, value = "wandb", logger.wandb.name
-            yield WandbSink(run_dir, logger.wandb.name, logger.wandb_project, settings)
+            yield WandbSink(run_dir, logger.wandb.name, settings)
         if logger.mlflow is not None:
             key, value = "mlflow", logger.mlflow
-            yield MlflowSink(run_dir, logger.mlflow, logger.mlflow_experiment, settings)
+            yield MlflowSink(run_dir, logger.mlflow, settings)
     except Exception as error:
         raise ConfigError([f"logger.{key}: found {value}: {type(error).__name__}: {error}"]) from error
 
@@ -121,14 +121,14 @@ class TensorBoardSink(Sink):
 class WandbSink(Sink):
     """Online, or into RUN_DIR/wandb, which `wandb sync` uploads. The run's folder is its name there."""
 
-    def __init__(self, run_dir: Path, mode: str, project: str, settings: Mapping[str, Any]):
+    def __init__(self, run_dir: Path, mode: str, settings: Mapping[str, Any]):
         """mode: online or offline."""
         import wandb
 
         run_id = load_ids(run_dir).get("wandb") or uuid.uuid4().hex[:16]
         save_id(run_dir, "wandb", run_id)
         self._run = wandb.init(
-            project=project,
+            project=os.environ.get("WANDB_PROJECT", "megarl"),
             name=run_dir.name,
             id=run_id,
             resume="allow",
@@ -150,7 +150,7 @@ class WandbSink(Sink):
 class MlflowSink(Sink):
     """The run's folder is its name there. What a server that is away does not take goes with the next iteration's."""
 
-    def __init__(self, run_dir: Path, uri: str, experiment: str, settings: Mapping[str, Any]):
+    def __init__(self, run_dir: Path, uri: str, settings: Mapping[str, Any]):
         # A tracking server that is away holds up the training so long at most, instead of for minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
@@ -159,6 +159,7 @@ class MlflowSink(Sink):
 
         self._client, self._unsent = MlflowClient(uri), list[Any]()
         if (known := load_ids(run_dir).get("mlflow")) is None:
+            experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "megarl")
             found = self._client.get_experiment_by_name(experiment)
             number = found.experiment_id if found else self._client.create_experiment(experiment)
             known = str(self._client.create_run(number, run_name=run_dir.name).info.run_id)

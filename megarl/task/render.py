@@ -14,7 +14,6 @@ response token t stands at the same response position.
 import re
 import string
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -54,11 +53,6 @@ class Renderer:
     ):
         """tools: those that the prompts describe; None without environment=tools. vocab_size: rows of the model's
         embedding, beyond which no token is accepted; None: not known."""
-        if config.instruction_path is not None:
-            if config.instruction is not None:
-                raise ConfigError(["data.instruction_path: found beside data.instruction; give one, the other is null"])
-            text = read_text("data.instruction_path", config.instruction_path).rstrip("\n")
-            config = replace(config, instruction=text, instruction_path=None)
         if config.instruction is not None and PLACEHOLDER not in config.instruction:
             raise ConfigError([f"data.instruction: found {config.instruction!r}; it must contain {PLACEHOLDER}"])
         self.config = config

@@ -22,7 +22,6 @@ from megarl.config.schema.task import (
     Verdict,
 )
 from megarl.files import parse_json
-from megarl.task.render import read_text
 from megarl.task.reward import AsyncReward, RewardFailedError
 from megarl.types import Message, Prompt, Response, Score
 
@@ -248,14 +247,9 @@ class JudgeReward(AsyncReward):
 
 def read_rubric(config: JudgeRewardConfig) -> str:
     """The rubric's text. Raises ConfigError naming the key."""
-    if config.rubric is not None and config.rubric_path is not None:
-        raise ConfigError(["reward.rubric_path: found beside reward.rubric; one of them must be null"])
-    key = "reward.rubric" if config.rubric_path is None else "reward.rubric_path"
     text = config.rubric if config.rubric is not None else RUBRIC
-    if config.rubric_path is not None:
-        text = read_text(key, config.rubric_path)
     if "{response}" not in text:
-        raise ConfigError([f"{key}: found a text without {{response}}, where the response stands"])
+        raise ConfigError(["reward.rubric: found a text without {response}, where the response stands"])
     return text
 
 

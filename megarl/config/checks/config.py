@@ -1,6 +1,5 @@
 """Contradictions between values: found before anything starts."""
 
-import re
 from collections.abc import Iterator, Mapping
 from math import isfinite, isqrt
 from typing import Any
@@ -28,32 +27,27 @@ from megarl.config.schema.algo import (
     needs_reference,
     uses_topr,
 )
-from megarl.config.schema.roles import Dtype, ModelSource, Offload, OptimizerConfig, ParallelConfig, TrainedRoleConfig
+from megarl.config.schema.roles import Dtype, ModelSource, ParallelConfig, TrainedRoleConfig
 from megarl.config.schema.root import Config
-from megarl.config.schema.run import MAX_SAMPLES, NO_QUANTIZED_WEIGHTS, TrainConfig, check_truncation
+from megarl.config.schema.run import NO_QUANTIZED_WEIGHTS, TrainConfig, check_truncation
 from megarl.config.schema.task import EnvironmentRewardConfig, SingleTurnEnvironmentConfig, ToolsEnvironmentConfig
 
 TOYS = ("tiny", "tiny_moe")
 """The presets in conf/model/ whose settings are for random weights (model.source=random)"""
-_QUANTIZES = ("quantization", "quantize_and_serve", "modelopt_quant", "rl_quant_profile")
-"""SGLang's options that make a server hold other weights than the policy's."""
 _FULL = "log-probs are of the full distribution at the temperature, and of nothing that a server adds or cuts off"
 _ONE_MODEL = "servers hold the policy's weights as the checkpoint and the trainer have them, and compute its model"
 _OLD_CACHE = "a store outside of the server would keep keys and values of older weights"
-REFUSED_OPTIONS = {
-    **dict.fromkeys(("top_p", "top_k", "min_p", "preferred_sampling_params", "enable_custom_logit_processor"), _FULL),
-    **dict.fromkeys(("enable_watermark", "watermark_config", "dllm_algorithm", "dllm_algorithm_config"), _FULL),
-    **dict.fromkeys(("enable_strict_thinking", "allow_auto_truncate"), _FULL),
-    **dict.fromkeys(("json_model_override_args", "model_config_parser", "trust_remote_code", "revision"), _ONE_MODEL),
-    **dict.fromkeys(("decrypted_config_file", "decrypted_draft_config_file", "forward_hooks"), _ONE_MODEL),
-    **dict.fromkeys(("enable_lora", "lora_paths", "uno_lora_path", "kt_weight_path", "kt_method"), _ONE_MODEL),
-    **dict.fromkeys(("is_embedding", "enable_hisparse", "hisparse_config", "weight_cache_mode"), _ONE_MODEL),
-    **dict.fromkeys(("enable_w4a4_mxfp4_megamoe", "modelopt_checkpoint_restore_path"), _ONE_MODEL),
-    "delete_ckpt_after_loading": "it deletes the model",
-    **dict.fromkeys(("hicache_storage_backend", "enable_lmcache", "enable_flexkv"), _OLD_CACHE),
-    "enable_unified_cache_external_linker": _OLD_CACHE,
-    **dict.fromkeys(_QUANTIZES, NO_QUANTIZED_WEIGHTS),
+_REASONS = {
+    _FULL: "top_p top_k min_p preferred_sampling_params enable_custom_logit_processor enable_watermark watermark_config"
+    " dllm_algorithm dllm_algorithm_config enable_strict_thinking allow_auto_truncate",
+    _ONE_MODEL: "json_model_override_args model_config_parser trust_remote_code revision decrypted_config_file"
+    " decrypted_draft_config_file forward_hooks enable_lora lora_paths uno_lora_path kt_weight_path kt_method"
+    " is_embedding enable_hisparse hisparse_config weight_cache_mode enable_w4a4_mxfp4_megamoe"
+    " modelopt_checkpoint_restore_path delete_ckpt_after_loading",
+    _OLD_CACHE: "hicache_storage_backend enable_lmcache enable_flexkv enable_unified_cache_external_linker",
+    NO_QUANTIZED_WEIGHTS: "quantization quantize_and_serve modelopt_quant rl_quant_profile",
 }
+REFUSED_OPTIONS = {option: why for why, options in _REASONS.items() for option in options.split()}
 """Server arguments by which responses are sampled otherwise, or from another model, than training assumes; and why"""
 _DRAFTS = "drafts come from a model that no weight sync reaches, and thresholds may accept what the policy would not"
 """Of every argument that begins with speculative_"""
@@ -62,8 +56,6 @@ ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "model_impl": ("auto", "sglang"),
 }
 """Server arguments of which other values load other weights, or other modules than the weight sync knows"""
-MAX_TOKENS = 2**32
-"""Tokens that are held at a time"""
 
 
 def check_config(config: Config) -> list[str]:
@@ -72,9 +64,8 @@ def check_config(config: Config) -> list[str]:
     if unknown:
         return unknown
     # What follows takes numbers to be in their ranges, and divides by them.
-    problems = list(check_keys(config)) or list(_check_sizes(config))
-    return problems or [
-        *_check_train(config.train),
+    return list(check_keys(config)) or [
+        *_check_train(config),
         *check_parts(config),
         *_check_model(config),
         *_check_roles(config),
@@ -104,35 +95,16 @@ def describe_iteration_size(train: TrainConfig) -> str:
     return f"train.{key}_per_iteration: found {getattr(train, f'{key}_per_iteration')}"
 
 
-def _check_sizes(config: Config) -> Iterator[str]:
+def _check_train(config: Config) -> Iterator[str]:
     train, pretrains = config.train, needs_critic(config.algo) and config.algo.value_pretrain.num_steps > 0
+    wanted, group, samples = train.samples_per_iteration, train.responses_per_prompt, train.num_samples
+    key = "samples_per_minibatch" if train.num_minibatches is None else "num_minibatches"
+    found = getattr(train, key)
     if train.num_iterations == 0 and not pretrains:
         yield (
             "train.num_iterations: found 0, which is value pretraining alone, and there is none:"
             " algo.value_pretrain.enabled"
         )
-    found, staleness = describe_iteration_size(train), config.rollout.max_staleness
-    ahead = f", and of {staleness} iterations ahead (rollout.max_staleness)" if staleness else ""
-    samples = train.num_samples * (1 + staleness)
-    tokens = samples * (config.data.prompt_length + config.rollout.response_length)
-    if samples > MAX_SAMPLES:
-        yield (
-            f"{found}, which with {train.responses_per_prompt} responses to each prompt is {train.num_samples} samples"
-            f" of an iteration{ahead}; all are requests and objects of one process, which holds {MAX_SAMPLES} at most"
-        )
-    elif tokens > MAX_TOKENS:
-        yield (
-            f"{found}, which makes up to {tokens} tokens of an iteration{ahead} at data.prompt_length +"
-            f" rollout.response_length; one process holds {MAX_TOKENS} at most, {MAX_TOKENS * 8 // 2**30} GiB of"
-            " token ids alone"
-        )
-
-
-def _check_train(train: TrainConfig) -> Iterator[str]:
-    wanted, group = train.samples_per_iteration, train.responses_per_prompt
-    samples = train.num_samples
-    key = "samples_per_minibatch" if train.num_minibatches is None else "num_minibatches"
-    found = getattr(train, key)
     if train.prompts_per_iteration is None and wanted is not None and wanted % group:
         nearest = max(1, round(wanted / group)) * group
         yield (
@@ -144,37 +116,24 @@ def _check_train(train: TrainConfig) -> Iterator[str]:
             f"train.{key}: found {found}, which does not divide the {train.num_prompts} prompts x {group} responses ="
             f" {samples} samples of an iteration; the nearest that does is {find_nearest_divisor(samples, found)}"
         )
-    if train.profile is not None and train.profile > train.num_iterations:
-        yield (
-            f"train.profile: found {train.profile}, the number of an iteration; the run has"
-            f" train.num_iterations={train.num_iterations}: it must be at most that, or null"
-        )
     for name, each in train.eval_sets.items():
-        if not re.fullmatch(r"[\w-]+", str(name)):
-            yield f"train.eval_sets.{name}: found {name!r}; the name of a set has letters, digits, _ and -"
         yield from check_truncation(
             f"train.eval_sets.{name}", each.temperature, each.num_samples, each.top_p, each.top_k
         )
 
 
 def _check_model(config: Config) -> Iterator[str]:
-    source, path = config.model.source, config.model.path
+    source, path, right = config.model.source, config.model.path, "type model=checkpoint model.path="
+    found = f"model.path: found {'null' if path is None else repr(path)}"
     if source is ModelSource.path and not path:
+        yield f"{found}; it must be a Hugging Face checkpoint directory, or the name of a model on the hub, OWNER/NAME"
+    elif path is not None and config.model.name in TOYS:
         yield (
-            f"model.path: found {'null' if path is None else repr(path)}; it must be a Hugging Face checkpoint"
-            " directory, or the name of a model on the hub, OWNER/NAME"
-        )
-    if path is not None and config.model.name in TOYS:
-        yield (
-            f"model.path: found {path!r} with model={config.model.name}, whose learning rate, lengths, float32 and data"
-            f" are those of a toy with random weights; type model=checkpoint model.path={path}"
+            f"{found} with model={config.model.name}, whose learning rate, lengths, float32 and data are those of a toy"
+            f" with random weights; {right}{path}"
         )
     elif source is not ModelSource.path and path is not None:
-        yield (
-            f"model.path: found {path!r}; it has no effect under model.source={source.name}: type model=checkpoint"
-            f" model.path={path}, or to keep the preset's settings model={config.model.name} model.source=path"
-            f" model.path={path}"
-        )
+        yield f"{found}; it has no effect under model.source={source.name}: {right}{path}"
 
 
 # The roles: layouts that Megatron's arithmetic allows, and how each computes.
@@ -190,8 +149,6 @@ def _check_roles(config: Config) -> Iterator[str]:
         yield from _check_role("critic", config.critic, steps, config.train.num_iterations)
     if needs_reference(config.algo):
         layouts["reference"] = config.reference.parallel
-        if config.reference.offload is Offload.optimizer:
-            yield "reference.offload: found optimizer; the reference has none: all, or null"
     for role, parallel in layouts.items():
         yield from check_parallel(f"{role}.parallel", parallel, size)
     if needs_full_kl(config.algo) and config.policy.parallel.pp > 1:
@@ -202,21 +159,12 @@ def _check_roles(config: Config) -> Iterator[str]:
 
 
 def _check_role(role: str, node: TrainedRoleConfig, steps_per_iteration: int, num_iterations: int) -> Iterator[str]:
-    optimizer = node.optimizer
+    optimizer, key = node.optimizer, f"{role}.optimizer"
     if node.fp8 and node.dtype is not Dtype.bfloat16:
-        yield (
-            f"{role}.fp8: found {node.fp8.value} with {role}.dtype={node.dtype.value}; FP8 products need"
-            f" {role}.dtype=bfloat16"
-        )
-    if optimizer.overlap_param_gather and optimizer.overlap_grad_reduce is False:
-        needed = f"{role}.optimizer.overlap_grad_reduce=true, or null"
-        yield f"{role}.optimizer.overlap_param_gather: found true, which needs {needed}"
+        needed = f"{role}.dtype=bfloat16"
+        yield f"{role}.fp8: found {node.fp8.value} with {role}.dtype={node.dtype.value}; FP8 products need {needed}"
     if optimizer.min_lr > optimizer.lr:
-        yield f"{role}.optimizer.min_lr: found {optimizer.min_lr}; it must be between 0 and lr ({optimizer.lr})"
-    yield from _check_decay(f"{role}.optimizer", optimizer, steps_per_iteration, num_iterations)
-
-
-def _check_decay(key: str, optimizer: OptimizerConfig, steps_per_iteration: int, num_iterations: int) -> Iterator[str]:
+        yield f"{key}.min_lr: found {optimizer.min_lr}; it must be between 0 and lr ({optimizer.lr})"
     warmup = optimizer.count_warmup_steps(steps_per_iteration, num_iterations)
     steps = optimizer.count_decay_steps(steps_per_iteration, num_iterations)
     if steps is not None and steps <= warmup:
@@ -254,17 +202,13 @@ def check_parallel(key: str, parallel: ParallelConfig, samples_per_minibatch: in
     if parallel.sp and parallel.tp == 1:
         yield f"{key}.sp: found true at tp 1; it splits over tensor-parallel ranks: set {key}.tp, or sp=false"
     if parallel.vpp > 1 and parallel.pp == 1:
-        yield (
-            f"{key}.vpp: found {parallel.vpp} at pp 1; it cuts each stage of a pipeline into pieces: set {key}.pp to"
-            " 2 or more, or vpp=1"
-        )
+        yield f"{key}.vpp: found {parallel.vpp} at pp 1; it cuts the stages of a pipeline: set {key}.pp, or vpp=1"
 
 
 def find_nearest_divisor(number: int, wanted: int) -> int:
     """The divisor of `number` nearest to `wanted`, the smaller of two."""
     small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
-    divisors = [*small, *(number // n for n in small)]
-    return min(divisors, key=lambda n: (abs(n - wanted), n))
+    return min([*small, *(number // n for n in small)], key=lambda n: (abs(n - wanted), n))
 
 
 def check_critic(config: Config) -> Iterator[str]:
@@ -273,7 +217,7 @@ def check_critic(config: Config) -> Iterator[str]:
     if frozen >= iterations > 0:
         yield (
             f"policy.frozen_iterations: found {frozen} with train.num_iterations={iterations}; the policy would never"
-            f" learn: it must be below {iterations}, or 0. To train a critic alone: train.num_iterations=0"
+            f" learn: it must be below {iterations}. To train a critic alone: train.num_iterations=0"
         )
     value_range = config.critic.value_range if needs_critic(algo) else None
     if value_range is None:
@@ -282,17 +226,13 @@ def check_critic(config: Config) -> Iterator[str]:
     if len(value_range) != 2 or not all(map(isfinite, value_range)) or value_range[0] >= value_range[1]:
         yield f"{found}; it must be [low, high], two finite numbers with low below high, or null"
         return
-    norm = algo.reward_norm
     if algo.kl.in_reward:
         yield (
             f"{found} with algo.kl.in_reward=true; a return then has the KL of all tokens to come, which nothing"
             " bounds: it must be null, or algo.kl.in_reward=false (algo.kl.in_loss=true keeps the KL)"
         )
-    if norm.mean is not NormScope.none or norm.std is not NormScope.none:
-        yield (
-            f"{found} with algo.reward_norm.mean={norm.mean.name} and algo.reward_norm.std={norm.std.name}; normalized"
-            " rewards have no fixed range: it must be null, or both none"
-        )
+    if {algo.reward_norm.mean, algo.reward_norm.std} != {NormScope.none}:
+        yield f"{found} with algo.reward_norm; normalized rewards have no fixed range: it must be null, or both none"
     elif (returns := find_return_range(config)) is not None:
         low, high = returns
         if not value_range[0] <= low <= high <= value_range[1]:
@@ -337,9 +277,8 @@ def _check_rollout(config: Config) -> Iterator[str]:
     least = LARGEST_KL_ERROR * config.train.num_samples
     if kl.in_reward and kl.target is not None and kl.horizon <= least:
         yield (
-            f"algo.kl.horizon: found {kl.horizon:g} with the {config.train.num_samples} samples of an iteration; one"
-            " step would change the weight of the KL by all of it or more and could make it 0 or negative: it must be"
-            f" above {least:g} ({LARGEST_KL_ERROR:g} * samples), and several times the samples for small steps"
+            f"algo.kl.horizon: found {kl.horizon:g} with {config.train.num_samples} samples of an iteration; a step"
+            f" could make the weight of the KL negative: it must be above {least:g} ({LARGEST_KL_ERROR:g} * samples)"
         )
     if rollout.max_staleness > 0:
         yield from check_older_samples(config.algo, f"rollout.max_staleness: {rollout.max_staleness} found")
@@ -349,12 +288,6 @@ def _check_rollout(config: Config) -> Iterator[str]:
                 " servers generate while the roles compute; null, or rollout.max_staleness=0"
             )
     yield from _check_options(rollout.sglang, longest)
-    chunk = rollout.sglang.get("chunked_prefill_size")
-    if rollout.router_replay and isinstance(chunk, int) and chunk <= 0:
-        yield (
-            f"rollout.sglang.chunked_prefill_size: found {chunk} with rollout.router_replay; SGLang holds the experts"
-            " of one chunk and ends where a prompt is longer: it must be above 0, or left out"
-        )
     if rollout.kv_cache_tokens is not None and rollout.kv_cache_tokens < longest:
         yield (
             f"rollout.kv_cache_tokens: found {rollout.kv_cache_tokens}; one sequence may have"
@@ -366,18 +299,15 @@ def _check_options(options: Mapping[str, Any], longest: int) -> Iterator[str]:
     """One message for each server argument by which responses would not be samples of the policy."""
     for key, value in options.items():
         why = _DRAFTS if key.startswith("speculative_") else REFUSED_OPTIONS.get(key)
+        why = NO_QUANTIZED_WEIGHTS if value == "flash_rl" else why
         if why is not None and value is not None and value is not False:
             yield f"rollout.sglang.{key}: found {value!r}; {why}: leave it out"
-        elif value == "flash_rl":
-            yield f"rollout.sglang.{key}: found {value!r}; {NO_QUANTIZED_WEIGHTS}"
         elif key in ALLOWED_VALUES and value is not None and value not in ALLOWED_VALUES[key]:
             yield f"rollout.sglang.{key}: found {value!r}; {_ONE_MODEL}: it must be {' or '.join(ALLOWED_VALUES[key])}"
     length = options.get("context_length")
     if isinstance(length, int) and length < longest:
-        yield (
-            f"rollout.sglang.context_length: found {length}; data.prompt_length + rollout.response_length = {longest}"
-            " tokens must fit"
-        )
+        needed = f"data.prompt_length + rollout.response_length = {longest} tokens must fit"
+        yield f"rollout.sglang.context_length: found {length}; {needed}"
 
 
 def _check_environment(config: Config) -> Iterator[str]:
@@ -404,12 +334,10 @@ def _check_environment(config: Config) -> Iterator[str]:
 
 def _check_saved(config: Config) -> Iterator[str]:
     """One message per key that asks for what only servers can give, or of a loss that cannot learn from the file."""
-    rollout, algo = config.rollout, config.algo
+    rollout, algo, pretraining = config.rollout, config.algo, config.algo.value_pretrain
     if rollout.file is None:
         return
     yield from check_older_samples(algo, f"rollout.file: {rollout.file} found", off="null")
-    pretraining = algo.value_pretrain
-    pretrains = needs_critic(algo) and pretraining.num_steps > 0 and pretraining.rollouts is None
     asked = (
         ("algo.replay.num_iterations", algo.replay.num_iterations, "0", "each pass takes every group again"),
         ("algo.dynamic_sampling.enabled", algo.dynamic_sampling.enabled, "false", "no server samples other groups"),
@@ -418,13 +346,11 @@ def _check_saved(config: Config) -> Iterator[str]:
     )
     for key, value, right, why in asked:
         if value:
-            found = "true" if value is True else value
-            yield f"{key}: found {found} with rollout.file={rollout.file}; {why}: it must be {right}"
-    if pretrains:
+            yield f"{key}: found {str(value).lower()} with rollout.file={rollout.file}; {why}: it must be {right}"
+    if needs_critic(algo) and pretraining.num_steps > 0 and pretraining.rollouts is None:
         yield (
-            f"algo.value_pretrain.rollouts: null found with rollout.file={rollout.file}; there is no server to sample"
-            f" the responses of value pretraining: must be a file, such as {rollout.file}, or"
-            " algo.value_pretrain.enabled=false"
+            f"algo.value_pretrain.rollouts: null found with rollout.file={rollout.file}; nothing samples responses"
+            f" of value pretraining: must be a file, such as {rollout.file}, or algo.value_pretrain.enabled=false"
         )
 
 
@@ -452,56 +378,44 @@ def check_algo(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps_per_
     checks += [term.check for term in LOSS_TERMS if term.is_used(algo)]
     return [
         *_check_groups(algo, responses_per_prompt),
-        *_check_reward(algo),
-        *_check_sampling(algo, responses_per_prompt),
+        *_check_replay(algo),
         *(problem for check in checks for problem in check(algo, responses_per_prompt, optimizer_steps_per_iteration)),
         *_check_loss(algo),
     ]
 
 
 def _check_groups(algo: AlgoConfig, responses_per_prompt: int) -> Iterator[str]:
-    if find_advantage(algo.advantage).compares_group:
-        if responses_per_prompt < 2:
-            yield (
-                f"train.responses_per_prompt: {responses_per_prompt} found; algo.advantage={algo.advantage} compares"
-                " the responses of a group, so it must be at least 2"
-            )
-        if algo.reward_norm.mean is NormScope.group:
-            yield (
-                f"algo.reward_norm.mean: group found; algo.advantage={algo.advantage} compares the rewards of a group"
-                " already, so it must be none (or batch, running)"
-            )
-    for key, scope in (("mean", algo.reward_norm.mean), ("std", algo.reward_norm.std)):
-        if scope is NormScope.group and responses_per_prompt < 2:
-            yield (
-                f"algo.reward_norm.{key}: group found with train.responses_per_prompt={responses_per_prompt}; a group"
-                " of one has no statistics: must be none, batch or running, or at least 2 responses per prompt"
-            )
-
-
-def _check_reward(algo: AlgoConfig) -> Iterator[str]:
+    norm, compares = algo.reward_norm, find_advantage(algo.advantage).compares_group
+    asked = {
+        f"algo.advantage={algo.advantage}": compares,
+        "algo.reward_norm.mean=group": norm.mean is NormScope.group,
+        "algo.reward_norm.std=group": norm.std is NormScope.group,
+        "algo.dynamic_sampling.enabled=true": algo.dynamic_sampling.enabled,
+    }
+    for what in [what for what, is_asked in asked.items() if is_asked and responses_per_prompt < 2]:
+        yield (
+            f"train.responses_per_prompt: {responses_per_prompt} found; {what} compares the responses of a group, so it"
+            " must be at least 2"
+        )
+    if compares and norm.mean is NormScope.group:
+        yield (
+            f"algo.reward_norm.mean: group found; algo.advantage={algo.advantage} compares the rewards of a group"
+            " already, so it must be none (or batch, running)"
+        )
     if algo.value_pretrain.rollouts is not None and algo.kl.in_reward:
         yield (
-            f"algo.value_pretrain.rollouts: {algo.value_pretrain.rollouts} found with algo.kl.in_reward=true; the saved"
-            " responses have no log-probs of the policy and the reference, so that their KL cannot be a part of the"
-            " returns: must be null (fresh responses), or algo.kl.in_reward=false"
+            f"algo.value_pretrain.rollouts: {algo.value_pretrain.rollouts} found with algo.kl.in_reward=true; saved"
+            " responses have no KL: must be null (fresh responses), or algo.kl.in_reward=false"
         )
 
 
-def _check_sampling(algo: AlgoConfig, responses_per_prompt: int) -> Iterator[str]:
-    if algo.dynamic_sampling.enabled and responses_per_prompt < 2:
-        yield (
-            f"algo.dynamic_sampling.enabled: true found with train.responses_per_prompt={responses_per_prompt}; it"
-            " compares the responses of a group, so there must be at least 2"
-        )
+def _check_replay(algo: AlgoConfig) -> Iterator[str]:
     if algo.replay.num_iterations == 0:
         return
     where = f"algo.replay.num_iterations: {algo.replay.num_iterations} found"
     if needs_critic(algo):
-        yield (
-            f"{where}; the critic's returns would be of older policies: algo.advantage must be"
-            f" {name_advantages(needs_critic=False)}"
-        )
+        right = name_advantages(needs_critic=False)
+        yield f"{where}; the critic's returns would be of older policies: algo.advantage must be {right}"
     yield from check_older_samples(algo, where)
     if NormScope.running in (algo.reward_norm.mean, algo.reward_norm.std):
         yield f"{where}; algo.reward_norm=running would count a replayed reward again: must be 0, or batch or group"
@@ -535,10 +449,8 @@ def _check_loss(algo: AlgoConfig) -> Iterator[str]:
             f"algo.mismatch.correction: {correction.name} found with algo.surrogate={algo.surrogate}, whose ratio is to"
             " the rollout engine's log-probs already; the correction would count the mismatch twice: must be none"
         )
-    modes = {"value_loss_agg_mode": algo.value_loss_agg_mode, "kl.target_agg_mode": algo.kl.target_agg_mode}
-    for key, mode in modes.items():
-        if mode is LossAggMode["seq-mean-token-sum-norm"]:
-            yield (
-                f"algo.{key}: seq-mean-token-sum-norm found; must be token-mean, seq-mean-token-sum or"
-                " seq-mean-token-mean"
-            )
+    if algo.value_loss_agg_mode is LossAggMode["seq-mean-token-sum-norm"]:
+        yield (
+            "algo.value_loss_agg_mode: seq-mean-token-sum-norm found; must be token-mean, seq-mean-token-sum or"
+            " seq-mean-token-mean"
+        )

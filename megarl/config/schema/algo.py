@@ -166,10 +166,7 @@ class KLConfig:
     coef: float = key(0.01, above=0, when=KL_IN_REWARD)
     """beta, the weight of the KL in the reward; with `target`, its first value."""
     target: float | None = key(None, above=0, when=KL_IN_REWARD, strict=True)
-    """Adapt `coef` so that the KL, aggregated by `target_agg_mode`, stays near this; null: fixed."""
-    target_agg_mode: LossAggMode = key(LossAggMode["seq-mean-token-mean"], when=(KL_IN_REWARD, HAS_TARGET))
-    """With `target`: the KL compared with it. seq-mean-token-mean: mean over sequences of their mean per token (ROLL,
-    verl); seq-mean-token-sum: mean KL of a sequence (1909.08593, TRL); token-mean: mean per token."""
+    """Adapt `coef` so that the KL, the mean over sequences of their mean per token, stays near this; null: fixed."""
     horizon: float = key(10000.0, above=0, when=(KL_IN_REWARD, HAS_TARGET))
     """With `target`: an iteration changes the coefficient by at most a share of 0.2 * samples / horizon, which must be
     below 1."""

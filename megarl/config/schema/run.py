@@ -424,14 +424,11 @@ class LoggerConfig:
     """Write the metrics to RUN_DIR/tensorboard, too. null: where the package is installed (extra `tensorboard`, which
     `make install` includes)."""
     wandb: WandbMode | None = None
-    """Write the metrics to Weights & Biases, too; null: no. Needs the extra `wandb`."""
-    wandb_project: str = key("megarl", when=needs("wandb"))
-    """The project there. WANDB_ENTITY names the team, if it is not your own."""
+    """Write the metrics to Weights & Biases, too; null: no. Needs the extra `wandb`. The environment names the project
+    (WANDB_PROJECT, else megarl) and the team (WANDB_ENTITY)."""
     mlflow: str | None = None
     """Write the metrics to MLflow, too: the tracking URI, `http://HOST:5000` of a server or `sqlite:///mlflow.db` of a
-    file without one; null: no. Needs the extra `mlflow`."""
-    mlflow_experiment: str = key("megarl", when=needs("mlflow"))
-    """The experiment there; it is made where there is none."""
+    file without one; null: no. Needs the extra `mlflow`. MLFLOW_EXPERIMENT_NAME, else megarl, is the experiment."""
     terminal: bool = True
     """Show the run on the terminal: live where it is one, as lines of at most 80 columns in a file or pipe.
     RUN_DIR/train.log has the same, whatever this key says."""

@@ -43,8 +43,6 @@ class DataConfig:
     empty message, in place of the template's."""
     instruction: str | None = key(None, is_prose=True)
     """Text around the question, for example "{question} Answer with a number."; null: the question alone."""
-    instruction_path: str | None = None
-    """File with that text instead, as long as it may be."""
     response_prefix: str | None = key(None, is_prose=True)
     """Text that the assistant's turn begins with, {question} replaced; it is part of the prompt, not generated."""
     critic_prompt: str | None = key(None, is_prose=True, despite=GENERATED, when=(TRAINED, WITH_CRITIC))
@@ -415,8 +413,6 @@ class JudgeRewardConfig(ServerRewardConfig):
     rubric: str | None = key(None, is_prose=True)
     """What the judge is told, with {question}, {answer} and {response} where these are put in, quoted; how it gives its
     verdict is added. null: a rubric for questions with an expected answer."""
-    rubric_path: str | None = None
-    """File with the rubric instead."""
     verdict: Verdict = Verdict.score
     """How the judge says what it thinks."""
     max_score: int = key(10, low=1, high=10**6)

@@ -22,7 +22,7 @@ from megarl.algo.rewards import (
 from megarl.algo.statistics import RunningMoments, merge_moments
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.schema.algo import KLEstimator, LossAggMode
+from megarl.config.schema.algo import KLEstimator
 
 
 def f64(x):
@@ -68,26 +68,6 @@ def test_a_horizon_that_could_make_the_coefficient_negative_is_refused_before_an
             load_config([*keys, f"algo.kl.horizon={horizon}"])
     # It decides nothing for a fixed coefficient.
     load_config(["algo.kl.in_reward=true", "train.prompts_per_iteration=6400"])
-
-
-@pytest.mark.parametrize("mode", [mode for mode in LossAggMode if "norm" not in mode.value])
-def test_the_controller_compares_the_mean_that_the_configuration_names(mode):
-    e = make_experience([0, 0, 0], [2, 20, 7], [1.0, 0.0, 1.0], [False] * 3, 5)
-    b = as_lists(e)
-    d = [[abs(o - r) for o, r, m in zip(b.old[i], b.ref[i], b.mask[i], strict=True) if m] for i in range(3)]
-    expected = {
-        "token-mean": sum(map(sum, d)) / sum(map(len, d)),
-        "seq-mean-token-mean": sum(sum(row) / len(row) for row in d) / 3,
-        "seq-mean-token-sum": sum(map(sum, d)) / 3,
-    }[mode.value]
-    # 10% above the target, which is not clipped.
-    config = configure(
-        kl__in_reward=True, kl__coef=0.1, kl__target=expected / 1.1, kl__reward_estimator=KLEstimator.abs
-    )
-    config.kl.target_agg_mode = mode
-    controller, metrics = KlController.start(config.kl).update(e)
-    assert metrics == {"kl/coef": 0.1, "kl/compared": pytest.approx(expected)}
-    assert controller.coef == pytest.approx(0.1 * (1 + 0.1 * 3 / 10000))
 
 
 def test_the_controller_moves_with_the_batch_and_a_fixed_one_stays():

@@ -146,7 +146,6 @@ CHOICES = {
     "dual clip": {"dual_clip": 1.5, "entropy_coef": 0.1, "positive_lm_coef": 0.1},
     **{f"kl={each.name}": {"kl__in_loss": True, "kl__loss_estimator": each} for each in KLEstimator},
     **{f"kl reward={each.name}": {"kl__in_reward": True, "kl__reward_estimator": each} for each in KLEstimator},
-    **{f"kl over {m}": {"kl__in_reward": True, "kl__target_agg_mode": LossAggMode[m]} for m in ("token-mean", SUM)},
     **{
         f"{how.name} {level.name}": {"mismatch__correction": how, "mismatch__level": level}
         for how in (MismatchCorrection.tis, MismatchCorrection.mis)

@@ -90,9 +90,9 @@ def test_mlflow_has_every_metric_and_setting_in_one_run_that_ends_finished(tmp_p
     from mlflow import MlflowClient
 
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    log_and_resume(tmp_path / "run", mlflow=uri, mlflow_experiment="mine")
+    log_and_resume(tmp_path / "run", mlflow=uri)
     client = MlflowClient(uri)
-    (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
+    (run,) = client.search_runs([client.get_experiment_by_name("megarl").experiment_id])
     assert run.info.run_id == load_ids(tmp_path / "run")["mlflow"]
     assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
     assert run.data.params == {key: str(value) for key, value in SETTINGS.items()}
@@ -152,9 +152,3 @@ def test_with_tensorboard_null_it_is_written_where_it_is_installed(
     for is_there in (True, False):
         monkeypatch.setattr(sinks, "is_installed", lambda _package, found=is_there: found)
         assert len(list(sinks.open_sinks(LoggerConfig(), tmp_path, {}))) == is_there
-
-
-@pytest.mark.parametrize("key", ["logger.wandb_project=mine", "logger.mlflow_experiment=mine"])
-def test_the_name_of_a_project_without_its_sink_has_no_effect_and_is_refused(key: str) -> None:
-    with pytest.raises(ConfigError, match="has no effect with"):
-        load_config([key])

@@ -78,22 +78,17 @@ def test_a_template_that_refuses_the_messages_is_named() -> None:
         Renderer(DataConfig(system="x"), tokenizer).render(ask("Why?", ""))
 
 
-def test_an_instruction_and_a_chat_template_may_be_files(tmp_path) -> None:
-    (tmp_path / "ask.txt").write_text("Think.\n{question}\nAnswer:\n")
+def test_a_chat_template_may_be_a_file(tmp_path) -> None:
     (tmp_path / "chat.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
-    config = DataConfig(
-        system="", instruction_path=str(tmp_path / "ask.txt"), chat_template_path=str(tmp_path / "chat.jinja")
-    )
+    config = DataConfig(system="", chat_template_path=str(tmp_path / "chat.jinja"))
     tokenizer = build_byte_tokenizer(chat=True)
     use_chat_template(config, tokenizer)
-    assert Renderer(config, tokenizer).render(ask("Why?", "")) == "<><Think.\nWhy?\nAnswer:>"
+    assert Renderer(config, tokenizer).render(ask("Why?", "")) == "<><Why?>"
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (DataConfig(instruction_path="gone.txt"), r"data\.instruction_path: gone\.txt cannot be read \(from /"),
-        (DataConfig(instruction_path="a", instruction="{question}"), "found beside data.instruction"),
         (DataConfig(chat_template_path="gone.jinja"), r"data\.chat_template_path: gone\.jinja cannot be read"),
         (DataConfig(chat_template_path="a", chat_template=False), "has no effect with data.chat_template=false"),
     ],

@@ -268,19 +268,11 @@ def test_the_verdict_in_words_is_the_share_of_the_first():
         compare_words(top, "good", "bad")
 
 
-def test_a_rubric_comes_from_the_key_or_the_file(tmp_path):
-    path = tmp_path / "rubric.txt"
-    path.write_text("{response}!")
+def test_a_rubric_has_a_place_for_the_response():
     config = JudgeRewardConfig(url="http://127.0.0.1:1")
     assert "{answer}" in read_rubric(config)
-    assert read_rubric(replace(config, rubric_path=str(path))) == "{response}!"
-    for wrong, key in [
-        ({"rubric": "good?"}, "reward.rubric:"),
-        ({"rubric_path": str(tmp_path / "none")}, "reward.rubric_path:"),
-        ({"rubric": "{response}", "rubric_path": str(path)}, "reward.rubric_path:"),
-    ]:
-        with pytest.raises(ConfigError, match=key):
-            read_rubric(replace(config, **wrong))
+    with pytest.raises(ConfigError, match=r"reward\.rubric:"):
+        read_rubric(replace(config, rubric="good?"))
 
 
 def test_a_judge_is_asked_at_temperature_zero_and_its_number_is_the_reward(serve):
