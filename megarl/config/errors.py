@@ -24,8 +24,8 @@ def find_nearest_key(key: str, known: Iterable[str]) -> str | None:
     """The known dotted key most like `key`; one with the same last part wins over a merely similar one."""
 
     def measure(name: str) -> tuple[float, float]:
-        leaves = (each.rpartition(".")[2] for each in (key, name))
-        return SequenceMatcher(None, key, name).ratio(), SequenceMatcher(None, *leaves).ratio()
+        leaves = SequenceMatcher(None, key.rpartition(".")[2], name.rpartition(".")[2])
+        return SequenceMatcher(None, key, name).ratio(), leaves.ratio()
 
     found = {name: (whole, leaf) for name in known for whole, leaf in [measure(name)]}
     near = {name: both for name, both in found.items() if both[0] >= NEAR or both[1] >= NEAR_LEAF}

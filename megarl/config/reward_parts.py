@@ -89,8 +89,9 @@ def _read_part(name: str, given: Any) -> RewardPart:
     try:
         for option, value in options.items():
             OmegaConf.update(node, option, value)
-        config: RewardConfig = OmegaConf.to_object(node)
+        config = OmegaConf.to_object(node)
     except OmegaConfBaseException as error:
         wrong = f"{key}.{getattr(error, 'key', kind)}: {str(error).strip().splitlines()[0]}"
         raise ConfigError([f"{wrong}; kind={kind} has {', '.join(('weight', *known))}"]) from error
+    assert isinstance(config, RewardConfig)
     return RewardPart(name, float(weight), config)

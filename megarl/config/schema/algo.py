@@ -7,8 +7,6 @@ from megarl.config.schema.key import WITH_CRITIC, Effect, key, needs, with_choic
 
 
 class AdvantageStd(Enum):
-    """The standard deviation that advantage=group divides by."""
-
     none = "none"
     """no division"""
     group = "group"
@@ -18,8 +16,6 @@ class AdvantageStd(Enum):
 
 
 class StdOf(Enum):
-    """With advantage_std=batch: what the standard deviation is computed from."""
-
     raw = "raw"
     """the rewards (LitePPO)"""
     centered = "centered"
@@ -51,8 +47,6 @@ class KLEstimator(Enum):
 
 
 class PositiveLMMean(Enum):
-    """What the summed log-likelihood of the positive-example LM loss is divided by."""
-
     positive_tokens = "positive_tokens"
     """the tokens of correct responses (VAPO, equation 9)"""
     all_tokens = "all_tokens"
@@ -60,8 +54,6 @@ class PositiveLMMean(Enum):
 
 
 class RatioLevel(Enum):
-    """What one ratio of two policies is of. sequence_mean is another name of geometric."""
-
     token = "token"
     sequence = "sequence"
     """the product over the response's tokens"""
@@ -79,8 +71,6 @@ class MismatchCorrection(Enum):
 
 
 class SamplingBy(Enum):
-    """What must differ within a group that dynamic sampling keeps."""
-
     correct = "correct"
     """whether a response is correct, as the reward says (DAPO, equation 11), and the rewards too"""
     reward = "reward"
@@ -146,8 +136,7 @@ class OverlongConfig:
     penalty: float = key(0.0, low=0)
     """Reward subtracted at the length limit; it grows linearly over the last tokens before it (DAPO: 1)."""
     buffer_frac: float = key(0.2, low=0, high=1, when=HAS_PENALTY)
-    """Share of rollout.response_length before the limit over which the penalty grows, rounded to whole tokens (DAPO: a
-    fifth)."""
+    """Share of rollout.response_length over which the penalty grows, in whole tokens (DAPO: a fifth)."""
     filter: bool = False
     """Responses cut at the length limit get no policy loss; their reward stays in the statistics."""
     filter_critic: bool = key(False, when=(WITH_CRITIC, needs("filter", "true")), strict=True)
@@ -168,8 +157,7 @@ class KLConfig:
     target: float | None = key(None, above=0, when=KL_IN_REWARD, strict=True)
     """Adapt `coef` so that the KL, the mean over sequences of their mean per token, stays near this; null: fixed."""
     horizon: float = key(10000.0, above=0, when=(KL_IN_REWARD, HAS_TARGET))
-    """With `target`: an iteration changes the coefficient by at most a share of 0.2 * samples / horizon, which must be
-    below 1."""
+    """With `target`: an iteration changes the coefficient by a share of 0.2 * samples / horizon at most."""
     in_loss: bool = False
     """Add loss_coef * KL(policy, reference) to the policy loss."""
     loss_estimator: KLEstimator = key(KLEstimator.k3, when=KL_IN_LOSS)
@@ -183,8 +171,8 @@ class MismatchConfig:
     surrogate=dis or dppo is learned from, for which the policy does not score the responses before its update."""
 
     correction: MismatchCorrection = key(MismatchCorrection.none, when=HAS_SURROGATE, strict=True)
-    """How the surrogate is weighted with the ratio. rollout.max_staleness, rollout.file and algo.replay need tis or
-    mis, except with surrogate=dis or dppo, which refuse a correction."""
+    """How the ratio weights the surrogate; samples of older policies need tis or mis, except with surrogate=dis or
+    dppo."""
     level: RatioLevel = key(RatioLevel.token, when=MISMATCH_KNOWN)
     """What one ratio is of: a token or a whole response."""
     low: float = key(0.5, low=0, high=1, when=MISMATCH_KNOWN)
@@ -202,7 +190,7 @@ class ToprConfig:
     negative_loss_coef: float = key(0.0, low=0)
     """Weight of -clip(ratio to the sampling policy, 0, 1) * A * log-prob where A < 0."""
     ratio_level: RatioLevel = key(RatioLevel.sequence, when=needs("negative_loss_coef"))
-    """What the ratio is of: each token, or the response (the product over its tokens, or their geometric mean)."""
+    """What the ratio is of: each token, or the response."""
 
 
 @dataclass
@@ -224,11 +212,9 @@ class DynamicSamplingConfig:
     enabled: bool = False
     """Whether such groups are replaced."""
     by: SamplingBy = key(SamplingBy.correct, when=DYNAMIC)
-    """What must differ within a group that is kept; a reward without right and wrong, or whose full score a response
-    never gets at first, needs `reward`."""
+    """What must differ within a group that is kept; a reward without right and wrong needs `reward`."""
     max_rounds: int = key(10, low=1, high=1000, when=DYNAMIC)
-    """Maximum number of rounds of generation in one iteration. Groups still missing after them are taken from those
-    that were to be replaced."""
+    """Maximum rounds of generation in an iteration; groups still missing are taken from those to be replaced."""
 
 
 @dataclass
@@ -252,8 +238,8 @@ class ValuePretrainConfig:
     rollouts: str | None = key(None, when=PRETRAINS)
     """A rollouts.jsonl of an earlier run (logger.save_rollouts) to learn from, instead of fresh responses."""
     patience: int | None = key(20, low=3, when=PRETRAINS)
-    """End once a line fitted to the explained variance of this many iterations rises by less than `min_improvement`,
-    with 1.5 standard errors to spare; at least 3; null: never early."""
+    """End once the explained variance, by a line through this many iterations, rises by less than `min_improvement`,
+    with 1.5 standard errors to spare; null: never early."""
     min_improvement: float = key(0.02, low=0, high=1, when=(*PRETRAINS, needs("patience")))
     """Rise of the explained variance over `patience` iterations that is worth going on."""
     stop_at_explained_variance: float | None = key(None, high=1, when=PRETRAINS)
@@ -298,28 +284,24 @@ class AlgoConfig:
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     kl: KLConfig = field(default_factory=KLConfig)
     positive_threshold: float = 1.0
-    """For the positive-example LM loss, a response is correct when the verifier's score is at least this,
-    whatever reward.wrong is."""
+    """For the positive-example LM loss, the least score of a correct response."""
     surrogate: str = key("clip", when=HAS_SURROGATE)
     """The policy loss: one of megarl/algo/policy_losses.py, or FILE.py:NAME of your own."""
     rl_loss_coef: float = key(1.0, low=0)
     """Weight of the surrogate."""
     clip_low: float = key(0.2, low=0, high=1, when=(HAS_SURROGATE, CLIPS))
-    """PPO's lower clip: the importance ratio is clipped at 1 - clip_low. dis: a token with a ratio at or below that is
-    masked. dppo: by how much a token's probability may fall. cispo: 1 is no lower bound."""
+    """Lower clip, at 1 - clip_low. dis masks tokens at or below it; dppo: how much a probability may fall."""
     clip_high: float = key(0.2, low=0, when=(HAS_SURROGATE, CLIPS))
-    """PPO's upper clip: the importance ratio is clipped at 1 + clip_high (DAPO and VAPO: 0.28). dis: a token with a
-    ratio at or above that is masked. dppo: by how much a token's probability may rise."""
+    """Upper clip, at 1 + clip_high (DAPO, VAPO: 0.28). dis masks tokens at or above it; dppo: how much a probability
+    may rise."""
     dual_clip: float | None = key(
         None, above=1, when=(HAS_SURROGATE, with_choice("surrogate", "clip", "gspo")), strict=True
     )
     """Dual clip c > 1: where A < 0, the loss of a token is at most c * |A|; null: off."""
     positive_lm_coef: float = key(0.0, low=0)
-    """Weight of the positive-example LM loss, the mean negative log-likelihood of the tokens of correct responses
-    (VAPO: 0.1)."""
+    """Weight of the positive-example LM loss, the mean negative log-likelihood of correct responses (VAPO: 0.1)."""
     positive_lm_mean_over: PositiveLMMean = key(PositiveLMMean.positive_tokens, when=needs("positive_lm_coef"))
-    """Which tokens that mean is over: those of correct responses, as in VAPO, so that the fewer they are the more each
-    weighs; or all, so that each of them weighs positive_lm_coef beside an advantage."""
+    """Which tokens that mean is over: those of correct responses (VAPO), or all."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     topr: ToprConfig = field(default_factory=ToprConfig)

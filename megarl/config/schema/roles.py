@@ -8,8 +8,6 @@ from megarl.config.schema.key import TRAINED, WITH_CRITIC, key, needs
 
 
 class Dtype(Enum):
-    """Type of numbers."""
-
     float32 = "float32"
     """32 bits"""
     bfloat16 = "bfloat16"
@@ -17,8 +15,6 @@ class Dtype(Enum):
 
 
 class Recompute(Enum):
-    """Which activations the backward pass computes again instead of keeping them."""
-
     none = "none"
     """All activations are kept"""
     selective = "selective"
@@ -35,8 +31,6 @@ class RecomputeMethod(Enum):
 
 
 class Offload(Enum):
-    """What waits in host memory while the role is not called."""
-
     optimizer = "optimizer"
     """Optimizer state, float32 master weights and gradients, which only an update needs"""
     all = "all"
@@ -44,8 +38,6 @@ class Offload(Enum):
 
 
 class Fp8(Enum):
-    """Format of Transformer Engine's FP8 matrix products."""
-
     hybrid = "hybrid"
     """e4m3 forward, e5m2 for gradients"""
     e4m3 = "e4m3"
@@ -69,8 +61,6 @@ class Fp8Recipe(Enum):
 
 
 class Trainable(Enum):
-    """Which weights of a role are trained."""
-
     all = "all"
     """All of them"""
     mlp = "mlp"
@@ -79,8 +69,6 @@ class Trainable(Enum):
 
 
 class LoraLayers(Enum):
-    """Which layers have adapters."""
-
     attention = "attention"
     """The projections of query, key, value and of attention's output"""
     mlp = "mlp"
@@ -88,8 +76,6 @@ class LoraLayers(Enum):
 
 
 class LrDecay(Enum):
-    """How a learning rate falls after the warm-up."""
-
     constant = "constant"
     """Not at all"""
     linear = "linear"
@@ -143,17 +129,14 @@ class OptimizerConfig:
     warmup_steps: int = key(0, low=0, when=needs("warmup_ratio", "null"))
     """Optimizer steps over which the rate rises linearly from 0 to lr."""
     warmup_ratio: float | None = key(None, low=0, high=1)
-    """The same as a share of all optimizer steps of the run, which follow from train.num_iterations, also where a
-    resumed run changes it; overrides warmup_steps. null: warmup_steps decides."""
+    """The same as a share of all optimizer steps of the run; overrides warmup_steps. null: warmup_steps decides."""
     decay: LrDecay = LrDecay.constant
     """How the rate falls from lr to min_lr."""
     decay_iterations: int | None = key(None, when=(DECAYS, needs("decay_steps", "null")))
-    """Iterations after which the rate is min_lr, the warm-up included, with as many optimizer steps in each as training
-    has (of a critic, its steps of value pretraining count too). Only where decay_steps is null. null in
-    both: all iterations of the run."""
+    """Iterations after which the rate is min_lr, warm-up and a critic's value pretraining included, where decay_steps
+    is null. null: all."""
     decay_steps: int | None = key(None, when=DECAYS, strict=True)
-    """Optimizer steps after which the rate is min_lr; overrides decay_iterations. null: decay_iterations
-    decides."""
+    """Optimizer steps after which the rate is min_lr; null: decay_iterations decides."""
     weight_decay: float = key(0.0, low=0)
     """Decoupled weight decay; biases and norms are not decayed."""
     beta1: float = key(0.9, low=0, below=1)
@@ -165,11 +148,9 @@ class OptimizerConfig:
     clip_grad: float = key(1.0, low=0)
     """Largest global norm of the gradient of one optimizer step; larger ones are scaled down to it. 0: not clipped."""
     overlap_grad_reduce: bool | None = None
-    """Reduce gradients over data-parallel ranks while the backward pass still runs. null: on a GPU, where dp * cp is
-    above 1."""
+    """Reduce gradients while the backward pass still runs. null: on a GPU, where dp * cp is above 1."""
     overlap_param_gather: bool | None = None
-    """Gather updated weights from data-parallel ranks while the next forward pass runs; needs overlap_grad_reduce.
-    null: with it, on a GPU where dp * cp is above 1."""
+    """Gather updated weights while the next forward pass runs; needs overlap_grad_reduce. null: as that."""
 
     def count_warmup_steps(self, steps_per_iteration: int, num_iterations: int) -> int:
         """Optimizer steps over which the rate rises."""
@@ -209,8 +190,7 @@ class TrainedRoleConfig:
     recompute_num_layers: int = key(1, low=1, when=RECOMPUTES)
     """With recompute=full: the number of layers that recompute_method refers to."""
     offload: Offload | None = None
-    """What is moved from the GPU to host memory between the calls of this role; null: nothing. For roles that share
-    GPUs with others."""
+    """What is in host memory between the calls of this role; null: nothing. For roles that share GPUs."""
     fp8: Fp8 | None = None
     """Format of FP8 matrix products by Transformer Engine; null: no FP8."""
     fp8_recipe: Fp8Recipe = key(Fp8Recipe.blockwise, when=needs("fp8"))
@@ -222,8 +202,7 @@ class LoraConfig:
     """Low-rank adapters that are trained beside frozen weights (LoRA, Hu et al. 2106.09685)."""
 
     rank: int = key(0, low=0, high=4096)
-    """Rank r of each adapter: W + alpha / r * B A stands for a weight W, and A and B alone are trained. 0: there are no
-    adapters, and all weights are trained."""
+    """Rank r of each adapter: W + alpha / r * B A, of which B and A alone are trained. 0: all weights are trained."""
     alpha: float = key(32.0, above=0, when=needs("rank"))
     """The adapters' products are multiplied by alpha / rank."""
     layers: list[LoraLayers] = key(factory=lambda: [LoraLayers.attention, LoraLayers.mlp], when=needs("rank"))
@@ -237,8 +216,7 @@ class PolicyConfig(TrainedRoleConfig):
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Train low-rank adapters in place of all weights."""
     frozen_iterations: int = key(0, low=0, when=WITH_CRITIC, strict=True)
-    """In so many iterations at the start the critic alone learns (SAO: 10, BPCO: 15): the policy's weights, their
-    version and its learning rate's schedule stay as they are. These iterations count among train.num_iterations."""
+    """In so many iterations at the start, of train.num_iterations, the critic alone learns (SAO: 10, BPCO: 15)."""
 
     def is_frozen(self, iteration: int) -> bool:
         """Whether the critic alone learns in this iteration; the first is 1."""
@@ -258,11 +236,11 @@ class CriticConfig(TrainedRoleConfig):
     updates_per_policy_update: int = key(1, low=1, high=1000, why="an iteration ends after them only")
     """Passes of the critic over the minibatches for each pass of the policy."""
     init: str | None = None
-    """Hugging Face checkpoint the critic starts from: a pretrained critic (RUN_DIR/critic) or a reward model with one
-    label. null: the policy's weights with a new value head."""
+    """Checkpoint the critic starts from: RUN_DIR/critic, or a reward model with one label. null: the policy's weights
+    with a new value head."""
     value_range: list[float] | None = None
-    """[low, high]: values are low + (high - low) * (1/2 + atan(z)/pi) of the value head's output z, so that they stay
-    between low and high, the least and the largest return (BPCO 2608.23566, equation 9). null: values are z."""
+    """[low, high], the least and the largest return: values are low + (high - low) * (1/2 + atan(z)/pi) of the head's
+    output z (BPCO 2608.23566, equation 9). null: values are z."""
     trainable: Trainable = Trainable.all
     """Which of the critic's weights are trained: all, or mlp (those of MLPs or experts, and the value head)."""
 
@@ -318,8 +296,7 @@ class RandomModelConfig:
     experts_per_token: int = key(2, low=1, high=4096)
     """Experts that each token is routed to; only for a family with experts."""
     init_std: float = key(0.1, above=0)
-    """Standard deviation of the initial weights. With the usual 0.02 the output of so small a model hardly depends on
-    its prompt."""
+    """Standard deviation of the initial weights; with 0.02 so small a model hardly reads its prompt."""
     seed: int = key(1, low=0, high=2**63 - 1, why="torch's generator takes no more")
     """Seed of the weights; independent of the run's `seed`."""
 
@@ -331,8 +308,7 @@ class ModelConfig:
     source: ModelSource = ModelSource.path
     """Where the checkpoint comes from."""
     path: str | None = key(None, is_prose=True)
-    """Checkpoint directory, or a name on the Hugging Face hub, OWNER/NAME, which is downloaded where it is not in the
-    cache; only with source=path."""
+    """Checkpoint directory, or OWNER/NAME on the Hugging Face hub; only with source=path."""
     random: RandomModelConfig = key(factory=RandomModelConfig, when=needs("source", "random"))
     """The random model; only with source=random."""
     megatron: dict[str, Any] = key(factory=dict, when=TRAINED)

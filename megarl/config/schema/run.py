@@ -76,8 +76,6 @@ AUTO = "auto"
 
 
 class Placement(Enum):
-    """Which of policy, critic, reference and servers share GPUs."""
-
     colocated = "colocated"
     """All of them; each uses GPUs from the first GPU of the first node on"""
     split = "split"
@@ -89,14 +87,12 @@ class Placement(Enum):
 @dataclass
 class ClusterConfig:
     cpu_threads_per_worker: int | None = key(None, when=TRAINED, **THREADS)
-    """CPU threads of each training process; without effect on a GPU. null: the cores that the run may use (no more than
-    the environment's OMP_NUM_THREADS), shared by those that work at the same time: policy and critic, and the servers
-    with rollout.max_staleness above 0. A resumed run keeps the number."""
+    """CPU threads of each training process. null: the cores of the run (OMP_NUM_THREADS at most), shared by those that
+    work at the same time."""
     object_store_mb: int = key(256, low=75, high=2**24, why="MiB; Ray takes no less, and no node has as much memory")
     """Shared memory of Ray's object store on each node, in MiB; the samples of an iteration pass through it."""
     worker_start_deadline_s: float = key(300.0, when=TRAINED, **START)
-    """Deadline in seconds for the training processes to start and load the model, and before them for Ray to start on
-    this machine, or for the nodes of ray_address to join."""
+    """Deadline in seconds for training processes, and before them Ray or its nodes, to start."""
     call_deadline_s: float = key(1800.0, when=TRAINED, **DEADLINE)
     """Deadline in seconds of one call to a training process (log-probs, values, an update, an export)."""
     shutdown_deadline_s: float = key(15.0, **DEADLINE)
@@ -104,8 +100,7 @@ class ClusterConfig:
     ray_deadline_s: float = key(120.0, **START)
     """Deadline in seconds for Ray itself to answer; the run ends where one of its processes is stopped for as long."""
     listen_host: str = "127.0.0.1"
-    """Address on which servers and process groups listen; auto: the address of each one's node,
-    which several nodes need."""
+    """Address on which servers and process groups listen; auto: each node's own, which several nodes need."""
     num_nodes: int = key(1, low=1, high=100_000)
     """Number of nodes."""
     gpus_per_node: int = key(0, low=0, high=1024)
@@ -113,8 +108,7 @@ class ClusterConfig:
     placement: Placement = key(Placement.apart, when=needs("gpus_per_node"))
     """Which of policy, critic, reference and servers share GPUs; only where gpus_per_node is above 0."""
     ray_address: str | None = None
-    """HOST:PORT of a running Ray cluster of num_nodes nodes; auto: that of the environment variable RAY_ADDRESS, as a
-    job of `ray job submit` has it; null: the run starts Ray on this machine."""
+    """HOST:PORT of a running Ray cluster of num_nodes nodes; auto: that of RAY_ADDRESS; null: the run starts Ray."""
     hardware: HardwareConfig = key(factory=HardwareConfig, when=TRAINED)
     """The hardware that the planner computes a job's memory and time from before its processes start."""
 
@@ -129,8 +123,6 @@ NO_QUANTIZED_WEIGHTS = (
 
 
 class Transport(Enum):
-    """How weights travel from the policy to the servers."""
-
     colocated = "colocated"
     """Within a node memory that its processes share, of the GPU where they have one; between nodes as `split`"""
     split = "split"
@@ -140,8 +132,6 @@ class Transport(Enum):
 
 
 class ServerOffload(Enum):
-    """What the servers give back of their GPUs' memory while roles that share these GPUs compute."""
-
     kv_cache = "kv_cache"
     """The KV cache"""
     all = "all"
@@ -153,11 +143,9 @@ class RolloutConfig:
     response_length: int = key(1024, low=1, despite=GENERATED)
     """Maximum length of a response in tokens."""
     temperature: float = key(1.0, low=0.01, high=100, despite=GENERATED, when=NOT_OF_EVALUATION)
-    """Sampling temperature: logits are divided by it, in sampling and in every log-prob of training. The evaluations
-    during training are greedy."""
+    """Logits are divided by it, in sampling and in every log-prob of training; evaluations in training are greedy."""
     stop: list[str] = field(default_factory=list)
-    """Texts that end a response besides the end-of-sequence token, each one token of the model, such as "</answer>"
-    where the model has one: servers see tokens alone, and a response ends with the token."""
+    """Texts that end a response besides the end-of-sequence token, each one token of the model."""
     stop_token_ids: list[int] = field(default_factory=list)
     """The same by their numbers in the vocabulary."""
     dtype: Dtype = Dtype.bfloat16
@@ -171,48 +159,40 @@ class RolloutConfig:
     kv_cache_tokens: int | None = key(None, low=1, high=2**31 - 1, why="SGLang counts them in 32 bits")
     """Tokens of KV cache per server; null lets SGLang decide (on a CPU it must be a number)."""
     offload: ServerOffload | None = key(None, when=(TRAINED, SHARES_GPUS))
-    """What the servers give back of their GPUs' memory while roles that share these GPUs compute, and take again before
-    they generate; null: nothing. Needs max_staleness=0."""
+    """What servers give back of their GPUs' memory while roles that share these compute; null: nothing. Needs
+    max_staleness=0."""
     num_threads: int | None = key(None, **THREADS)
-    """CPU threads of a server's forward pass; without effect on a GPU. null: decided as cluster.cpu_threads_per_worker;
-    with rollout.max_staleness=0 the servers share all cores, since they generate while the roles rest."""
+    """CPU threads of a server's forward pass. null: decided as cluster.cpu_threads_per_worker."""
     startup_deadline_s: float = key(300.0, **START)
     """Deadline in seconds for a server to answer after it was started."""
     request_deadline_s: float = key(600.0, **DEADLINE)
-    """Deadline in seconds of one request for responses; with max_staleness it also waits for the weight syncs and
-    evaluations in between."""
+    """Deadline in seconds of one request; with max_staleness it also waits for weight syncs and evaluations."""
     sync_deadline_s: float = key(300.0, when=TRAINED, **DEADLINE)
     """Deadline in seconds of one weight sync, verification included. Presets of large models set a longer one."""
     transport: Transport = key(Transport.colocated, when=TRAINED)
     """How weights travel from the policy to the servers."""
     sync_bucket_mb: int = key(64, low=1, high=16384, when=(TRAINED, needs("transport", "colocated", "split")))
-    """Maximum size of one message of weights, in MiB. Each rank holds two; with transport=colocated a training rank
-    holds two, on its GPU from the first sync on or in shared memory, and a server rank one during the sync."""
+    """Maximum MiB of one message of weights; a training rank holds two, a server rank two, or one with
+    transport=colocated."""
     max_server_restarts: int = key(3, low=0)
-    """How many times servers that are lost in the same rollout or sync are restarted with the current weights, before
-    the run ends with the error. 0: no restart. With max_staleness > 0 all responses under way are begun again."""
+    """How many times servers lost in one rollout or sync are restarted with the current weights, before the run
+    ends."""
     max_staleness: int = key(0, low=0, high=100, despite=GENERATED, when=TRAINED)
-    """Maximum staleness of a token: by how many policy updates the weights that sampled it may be older than those that
-    train on it. 0: on-policy, the servers wait for each update. n: the groups of up to n further iterations are
-    generated while the trainer works, and continue with the new weights after each update; an iteration learns from
-    the groups that are complete first, and in a slow one not from the tokens that are older than n. The loss then
-    needs algo.mismatch.correction, or is that of algo=topr."""
+    """By how many policy updates a token may be older than those that train on it. 0: on-policy. n: groups of up to n
+    further iterations are generated while the trainer works; the loss then needs algo.mismatch.correction, or is that
+    of algo=topr."""
     router_replay: bool = key(False, despite=GENERATED)
-    """Only for a mixture of experts: the policy sends each token to the experts to which the servers sent it (R3,
-    2510.11370), and how often its own routers would have chosen the same is logged. false, because of what it costs, a
-    byte for each token, layer and expert; mismatch/* tells whether a model needs it."""
+    """A mixture of experts trains with the experts that the servers chose (R3, 2510.11370), a byte for each token,
+    layer and expert; mismatch/* tells whether a model needs it."""
     file: str | None = key(None, despite=GENERATED, when=(TRAINED, NOT_ALONE))
-    """A rollouts.jsonl of an earlier run (logger.save_rollouts), on whose responses policy and critic are trained
-    without a server: nothing is generated, synced or evaluated. Each pass over the file takes its groups in another
-    order. The loss must weight them by the policy that sampled them, as with max_staleness. null: responses are
-    generated."""
+    """A rollouts.jsonl of an earlier run (logger.save_rollouts), from which policy and critic learn without a server.
+    The loss must weight it as with max_staleness. null: responses are generated."""
     max_probe_logprob_gap: float | None = key(None, above=0, when=TRAINED)
-    """A larger median |log-prob difference|, in nats per token of the probe text, between servers and policy after the
-    first weight sync ends the run: the two compute different models. null: the bound is what rounding explains
-    (docs/weight-sync.md)."""
+    """A larger median |log-prob difference| of servers and policy after the first weight sync, in nats per token, ends
+    the run. null: what rounding explains (docs/weight-sync.md)."""
     sglang: dict[str, Any] = field(default_factory=dict)
-    """Passed through as SGLang server arguments (underscored names); each key is checked against the real ones, and
-    those by which responses would not be samples of the policy are refused."""
+    """SGLang server arguments (underscored names), checked against the real ones; those by which responses would not be
+    samples of the policy are refused."""
 
 
 # The `train` group: sizes of an iteration, how long to train, evaluation.
@@ -242,11 +222,9 @@ class EvalSetConfig:
 @dataclass
 class TrainConfig:
     num_iterations: int = key(100, low=0)
-    """Iterations of the whole training; each is a rollout and the update on its responses. 0: value pretraining alone,
-    whose iterations come before them (algo.value_pretrain)."""
+    """Iterations of the training, each a rollout and its update. 0: value pretraining alone (algo.value_pretrain)."""
     samples_per_iteration: int | None = key(None, low=1, when=needs("prompts_per_iteration", "null"))
-    """Responses of one iteration; the number of prompts follows: samples_per_iteration / responses_per_prompt. Only
-    where prompts_per_iteration is null; null in both is 512 prompts."""
+    """Responses of one iteration, where prompts_per_iteration is null; null in both is 512 prompts."""
     prompts_per_iteration: int | None = key(None, low=1)
     """Prompts of one iteration; overrides samples_per_iteration. null: samples_per_iteration decides."""
     responses_per_prompt: int = key(1, low=1, high=MAX_SAMPLES)
@@ -254,40 +232,33 @@ class TrainConfig:
     samples_per_minibatch: int = key(512, low=1, when=needs("num_minibatches", "null"))
     """Samples of one optimizer step, over all data-parallel ranks. Only where num_minibatches is null."""
     num_minibatches: int | None = key(None, low=1)
-    """Minibatches that the samples of an iteration are split into; overrides samples_per_minibatch. null:
-    samples_per_minibatch decides."""
+    """Minibatches of an iteration; overrides samples_per_minibatch. null: samples_per_minibatch decides."""
     tokens_per_microbatch: int = key(16384, low=1)
     """Maximum number of tokens of one forward pass, prompts included; a longer sequence is a micro-batch alone."""
     epochs_per_iteration: int = key(1, low=1, high=1000, why="an iteration ends after them only")
     """Passes of the update over the samples of an iteration."""
     reuse_logprobs: bool = key(True, off=False, when=WITHOUT_PASS)
-    """Take the update's own log-probs, detached, as old_logprobs, where each iteration is one optimizer step and
-    nothing reads them before it: the gradient is the same, and a forward pass over all responses is saved. false: the
-    policy always scores the responses first."""
+    """Take the update's own log-probs as old_logprobs where nothing reads them before it: the same gradient with a
+    forward pass less. false: the policy always scores first."""
     eval_every: int = key(10, low=1, when=GENERATED)
     """Iterations between evaluations on held-out prompts; they also run before the first and after the last."""
     num_eval_prompts: int = key(256, low=1, despite=TRAINED, when=(GENERATED, OF_HELDOUT))
     """Maximum number of held-out prompts of an evaluation."""
     eval_sets: dict[str, EvalSetConfig] = field(default_factory=dict)
-    """Further sets to evaluate on, by name, each with `path`, `num_prompts` (null: all), `num_samples` (1),
-    `temperature` (0), `top_p` (1) and `top_k` (-1), as in train.eval_sets='{gsm8k: {path: test.jsonl}}'; logged as
-    eval/NAME/*."""
+    """Further sets by name, as in train.eval_sets='{gsm8k: {path: test.jsonl}}', each with `path`, `num_prompts` (null:
+    all), `num_samples` (1), `temperature` (0), `top_p` (1) and `top_k` (-1); logged as eval/NAME/*."""
     stop_at_heldout_reward: float | None = key(None, when=GENERATED)
     """End early once the held-out reward reaches this; null: never."""
     max_samples: int | None = key(None, low=1, when=(GENERATED, NOT_ALONE))
-    """End after the iteration in which this many responses have been generated in all, those of value pretraining and
-    of groups that dynamic sampling dropped included; null: no limit."""
+    """End after the iteration in which this many responses have been generated in all; null: no limit."""
     max_minutes: float | None = key(None, above=0)
-    """End cleanly after the iteration in which this many minutes have passed since the run started, the start of its
-    processes included; what is left of that iteration, the last evaluation and the checkpoint come on top. A resumed
-    run counts from 0 again. null: no limit."""
+    """End after the iteration in which this many minutes have passed since the (resumed) run started. null: no
+    limit."""
 
     profile: int | None = key(None, low=1)
-    """The iteration to profile, from 1: a timeline of all processes and torch's traces of the roles are written to
-    RUN_DIR/profile (docs/profiling.md). null: none."""
+    """The iteration to profile, from 1, into RUN_DIR/profile (docs/profiling.md). null: none."""
     deterministic: bool = False
-    """Training processes on GPUs use kernels that give the same weights from the same rollouts, and are slower for it
-    (docs/reliability.md, On a GPU). On a CPU they always do."""
+    """Training on GPUs gives the same weights from the same rollouts, and is slower (docs/reliability.md)."""
 
     @property
     def num_prompts(self) -> int:
@@ -334,14 +305,10 @@ class EvaluateConfig:
     num_problems: int | None = key(None, low=1)
     """Problems of each set, drawn at random under `seed`; null: every problem."""
     heldout: bool = False
-    """Ask the prompts on which training evaluates itself: those of data= that the run's seed holds out, at most
-    train.num_eval_prompts of them. false: every problem of the set. A model that a run wrote brings true where the data
-    are that run's.
-    """
+    """Ask the prompts of data= that the run's seed holds out, train.num_eval_prompts at most. false: all. A run's model
+    brings true with its data."""
     paths: dict[str, str] = field(default_factory=dict)
-    """Local files (.jsonl, .parquet) or dataset directories that replace sets of the hub, by the name of the set:
-    evaluate.paths.gsm8k=test.jsonl.
-    """
+    """Files (.jsonl, .parquet) or directories in place of sets of the hub, by name: evaluate.paths.gsm8k=test.jsonl."""
 
 
 def get_temperature(config: EvaluateConfig) -> float:
@@ -387,9 +354,8 @@ def check_truncation(node: str, temperature: float, num_samples: int, top_p: flo
 @dataclass
 class CheckpointConfig:
     save_every: int | None = key(20, low=1)
-    """Iterations between checkpoints in RUN_DIR/checkpoints; one more comes after the last iteration, after value
-    pretraining, when the run is asked to stop and when it fails. null: neither checkpoints nor a journal of rollouts,
-    so that the run cannot be resumed."""
+    """Iterations between checkpoints; one more comes at the end, after value pretraining, a signal and a failure. null:
+    none, so that the run cannot be resumed."""
     keep_last: int = key(2, low=1, when=SAVES)
     """Number of newest checkpoints to keep; older ones are removed once a newer one is complete."""
     keep_best: int = key(0, low=0, when=(SAVES, IS_MEASURED))
@@ -397,19 +363,16 @@ class CheckpointConfig:
     best_metric: str = key("reward/heldout", when=(SAVES, needs("keep_best")))
     """The metric of metrics.jsonl that keep_best ranks by; higher is better."""
     stop_deadline_s: float = key(120.0, when=SAVES, **DEADLINE)
-    """Deadline in seconds of the checkpoint that is written after an error and after SIGTERM, SIGHUP, SIGUSR1 or
-    Ctrl-C; after a signal it is counted from the end of the update in progress, if there is one."""
+    """Deadline in seconds of the checkpoint after an error or a signal, counted from the end of an update in
+    progress."""
     max_restarts: int = key(3, low=0, when=SAVES)
-    """How many times in a row, without a new checkpoint in between, training resumes from the newest checkpoint after a
-    training process died or did not answer."""
+    """How many times in a row, without a new checkpoint, training resumes after a training process was lost."""
 
 
 # The `logger` group: what the terminal shows, and where metrics go besides metrics.jsonl, which is always written.
 
 
 class WandbMode(Enum):
-    """How Weights & Biases gets the metrics."""
-
     offline = "offline"
     """Into RUN_DIR/wandb, without network; `wandb sync` uploads it."""
     online = "online"
@@ -421,8 +384,7 @@ class LoggerConfig:
     """[Monitoring](monitoring.md) says how to look at each of them, and [metrics](metrics.md) what the numbers mean."""
 
     tensorboard: bool | None = None
-    """Write the metrics to RUN_DIR/tensorboard, too. null: where the package is installed (extra `tensorboard`, which
-    `make install` includes)."""
+    """Write the metrics to RUN_DIR/tensorboard, too. null: where the extra `tensorboard` is installed."""
     wandb: WandbMode | None = None
     """Write the metrics to Weights & Biases, too; null: no. Needs the extra `wandb`. The environment names the project
     (WANDB_PROJECT, else megarl) and the team (WANDB_ENTITY)."""
@@ -430,16 +392,15 @@ class LoggerConfig:
     """Write the metrics to MLflow, too: the tracking URI, `http://HOST:5000` of a server or `sqlite:///mlflow.db` of a
     file without one; null: no. Needs the extra `mlflow`. MLFLOW_EXPERIMENT_NAME, else megarl, is the experiment."""
     terminal: bool = True
-    """Show the run on the terminal: live where it is one, as lines of at most 80 columns in a file or pipe.
-    RUN_DIR/train.log has the same, whatever this key says."""
+    """Show the run on the terminal, as lines in a file or pipe; RUN_DIR/train.log has the same in any case."""
     capture_output: bool = key(True, despite=TRAINED)
-    """Write what libraries and your own functions print or warn in the trainer's process to RUN_DIR/logs/driver.log.
-    false: to the terminal, for breakpoint() in a function of your own."""
+    """Write what libraries and your functions print in the trainer's process to RUN_DIR/logs/driver.log. false: to the
+    terminal, for breakpoint()."""
     num_logged_samples: int = key(2, low=0, when=GENERATED)
     """Responses printed with their rewards after every evaluation."""
     save_rollouts: bool = key(False, when=(GENERATED, NOT_ALONE))
     """Write every response that training sampled, with its reward and log-probs, to RUN_DIR/rollouts.jsonl."""
     num_token_records: int = key(8, low=0)
     """Responses of each iteration, and of each evaluation, that are written token by token to RUN_DIR/tokens.jsonl,
-    with log-probs, values and advantages, for the rollout viewer in the page of tools/report.py; 0: none. Those of an
-    iteration have 100 kB at most: longer ones lose tokens of their middle."""
+    with log-probs, values and advantages, for the rollout viewer in the run's page; 0: none. Beyond 100 kB they lose
+    tokens of their middle."""

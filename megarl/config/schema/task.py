@@ -32,22 +32,20 @@ class DataConfig:
     prompt_length: int = key(512, low=1, despite=GENERATED)
     """Maximum length of a prompt in tokens; longer prompts are dropped and counted."""
     num_heldout: int | None = key(None, when=OF_HELDOUT)
-    """Number of held-out prompts; null: a tenth of the different questions, 256 at most, or all of data.heldout_path
-    or data.heldout_split where one is given."""
+    """Number of held-out prompts; null: a tenth of the questions, 256 at most, or all of a held-out file or split."""
     chat_template: bool = key(True, off=False, despite=GENERATED, when=RENDERS)
     """Use the tokenizer's chat template, where it has one."""
     chat_template_path: str | None = None
     """File with a chat template (Jinja) in place of the tokenizer's own. null: the tokenizer's."""
     system: str | None = key(None, is_prose=True)
-    """System message. null: none is given, and a chat template may add its own, as SmolLM2's does (16 tokens); "" is an
-    empty message, in place of the template's."""
+    """System message. null: none is given, and a chat template may add its own; "" is an empty message."""
     instruction: str | None = key(None, is_prose=True)
     """Text around the question, for example "{question} Answer with a number."; null: the question alone."""
     response_prefix: str | None = key(None, is_prose=True)
     """Text that the assistant's turn begins with, {question} replaced; it is part of the prompt, not generated."""
     critic_prompt: str | None = key(None, is_prose=True, despite=GENERATED, when=(TRAINED, WITH_CRITIC))
-    """Text that the critic alone reads before the prompt, for example "Reference answer: {answer}"; fields are answer
-    and the prompt's metadata (the other columns of a file). null: the critic reads what the policy reads."""
+    """Text that the critic alone reads before the prompt, as "Reference answer: {answer}", with fields of the prompt's
+    metadata. null: none."""
     critic_prompt_length: int = key(64, low=1, despite=GENERATED, when=(TRAINED, WITH_CRITIC, needs("critic_prompt")))
     """With critic_prompt: maximum length of that text in tokens; a longer one is an error."""
 
@@ -87,8 +85,6 @@ class ReasoningGymDataConfig(DataConfig):
 
 
 class AnswerPart(Enum):
-    """What of a record's answer is the reference answer."""
-
     whole = "whole"
     """all of it"""
     after_hashes = "after_hashes"
@@ -108,9 +104,8 @@ class FileDataConfig(DataConfig):
     answer_field: str | None = None
     """Name of the field with the answer; null: likewise. In both, a dot selects a field of a nested record."""
     answer_part: AnswerPart | None = None
-    """What of an answer is the reference answer: whole, after_hashes (what stands behind ####, as in GSM8K) or boxed
-    (what stands in \\boxed{}). null: whole; after_hashes where every answer ends with a line "#### NUMBER"; an error
-    where it is in doubt."""
+    """What of an answer is the reference answer. null: whole, or after_hashes where every answer ends with "####
+    NUMBER"."""
 
 
 @dataclass
@@ -171,11 +166,9 @@ class MultiTurnEnvironmentConfig(EnvironmentConfig):
     max_turns: int = key(8, low=1, high=100_000)
     """Maximum number of turns; an episode that would go on is cut there (finish_reason max_turns)."""
     turn_length: int | None = key(None, low=1, high=2**24)
-    """Maximum tokens of one action; null: only rollout.response_length, the limit of actions and observations together,
-    counts."""
+    """Maximum tokens of one action; null: only rollout.response_length, of actions and observations together."""
     step_deadline_s: float = key(60.0, low=0.01, high=86_400)
-    """Deadline in seconds of one answer of the environment; an episode whose environment takes longer has failed and is
-    not learned from."""
+    """Deadline in seconds of one answer of the environment; a later one has failed and is not learned from."""
 
 
 @dataclass
@@ -209,28 +202,25 @@ class ToolsEnvironmentConfig(MultiTurnEnvironmentConfig):
     the episode; it is the answer that the reward reads."""
 
     tools: list[str] = field(default_factory=lambda: ["calculator"])
-    """The tools: calculator, python (runs code in the sandbox), or functions of your own, as FILE.py:NAME or
-    package.module:NAME. A function is described to the policy by its signature and docstring."""
+    """calculator, python (in the sandbox), or functions of your own, as FILE.py:NAME or package.module:NAME, described
+    to the policy by signature and docstring."""
     parser: str | None = None
-    """SGLang's parser that reads the calls in what the policy writes, for example hermes, pythonic or llama3; null: the
-    one for the model's chat template."""
+    """SGLang's parser of the calls, for example hermes or llama3; null: the one for the model's chat template."""
     description: str | None = None
-    """Text that describes the tools in the system message, {tools} replaced by their JSON schemas; null: the chat
-    template describes them, or, where it knows no tools, a text that asks for calls in hermes' format."""
+    """Text of the system message, {tools} replaced by JSON schemas; null: the chat template's, else one that asks for
+    calls in hermes' format."""
     num_processes: int = key(2, low=1, high=1024, why="each is a process of the driver's machine")
     """Number of processes that run the tools' functions; each runs one call at a time."""
     call_timeout_s: float = key(10.0, low=0.01, high=86_400)
     """Time limit in seconds of one call; a call that takes longer is answered with an error."""
     memory_gb: float = key(1.0, low=0.01, high=2**20)
-    """Memory in GiB that a call may take beyond what its process has after loading the tools; a call that needs more is
-    answered with an error."""
+    """GiB that a call may take beyond what its process has after loading; more is answered with an error."""
     max_calls: int = key(4, low=1, high=100_000)
     """Maximum number of calls in one action that are answered; further ones are answered with an error."""
     result_length: int = key(2000, low=1, high=2**24)
     """Maximum number of characters of one result; the rest is cut off."""
     call_reward: float = 0.0
-    """Reward of the first action of an episode all of whose calls are answered without an error, for policies that
-    rarely call a tool; it is added to what `reward=` gives."""
+    """Reward of a first action all of whose calls succeed, added to what `reward=` gives."""
 
 
 # The `reward` group: what a response is compared with, one schema per kind of verifier.
@@ -241,12 +231,11 @@ class RewardConfig:
     """How responses are scored. Each kind of reward has different keys."""
 
     wrong: float = key(0.0, kw_only=True, below=1, despite=(GENERATED, NOT_ALONE), when=TRAINED)
-    """Reward of a wrong answer; a right one has 1, and a score s between them wrong + (1 - wrong) s. What is learned
-    from has this scale; metrics, thresholds, evaluation and saved rollouts have the score. Below 1; -1 in DAPO."""
+    """Reward of a wrong answer; a score s of 0 to 1 is learned from as wrong + (1 - wrong) s, and shown as s. -1 in
+    DAPO."""
     max_failed_frac: float = key(0.1, kw_only=True, low=0, high=1)
-    """Maximum share of an iteration's responses (in an evaluation, of a set's) without a reward, because the verifier
-    or the environment raised, hung or died; more end the run with the most frequent reasons. Up to it they are masked
-    and counted. With the default a group of 16 keeps 14 on average, enough for its mean; 0: none may fail."""
+    """Maximum share of an iteration's (or set's) responses without a reward, because verifier or environment failed;
+    more end the run."""
 
 
 @dataclass
@@ -254,11 +243,10 @@ class ProcessRewardConfig(RewardConfig):
     """The keys of rewards that run in processes of their own."""
 
     num_workers: int | None = key(None, kw_only=True, low=1, high=1024, why="each is a process")
-    """Number of processes that score at a time, beside generation; each is started when all before it are busy. null:
-    one for every four cores of this machine, at least one and at most 16."""
+    """Processes that score at a time, each started when all before it are busy. null: one for every four cores, 1 to
+    16."""
     timeout_s: float = key(5.0, kw_only=True, **SCORING)
-    """Time limit in seconds of scoring one response. What is a fault of the response (math and reasoning_gym: a
-    comparison that does not end) counts as wrong; anything else is a failure, and the sample is not learned from."""
+    """Time limit in seconds of scoring one response; an endless comparison counts as wrong, anything else as failed."""
     memory_gb: float = key(8.0, kw_only=True, low=0.01, high=2**20, why="GiB")
     """Memory limit in GiB of one process, as address space beyond what it has after loading."""
 
@@ -284,8 +272,6 @@ class AdditionRewardConfig(RewardConfig):
 
 
 class StatedAnswer(Enum):
-    """What states the answer, after the end of thinking."""
-
     boxed = "boxed"
     """\\boxed{...} only; for prompts that ask for a box"""
     final = "final"
@@ -343,8 +329,7 @@ class FormatRewardConfig(ProcessRewardConfig):
     """The response has a form, whatever it says."""
 
     pattern: str = r"<think>.*?</think>\s*<answer>.*?</answer>"
-    """Regular expression (Python's; a dot matches line ends too) for the whole response, white space at its ends
-    aside."""
+    """Regular expression (Python's; a dot matches line ends too) for the whole response without outer white space."""
 
 
 @dataclass
@@ -364,8 +349,7 @@ class CodeRewardConfig(ProcessRewardConfig):
     """The response's Python program passes the prompt's tests, in a sandbox."""
 
     timeout_s: float = key(10.0, kw_only=True, **SCORING)
-    """Time limit in seconds of one program: of each pair of input and output, or of all statements. A program that
-    takes longer fails its tests."""
+    """Time limit in seconds of a program for each pair of input and output, or all statements; longer fails."""
     memory_gb: float = key(1.0, kw_only=True, low=0.01, high=2**20, why="GiB")
     """Memory limit in GiB of one program, as address space."""
     partial: bool = False
@@ -379,13 +363,13 @@ class ServerRewardConfig(RewardConfig):
     url: str = field(default=MISSING, kw_only=True)
     """The server, as http://HOST:PORT or https://HOST; with reward=http also the path."""
     api_key_env: str | None = field(default=None, kw_only=True)
-    """Name of the environment variable with the key that is sent as "Authorization: Bearer KEY"; the key itself is
-    never saved or shown. null: none is sent."""
+    """Environment variable with the key sent as "Authorization: Bearer KEY", which is never saved or shown. null:
+    none."""
     timeout_s: float = key(60.0, kw_only=True, low=0.01, high=86_400, why="seconds")
     """Deadline in seconds of one request; then it is tried again."""
     max_retries: int = key(3, kw_only=True, low=0, high=100)
-    """Maximum number of further attempts after status 408, 409, 429 or 5xx, a lost connection or a passed deadline; the
-    waits before them double, from half a second. Then the sample has failed and is not learned from."""
+    """Maximum further attempts after status 408, 409, 429, 5xx or a lost connection, with doubling waits; then the
+    sample has failed."""
     max_concurrency: int = key(64, kw_only=True, low=1, high=100_000, why="each is a connection")
     """Maximum number of requests at a time; further ones wait."""
 
@@ -396,8 +380,6 @@ class HttpRewardConfig(ServerRewardConfig):
 
 
 class Verdict(Enum):
-    """How a judge says what it thinks of a response."""
-
     score = "score"
     """it explains, then gives a number from 0 to max_score in a box; the reward is number / max_score"""
     word = "word"
@@ -411,8 +393,8 @@ class JudgeRewardConfig(ServerRewardConfig):
     model: str | None = None
     """The model's name for the server; null: the first that it lists."""
     rubric: str | None = key(None, is_prose=True)
-    """What the judge is told, with {question}, {answer} and {response} where these are put in, quoted; how it gives its
-    verdict is added. null: a rubric for questions with an expected answer."""
+    """What the judge is told, with {question}, {answer} and {response} put in. null: a rubric for questions with an
+    expected answer."""
     verdict: Verdict = Verdict.score
     """How the judge says what it thinks."""
     max_score: int = key(10, low=1, high=10**6)
@@ -446,8 +428,8 @@ class WeightedRewardConfig(RewardConfig):
     """The sum of other rewards, each times its weight."""
 
     parts: dict[str, Any] = field(default_factory=dict)
-    """Name of each part -> its `kind`, a choice of reward=, its `weight` (1 if left out), and the keys of that kind, as
-    in {right: {kind: math, weight: 0.9}, brief: {kind: length, weight: 0.1}}."""
+    """Name of each part -> its `kind`, a choice of reward=, its `weight` (1), and the keys of that kind, as in {right:
+    {kind: math, weight: 0.9}}."""
     correct_by: str | None = None
     """Name of the part that decides whether a response is correct; null: correct_at does."""
     correct_at: float = 1.0
