@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from functools import partial
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 GRACE_S = 1.0
@@ -61,19 +62,6 @@ def find_shared_memory(pids: Iterable[int]) -> set[int]:
     return found
 
 
-def remove_shared_memory(inodes: set[int]) -> None:
-    for entry in os.scandir("/dev/shm"):
-        if entry.inode() in inodes:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(entry.path)
-
-
-def kill_all(pids: Iterable[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
 def is_resource_tracker(pid: int) -> bool:
     """Whether it is Python's resource tracker, which ends by itself after removing its processes' semaphores."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as command:
@@ -99,13 +87,10 @@ def end_all(grace_s: float) -> None:
         alive = list_descendants(os.getpid())
         if time.monotonic() < deadline:
             alive = [pid for pid in alive if not is_resource_tracker(pid)]
-        kill_all(alive)
+        for pid in alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-
-
-def prepare_child() -> None:
-    # Should the guard itself be killed, the kernel kills the server's first process, which SGLang's others watch.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main() -> None:
@@ -117,7 +102,9 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=prepare_child, start_new_session=True)
+    # Should the guard itself be killed, the kernel kills the server's first process, which SGLang's others watch.
+    die_too = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_too, start_new_session=True)
     shared: set[int] = set()
     while server.poll() is None:
         ready, _, _ = select.select([sys.stdin, wake_read], [], [], SCAN_EVERY_S)
@@ -128,11 +115,12 @@ def main() -> None:
             break
     status = server.poll()
     end_all(GRACE_S)
-    remove_shared_memory(shared)
+    for entry in os.scandir("/dev/shm"):
+        if entry.inode() in shared:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(entry.path)
     shutil.rmtree(scratch, ignore_errors=True)
-    if status is None:
-        sys.exit(0)
-    sys.exit(status if status >= 0 else 128 - status)
+    sys.exit(0 if status is None else status if status >= 0 else 128 - status)
 
 
 if __name__ == "__main__":

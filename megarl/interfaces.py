@@ -31,7 +31,6 @@ class DeadlineError(RuntimeError):
 class Pending(Protocol[T_co]):
     def wait(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s`; returns whether the work has succeeded. Raises as soon as a part of it has failed."""
-        ...
 
     def result(self) -> T_co: ...
 
@@ -49,14 +48,14 @@ class Done(Generic[T]):
         return self.value
 
 
-def wait_all(pendings: Sequence[Pending[Any]], slice_s: float = 0.05, end: float | None = None) -> None:
+def wait_all(pendings: Sequence[Pending[Any]], end: float | None = None) -> None:
     """Wait until all have succeeded; the first failure of any is raised at once, even while others still run.
 
     Raises DeadlineError at `end` (time.monotonic), where it is before their own deadlines.
     """
     waiting = list(pendings)
     while waiting:
-        waiting = [pending for pending in waiting if not pending.wait(slice_s)]
+        waiting = [pending for pending in waiting if not pending.wait(0.05)]
         if waiting and end is not None and time.monotonic() > end:
             raise DeadlineError(f"{len(waiting)} of {len(pendings)} calls have not ended before the deadline")
 
@@ -66,62 +65,50 @@ class TrainBackend(Protocol):
 
     def logprobs(self, sequences: Sequences, temperature: float) -> Pending[Tensor]:
         """float32 [B, T]: log-probs of the response tokens under the temperature-scaled distribution."""
-        ...
 
     def rounded_logprobs(self, sequences: Sequences, temperature: float, unit: float) -> Pending[Tensor]:
         """As `logprobs`, with a random relative error of at most `unit` in everything that a layer computes.
 
         Only for the policy, for the probe of the weight sync.
         """
-        ...
 
     def entropies(self, sequences: Sequences, temperature: float) -> Pending[Tensor]:
         """float32 [B, T]: entropy, in nats, of the distribution of each response token."""
-        ...
 
     def values(self, sequences: Sequences) -> Pending[Tensor]:
         """float32 [B, T]: the critic's value of the state before each response token."""
-        ...
 
     def reference_kl(self, sequences: Sequences, temperature: float) -> Pending[Tensor]:
         """float32 [B, T]: KL(policy, reference) over the whole vocabulary at each response token.
 
         Only for the policy, with a KL term of estimator full: its workers then hold the reference themselves.
         """
-        ...
 
     def update(self, samples: TrainingSamples, minibatches: Sequence[Tensor]) -> Pending[list[Metrics]]:
         """One optimizer step per entry of `minibatches` (int64 row numbers); the result has one Metrics per step."""
-        ...
 
     def updated_logprobs(self, sequences: Sequences) -> Pending[Tensor]:
         """float32 [B, T]: the log-probs that the last update, whose samples had no old_logprobs, gave before its step.
 
         Only for the policy, once after such an update, which is of one minibatch. sequences: those of the update.
         """
-        ...
 
     def export_weights(self, directory: Path) -> Pending[None]:
         """Write the weights as a Hugging Face checkpoint directory, which appears atomically."""
-        ...
 
     def call_senders(
         self, verb: str, arguments: Sequence[tuple[Any, ...]] | None, deadline_s: float
     ) -> Pending[list[Any]]:
         """Call a method of every rank's `megarl.sync.sender.WeightSender`, with its own arguments (None: none)."""
-        ...
 
     def begin_save(self, directory: Path) -> Pending[None]:
         """Begin to write the whole training state; once it returns, updates no longer change what is written."""
-        ...
 
     def finish_save(self) -> Pending[None]:
         """Wait until the files of `begin_save` are written; raises what writing them raised."""
-        ...
 
     def load(self, directory: Path) -> Pending[None]:
         """Load a saved state, whose checksums have been verified."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -161,15 +148,12 @@ class RolloutServers(Protocol):
     @property
     def names(self) -> Sequence[str]:
         """The names of all servers."""
-        ...
 
     def find_lost(self) -> Mapping[str, str]:
         """The reason of each loss, by server: those that are down or do not answer. The others are reset."""
-        ...
 
     def end(self, names: Collection[str]) -> None:
         """End all processes of these servers; the next start of the servers starts them again, as `restart` does."""
-        ...
 
     def restart(self, names: Collection[str]) -> None:
         """End all processes of these servers and start them again on the same urls; returns when they are healthy.
@@ -177,7 +161,6 @@ class RolloutServers(Protocol):
         They then hold their checkpoint's weights under a version that no trainer's weights have (UNPUBLISHED in
         training). Raises RuntimeError where one does not start.
         """
-        ...
 
 
 class WeightSync(Protocol):
@@ -189,11 +172,9 @@ class WeightSync(Protocol):
         Raises `SyncError` when verification fails; no server then serves as `version`. It may be repeated with the
         same version.
         """
-        ...
 
     def reconnect(self) -> None:
         """Discard all state about the servers, after some were restarted."""
-        ...
 
 
 UNPUBLISHED = -1

@@ -19,7 +19,6 @@ from megarl.rollout.server import WEIGHT_LOADER, ServerError, SGLangServer, find
 
 LEFT_OUT = (["--skip-tokenizer-init"], ["--custom-weight-loader", WEIGHT_LOADER])
 """Words of a rollout server's command line: this one takes messages, and its weights stay what they are"""
-"""Tokens of KV cache on a CPU, where SGLang's own choice would take most of the memory"""
 KEY = "MEGARL_SERVE_KEY"
 """The environment variable with the key that callers must send"""
 
@@ -38,7 +37,7 @@ def main() -> None:
     try:
         server.start()
         print(f"starting {arguments.model}; log: {server.log_file}", flush=True)
-        server.wait_healthy(arguments.startup_deadline)
+        server.wait_healthy(600.0)
         print(f"ready: reward.url={server.url} reward.api_key_env={KEY}", flush=True)
         if KEY not in os.environ:
             print(f'the key: export {KEY}="$(cat {write_private(folder / "key", server.api_key)})"', flush=True)
@@ -59,10 +58,8 @@ def read_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=[dtype.value for dtype in Dtype], default="bfloat16")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of the server")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; without effect on a GPU")
-    of_cache = f"tokens of KV cache; default on a CPU {CpuServing.default_tokens}"
-    parser.add_argument("--kv-cache-tokens", type=int, help=of_cache)
+    parser.add_argument("--kv-cache-tokens", type=int, help=f"default on a CPU {CpuServing.default_tokens}")
     parser.add_argument("--max-running-requests", type=int, default=128)
-    parser.add_argument("--startup-deadline", type=float, default=600.0, help="seconds")
     parser.add_argument("--log", type=Path, help="file for the server's output; default: a new one in TMPDIR")
     return parser.parse_args(words)
 

@@ -67,13 +67,8 @@ def run_process(command: Sequence[str], log: Path, stop_deadline_s: float) -> in
 def explain_exit(code: int, log: Path) -> str:
     """Why a command failed, in one line: its exit code or signal, and its last lines of output."""
     ended = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - LONGEST_TAIL))
-            lines = [line.strip() for line in file.read().decode("utf-8", "replace").splitlines()]
-    except OSError as error:
-        return f"{ended}; {error}"
-    said = [line for line in lines if line and not line.startswith("Set the environment variable HYDRA_FULL_ERROR")]
+    text = log.read_text(encoding="utf-8", errors="replace")[-LONGEST_TAIL:] if log.is_file() else ""
+    said = [line.strip() for line in text.splitlines() if line.strip() and "HYDRA_FULL_ERROR" not in line]
     errors = list(takewhile(lambda line: line.startswith("error: "), reversed(said)))
     words = [line.removeprefix("error: ") for line in reversed(errors)] or said[-1:] or ["it printed nothing"]
     return f"{ended}: {'; '.join(words)}"
@@ -87,8 +82,6 @@ def explain_exit(code: int, log: Path) -> str:
 SLURM_SCRIPT = (Path(__file__).resolve().parent / "slurm").resolve() / "train.sh"
 END_MARGIN_S = 60.0
 """Time for the processes of a run to end, beyond its own deadlines"""
-HOME_VARIABLE = "MEGARL_HOME"
-"""Environment variable: the repository's folder, for slurm/train.sh"""
 
 
 def run_one() -> Results | None:
@@ -115,9 +108,9 @@ def run_one() -> Results | None:
         outcome = Outcome(State.failed, explain_exit(code, run_dir / OUTPUT))
         if not write_if_ours(run_dir, outcome):
             _say(f"{run_dir.name}: another process runs it; its outcome is that one's to write")
-    text = format_results(outcome.results) if outcome.state is State.done else outcome.why
-    _say(f"{run_dir.name}: {outcome.state.value}: {text}")
-    return outcome.results if outcome.state is State.done else None
+    is_done = outcome.state is State.done
+    _say(f"{run_dir.name}: {outcome.state.value}: {format_results(outcome.results) if is_done else outcome.why}")
+    return outcome.results if is_done else None
 
 
 def run_command(arguments: Sequence[str], folder: Path, config: Config, *, on_slurm: bool) -> int:
@@ -127,7 +120,7 @@ def run_command(arguments: Sequence[str], folder: Path, config: Config, *, on_sl
     """
     command = [sys.executable, "-m", "megarl.train", *arguments]
     if on_slurm:
-        home = f"{HOME_VARIABLE}={SLURM_SCRIPT.parents[1]}"
+        home = f"MEGARL_HOME={SLURM_SCRIPT.parents[1]}"
         command = ["env", home, "bash", str(SLURM_SCRIPT), "--command=train", *arguments]
     # Time to finish the current update, write a checkpoint and end the processes.
     cluster = config.cluster
@@ -174,11 +167,6 @@ ASK_S, POLL_S, NUM_TRIES = 30.0, 5.0, 20
 class RefusedError(BaseException):
     """sbatch has refused a job. Not an Exception: Hydra would end the process with a traceback of it."""
 
-    def __init__(self, said: str):
-        """said: the output of sbatch."""
-        lines = [line.removeprefix("sbatch: ").removeprefix("error: ").strip() for line in said.splitlines()]
-        super().__init__(f"hydra.launcher: sbatch: {'; '.join(filter(None, lines)) or 'failed without a message'}")
-
 
 @contextlib.contextmanager
 def submitting(sweep_dir: Path) -> Iterator[None]:
@@ -198,7 +186,9 @@ def submitting(sweep_dir: Path) -> Iterator[None]:
         try:
             job = submit(executor, command)
         except (FailedJobError, FailedSubmissionError) as error:
-            raise RefusedError(str(error)) from error
+            lines = [line.removeprefix("sbatch: ").removeprefix("error: ").strip() for line in str(error).splitlines()]
+            said = "; ".join(filter(None, lines)) or "failed without a message"
+            raise RefusedError(f"hydra.launcher: sbatch: {said}") from error
         with (sweep_dir / JOBS).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"job": job.job_id}) + "\n")
         return job
@@ -257,8 +247,7 @@ OPTUNA = {
     "hydra.sweeper.max_failure_rate": "1.0",
     "hydra.sweeper.sampler.seed": "1",
 }
-"""Defaults with hydra/sweeper=optuna. The objective is the held-out reward. A sampler with a seed proposes the same
-runs when the sweep is started again, which skips those that are done."""
+"""Defaults with hydra/sweeper=optuna. A sampler with a seed proposes the same runs when the sweep is started again."""
 LOCAL_LAUNCHER = {"hydra.launcher.timeout_min": "14400"}
 """Defaults with hydra/launcher=submitit_local, which would end every run after an hour"""
 ON_SLURM = "hydra/launcher=slurm"
@@ -283,10 +272,8 @@ def run_sweep(start: Callable[[], object]) -> int:
                 stack.enter_context(submitting(sweep_dir))
                 wait_for_live_jobs(sweep_dir)
             start()
-    except ConfigError as error:
-        end_with_config_error(error)
-    except RefusedError as refused:
-        end_with_config_error(ConfigError([str(refused)]))
+    except (ConfigError, RefusedError) as error:
+        end_with_config_error(error if isinstance(error, ConfigError) else ConfigError([str(error)]))
     except Stopped as stopped:
         left = describe_left(sweep_dir) if on_slurm else "every process was ended"
         print(f"{stopped}; {left}", file=sys.stderr)
@@ -311,11 +298,9 @@ def describe_left(sweep_dir: Path) -> str:
         live = list_live_jobs(sweep_dir)
     except RefusedError as refused:
         return f"its jobs were left as they are, and which live is not known: {refused}"
-    if not live:
-        return "no job of the sweep is live"
-    ids = " ".join(sorted({name.split("_")[0] for name in live}))
-    kept = f"its jobs were left as they are: {' '.join(live)}"
-    return f"{kept}; `scancel {ids}` ends them, the same command waits for them"
+    ids, names = " ".join(sorted({name.split("_")[0] for name in live})), " ".join(live)
+    kept = f"its jobs were left as they are: {names}; `scancel {ids}` ends them, the same command waits for them"
+    return kept if live else "no job of the sweep is live"
 
 
 def complete_arguments(arguments: Sequence[str]) -> tuple[list[str], Path]:
@@ -331,9 +316,7 @@ def complete_arguments(arguments: Sequence[str]) -> tuple[list[str], Path]:
     if given is not None:
         name = str(getattr(given.value(), "text", given.value()))
     sweep_dir = Path(name).expanduser().resolve()
-    fixed = [
-        key for key, override in values.items() if not key.startswith("hydra") and not override.is_sweep_override()
-    ]
+    fixed = [key for key, one in values.items() if not key.startswith("hydra") and not one.is_sweep_override()]
     completed = [text for text in arguments if not text.lstrip("+").startswith(SWEEP_DIR)]
     completed.append(f"{SWEEP_DIR}{quote(sweep_dir)}")
     if ON_SLURM in arguments:

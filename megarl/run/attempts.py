@@ -47,7 +47,6 @@ from megarl.run.command import format_results
 from megarl.run.inputs import Inputs, describe_start, load_inputs
 from megarl.run.job import RunResources, describe_data, open_components, open_resources
 from megarl.run.limits import format_limit, format_places
-from megarl.run.machine import describe_slow_dtypes
 from megarl.run.process import Stopped, get_terminal, show_warnings
 from megarl.run.resume import check_changes, load_run, save_run
 from megarl.trainer import Summary, Trainer
@@ -140,7 +139,7 @@ def _describe_run(config: Config, inputs: Inputs, run_dir: Path, report: Report)
     objective += f"\n{format_critic(config.policy, config.critic)}" if needs_critic(algo) else ""
     counts = ", ".join(f"{group.name} {group.num_processes}" for group in list_groups(config) if group.num_processes)
     start = f"starting Ray and its processes: {counts}; their output: {run_dir / 'logs'}"
-    for text in filter(None, (sizes, objective, data, describe_threads(config), describe_slow_dtypes(config), start)):
+    for text in filter(None, (sizes, objective, data, describe_threads(config), start)):
         report.message(text)
     record_start(run_dir, sizes=sizes, objective=objective, data=data, peak_tflops=find_peak_tflops(config))
 

@@ -10,10 +10,7 @@ from pathlib import Path
 import psutil
 
 from megarl.config.checks.config import describe_iteration_size
-from megarl.config.placement import SERVERS, list_groups
-from megarl.config.schema.roles import Dtype
 from megarl.config.schema.root import Config
-from megarl.cpu.dtype import choose_dtype
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 LEAST_OPEN_FILES = 4096
@@ -50,13 +47,3 @@ def find_memory() -> int:
         return min(total, int(CGROUP_LIMIT.read_text()))
     except (OSError, ValueError):  # no cgroup of version 2, or `max`
         return total
-
-
-def describe_slow_dtypes(config: Config) -> str:
-    """The keys of roles and servers that a CPU computes in bfloat16 without instructions for it; empty for none."""
-    if choose_dtype(config.cluster.gpus_per_node) == Dtype.bfloat16.value:
-        return ""
-    names = [group.name.replace(SERVERS, "rollout") for group in list_groups(config) if group.num_processes > 0]
-    keys = [name for name in names if getattr(config, name).dtype is Dtype.bfloat16]
-    wanted = " ".join(f"{key}.dtype=float32" for key in keys)
-    return f"this CPU has no instructions for bfloat16: {wanted} would be several times as fast" if keys else ""

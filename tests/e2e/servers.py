@@ -1,7 +1,6 @@
 """Tiny random checkpoints with character-level tokenizers, and SGLang servers on them."""
 
 import contextlib
-import os
 import signal
 import string
 import subprocess
@@ -96,14 +95,11 @@ def serving(checkpoint: Path, log_file: Path) -> Iterator[str]:
 
     Its key is in this process's environment meanwhile.
     """
-    deadline_s = os.environ.get("MEGARL_TEST_STARTUP_DEADLINE_S", "180")
     options = ["--dtype=float32", "--port=0", "--kv-cache-tokens=16384", "--max-running-requests=8"]
     command = [sys.executable, "-m", "megarl.serve", str(checkpoint), *options, f"--log={log_file}"]
     patch = pytest.MonkeyPatch()
     patch.setenv(KEY, API_KEY)
-    process = subprocess.Popen(
-        [*command, f"--startup-deadline={deadline_s}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         assert process.stdout is not None
         said = [process.stdout.readline(), process.stdout.readline()]

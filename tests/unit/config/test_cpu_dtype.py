@@ -7,7 +7,6 @@ import pytest
 from megarl.config.load import load_config
 from megarl.config.schema.roles import Dtype
 from megarl.cpu import dtype as cpu_dtype
-from megarl.run.machine import describe_slow_dtypes
 
 FLAGS = {
     "flags\t\t: fpu avx512f avx512_bf16 avx512_vnni": Dtype.bfloat16,
@@ -40,13 +39,3 @@ def test_a_given_dtype_is_taken(monkeypatch, tmp_path: Path):
     monkeypatch.setattr(cpu_dtype, "CPU_INFO", tmp_path / "none")
     config = load_config(["model=smollm2_135m", "policy.dtype=bfloat16"])
     assert (config.policy.dtype, config.rollout.dtype) == (Dtype.bfloat16, Dtype.float32)
-
-
-def test_a_run_says_which_of_its_keys_are_slow_on_this_cpu(monkeypatch, tmp_path: Path):
-    monkeypatch.setattr(cpu_dtype, "CPU_INFO", tmp_path / "none")
-    config = load_config(["model=smollm2_135m", "algo=grpo", "reference.dtype=bfloat16", "rollout.dtype=bfloat16"])
-    assert describe_slow_dtypes(config) == (
-        "this CPU has no instructions for bfloat16: reference.dtype=float32 rollout.dtype=float32 would be several"
-        " times as fast"
-    )
-    assert describe_slow_dtypes(load_config(["model=smollm2_135m", "algo=grpo"])) == ""

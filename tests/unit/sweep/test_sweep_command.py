@@ -6,7 +6,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from megarl.config.errors import ConfigError
-from megarl.config.load import CONF_DIR, check_overrides, expand_sweep
+from megarl.config.load import CONF_DIR, check_overrides
 from megarl.config.overrides import open_overrides
 from megarl.config.run_name import name_run
 from megarl.config.schema.root import register
@@ -53,26 +53,16 @@ def test_the_command_line_is_completed_with_the_folder_the_swept_keys_and_what_o
     assert not any("sweeper" in text for text in without)
 
 
-def test_every_run_of_a_sweep_is_checked_and_of_an_interval_its_ends():
-    assert expand_sweep(["algo=vapo", "seed=1,2", "algo.gamma=range(0.8,1,0.1)", "hydra/launcher=slurm"]) == [
-        ["algo=vapo", f"seed={seed}", f"algo.gamma={gamma}"] for seed in (1, 2) for gamma in ("0.8", "0.9")
-    ]
-    assert expand_sweep(["hydra/sweeper=optuna", "algo.gamma=tag(log,interval(0.9,1))"]) == [
-        ["algo.gamma=0.9"],
-        ["algo.gamma=1.0"],
-    ]
-
-
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
         (["algo.clip_hihg=0.2,0.3"], "algo.clip_hihg: no such key; did you mean algo.clip_high?"),
         (["algo=vapo,grpo", "algo.lambda_policy=0.9,0.95"], "algo.lambda_policy: has no effect"),
+        (["algo.gamma=range(0.8,1.2,0.3)"], "algo.gamma: found 1.1; it must be 0 or more"),
         (["algo.gamma=interval(0.2,0.3)"], "algo.gamma: found interval\\(0.2,0.3\\), which hydra/sweeper=optuna can"),
-        (["hydra/sweeper=optuna", "algo.gama=interval(0.2,0.3)"], "algo.gama: no such key; did you mean algo.gamma?"),
-        (["hydra/sweeper=optuna", "algo.gamma=interval(0.9,1.5)"], "algo.gamma: found 1.5; it must be 0 or more"),
+        (["hydra/sweeper=optuna", "algo.gamma=tag(log,interval(0.9,1.5))"], "algo.gamma: found 1.5; it must be 0 or"),
     ],
 )
-def test_a_wrong_key_or_value_of_a_sweep_is_named_before_anything_starts(overrides, expected):
+def test_a_wrong_key_or_value_of_any_run_is_named_before_anything_starts(overrides, expected):
     with pytest.raises(ConfigError, match=expected):
         check_overrides(overrides)

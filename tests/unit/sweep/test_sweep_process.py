@@ -47,19 +47,20 @@ def test_why_a_run_failed_is_told_by_its_end_and_last_words(tmp_path, code, text
     assert explain_exit(code, tmp_path / "log") == expected
 
 
-def test_a_signal_ends_the_run_first_which_saves(tmp_path):
+@pytest.mark.parametrize(
+    ("command", "deadline_s", "said"),
+    [
+        ([sys.executable, "-c", SAVING], 30, "ready\nsaved SIGTERM\n"),
+        # One that heeds no signal is killed after the deadline.
+        (["sh", "-c", "trap '' TERM; echo ready; sleep 60 & wait; sleep 60"], 0.2, "ready\n"),
+    ],
+)
+def test_a_signal_ends_the_run_first_which_saves(tmp_path, command, deadline_s, said):
     log = tmp_path / "output.log"
     threading.Thread(target=signal_when_ready, args=(log,)).start()
     with pytest.raises(Stopped, match="SIGTERM"):
-        run_process([sys.executable, "-c", SAVING], log, 30)
-    assert log.read_text() == "ready\nsaved SIGTERM\n"
-
-
-def test_a_run_that_heeds_no_signal_is_killed_after_its_deadline(tmp_path):
-    log = tmp_path / "output.log"
-    threading.Thread(target=signal_when_ready, args=(log,)).start()
-    with pytest.raises(Stopped):
-        run_process(["sh", "-c", "trap '' TERM; echo ready; sleep 60 & wait; sleep 60"], log, 0.2)
+        run_process(command, log, deadline_s)
+    assert log.read_text() == said
 
 
 def signal_when_ready(log):
