@@ -415,7 +415,7 @@ class TrainingSamples:
 
     def for_policy(self) -> "TrainingSamples":
         """What the policy is given: nothing of what the critic alone reads."""
-        return replace(self, critic_sequences=None)
+        return replace(self, critic_sequences=None, critic_mask=None, old_values=None, returns=None)
 
     def for_critic(self) -> "TrainingSamples":
         """What the critic is given: its own sequences."""

@@ -1,16 +1,15 @@
 """One role (policy, critic or reference) as a group of Ray actors, one per rank: the `TrainBackend` of the loop.
 
 Each rank is sent the rows of a batch that it computes, not those of other data-parallel ranks. The packing decides
-which rows those are, here as in the ranks: it follows from the lengths of all rows, which every rank has. Of an update
-the ranks before the last pipeline stage need no targets. A share is made of NumPy arrays without padding, which Ray
-writes to its object store without a further copy.
+which rows those are, here as in the ranks: it follows from the lengths of all rows, which every rank has. A share is
+made of NumPy arrays without padding, which Ray writes to its object store without a further copy.
 """
 
 import contextlib
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,7 +36,7 @@ from megarl.cluster.watch import (
 from megarl.config.placement import DeviceSlot
 from megarl.interfaces import Pending, wait_all
 from megarl.mcore.microbatches import plan_microbatches
-from megarl.mcore.spec import Role, WorkerSpec, read_architecture
+from megarl.mcore.spec import WorkerSpec, read_architecture
 from megarl.ports import is_loopback, pick_free_port
 from megarl.timeline import Recording, span
 from megarl.types import Metrics, Sequences, TrainingSamples
@@ -67,12 +66,17 @@ class Turns:
         if not self._one_at_a_time:
             return start()
         for entry in list(self._running):
-            state = _look(entry[1])
-            if state is None and entry[0] == role:
+            other, running = entry
+            try:
+                has_ended = running.wait(0.0)
+            except Exception:
+                # Whoever waits for it learns why, and what saves the state after that goes on.
+                has_ended = True
+            if not has_ended and other == role:
                 continue
-            if state is None:
+            if not has_ended:
                 # A signal leaves the call running.
-                wait_all([entry[1]])
+                wait_all([running])
             # Its results stay in the object store as long as it is held here.
             self._running.remove(entry)
         pending = start()
@@ -80,30 +84,13 @@ class Turns:
         return pending
 
 
-def _look(pending: Pending[Any]) -> bool | None:
-    """Whether the call succeeded; None: it still runs. Of a failed one whoever waits for it learns why, and what saves
-    the state after that goes on.
-    """
-    try:
-        return pending.wait(0.0) or None
-    except Exception:
-        return False
-
-
-CRITIC_FIELDS = ("mask", "loss_mask", "critic_mask", "old_values", "returns")
-"""Targets that a critic's loss reads; a policy's reads those of POLICY_FIELDS"""
-POLICY_FIELDS = (
-    *("mask", "loss_mask", "advantages", "rollout_logprobs", "old_logprobs", "sampling_logprobs", "ref_logprobs"),
-)
 UNPADDED = ("sequences", "positive", "critic_sequences")
 """The fields of TrainingSamples that are not [B, T]"""
-OPTIONAL = ("critic_mask", "old_values", "returns", "sampling_logprobs", "ref_logprobs")
-"""Where they are not sent, they are None; others are 0"""
 
 
 @dataclass(frozen=True)
-class SequenceShare:
-    """K of B sequences."""
+class Share:
+    """K of B sequences, or of B samples."""
 
     lengths: NDArray[np.int64]
     """[B]"""
@@ -115,136 +102,95 @@ class SequenceShare:
     """[sum of the K lengths]"""
     routed_experts: NDArray[Any] | None
     """[sum of the K lengths, layers, experts of a token]"""
+    positive: NDArray[np.bool_] | None = None
+    """[B]; None: sequences without targets"""
+    targets: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Of samples, by field of TrainingSamples: [sum of the K responses' lengths]"""
 
-    def unfold(self) -> Sequences:
-        """All B sequences; the tokens of the others are 0 and take no memory."""
+    def unfold(self) -> Sequences | TrainingSamples:
+        """All B; tokens and targets of the others are 0 and take no memory."""
+        ends, rows = self.lengths.cumsum(), self.rows.tolist()
+        flat = [slice(int(ends[row] - self.lengths[row]), int(ends[row])) for row in rows]
         held = torch.zeros(len(self.lengths), dtype=torch.bool)
         held[torch.tensor(self.rows)] = True
-        experts = None if self.routed_experts is None else self._place(self.routed_experts)
-        lengths, prompts = torch.tensor(self.lengths), torch.tensor(self.prompt_lengths)
-        return Sequences(self._place(self.tokens), lengths, prompts, experts, held)
-
-    def _place(self, values: NDArray[Any]) -> Tensor:
-        """[sum of the K lengths, ...] -> [sum of all lengths, ...]"""
-        dtype = torch.from_numpy(np.empty(0, values.dtype)).dtype
-        placed = allocate_zeros((int(self.lengths.sum()), *values.shape[1:]), dtype)
-        view, starts, place = placed.numpy(), self.lengths.cumsum() - self.lengths, 0
-        for row in self.rows.tolist():
-            start, length = int(starts[row]), int(self.lengths[row])
-            view[start : start + length] = values[place : place + length]
-            place += length
-        return placed
-
-
-@dataclass(frozen=True)
-class SampleShare:
-    """K of B samples."""
-
-    sequences: SequenceShare
-    positive: NDArray[np.bool_]
-    """[B]"""
-    width: int
-    """T of the padded tensors"""
-    targets: Mapping[str, NDArray[Any]]
-    """By field of TrainingSamples [sum of the K responses' lengths]; fields that this rank reads"""
-    kinds: Mapping[str, str]
-    """The dtype of every [B, T] field that the samples have"""
-
-    def unfold(self) -> TrainingSamples:
-        """All B samples; the targets of the others are 0 and take no memory."""
-        share = self.sequences
-        places = {name: self._place(name) for name in self.kinds}
-        missing = {field.name: None for field in fields(TrainingSamples)} | places
-        return TrainingSamples(
-            **(missing | {"sequences": share.unfold(), "positive": torch.tensor(self.positive)})  # type: ignore[arg-type]
+        tokens, experts = (
+            None if x is None else _place(x, (int(self.lengths.sum()), *x.shape[1:]), flat)
+            for x in (self.tokens, self.routed_experts)
         )
+        assert tokens is not None
+        lengths, prompt_lengths = torch.tensor(self.lengths), torch.tensor(self.prompt_lengths)
+        sequences = Sequences(tokens, lengths, prompt_lengths, experts, held)
+        if self.positive is None:
+            return sequences
+        responses = self.lengths - self.prompt_lengths
+        cells = [(row, slice(int(responses[row]))) for row in rows]
+        shape = (len(self.lengths), int(responses.max(initial=0)))
+        given: dict[str, Any] = {each.name: None for each in fields(TrainingSamples)}
+        given |= {name: _place(values, shape, cells) for name, values in self.targets.items()}
+        return TrainingSamples(**(given | {"sequences": sequences, "positive": torch.tensor(self.positive)}))
 
-    def _place(self, name: str) -> Tensor | None:
-        """[B, T]; None: an optional field that this rank does not read."""
-        if name not in self.targets and name in OPTIONAL:
-            return None
-        share = self.sequences
-        dtype = torch.from_numpy(np.empty(0, self.kinds[name])).dtype
-        placed = allocate_zeros((len(share.lengths), self.width), dtype)
-        if name in self.targets:
-            view, place = placed.numpy(), 0
-            responses = share.lengths - share.prompt_lengths
-            for row in share.rows.tolist():
-                length = int(responses[row])
-                view[row, :length] = self.targets[name][place : place + length]
-                place += length
-        return placed
+
+def _place(values: NDArray[Any], shape: tuple[int, ...], places: Sequence[Any]) -> Tensor:
+    """Zeros of this shape, with the values one after the other at these places."""
+    placed = allocate_zeros(shape, torch.from_numpy(np.empty(0, values.dtype)).dtype)
+    view, start = placed.numpy(), 0
+    for place in places:
+        part = view[place]
+        part[...] = values[start : start + len(part)]
+        start += len(part)
+    return placed
 
 
 class Sharer:
-    """Divides batches over the ranks of one role."""
+    """Divides batches over the data-parallel ranks of one role."""
 
     def __init__(self, spec: WorkerSpec):
         self._spec = spec
         self._arch = read_architecture(Path(spec.checkpoint))
+        self._model = spec.parallel.tp * spec.parallel.cp
+        """Ranks of a stage that compute the same rows"""
+        self.num_shares = spec.parallel.num_processes // (self._model * spec.parallel.pp)
 
-    def find_kind(self, rank: int) -> tuple[int, bool]:
-        """The rank's number among the data-parallel ones, and whether it is of the last pipeline stage. Ranks of one
-        kind are sent the same. Megatron numbers the ranks of a stage in a row, those of a replica first.
+    def find_share(self, rank: int) -> int:
+        """The rank's number among the data-parallel ones. Megatron numbers the ranks of a stage in a row, those of a
+        replica first.
         """
-        parallel = self._spec.parallel
-        per_stage = parallel.num_processes // parallel.pp
-        return rank % per_stage // (parallel.tp * parallel.cp), rank // per_stage == parallel.pp - 1
+        return rank % (self._spec.parallel.num_processes // self._spec.parallel.pp) // self._model
 
-    def share_sequences(self, sequences: Sequences) -> list[SequenceShare]:
-        """What each data-parallel rank is sent."""
-        everything = [torch.arange(sequences.num_samples)]
-        return [self._cut(sequences, rows) for rows in self._choose_rows(sequences, everything)]
+    def share(self, given: Sequences | TrainingSamples, minibatches: Sequence[Tensor] | None = None) -> list[Share]:
+        """What each data-parallel rank is sent. minibatches: of an update's samples; None: all rows in one.
 
-    def share_samples(
-        self, samples: TrainingSamples, minibatches: Sequence[Tensor]
-    ) -> dict[tuple[int, bool], SampleShare]:
-        """What the ranks of each kind are sent. samples: without critic_sequences."""
-        found = {}
-        for number, rows in enumerate(self._choose_rows(samples.sequences, minibatches)):
-            sequences = self._cut(samples.sequences, rows)
-            for is_last in {False, True} if self._spec.parallel.pp > 1 else {True}:
-                found[number, is_last] = self._fold(samples, sequences, is_last)
-        return found
+        Samples are without critic_sequences.
+        """
+        samples = given if isinstance(given, TrainingSamples) else None
+        sequences = given if isinstance(given, Sequences) else given.sequences
+        chosen: list[set[int]] = [set() for _ in range(self.num_shares)]
+        for rows in [torch.arange(sequences.num_samples)] if minibatches is None else minibatches:
+            planned = plan_microbatches(self._spec, self._arch, sequences.measure(rows), len(chosen))
+            for own, microbatches in zip(chosen, planned, strict=True):
+                own.update(int(rows[place]) for microbatch in microbatches for place in microbatch)
+        return [self._cut(sequences, samples, sorted(rows)) for rows in chosen]
 
-    def _choose_rows(self, sequences: Sequences, minibatches: Sequence[Tensor]) -> list[Tensor]:
-        """Of each data-parallel rank: int64 [K], ascending, the rows of its micro-batches."""
-        chosen: list[set[int]] = [set() for _ in range(self.count_ranks())]
-        for rows in minibatches:
-            shares = plan_microbatches(self._spec, self._arch, sequences.measure(rows), len(chosen))
-            for own, share in zip(chosen, shares, strict=True):
-                own.update(int(rows[place]) for microbatch in share for place in microbatch)
-        return [torch.tensor(sorted(own), dtype=torch.int64) for own in chosen]
-
-    def count_ranks(self) -> int:
-        """Data-parallel ranks."""
-        parallel = self._spec.parallel
-        return parallel.num_processes // (parallel.tp * parallel.pp * parallel.cp)
-
-    def _cut(self, sequences: Sequences, rows: Tensor) -> SequenceShare:
-        own = sequences.select(rows)
+    def _cut(self, sequences: Sequences, samples: TrainingSamples | None, rows: Sequence[int]) -> Share:
+        own = sequences.select(torch.tensor(rows, dtype=torch.int64))
         experts = own.routed_experts if self._spec.router_replay else None
-        return SequenceShare(
+        share = Share(
             sequences.lengths.numpy(),
             sequences.prompt_lengths.numpy(),
-            rows.numpy(),
+            np.array(rows, dtype=np.int64),
             own.tokens.numpy(),
             None if experts is None else experts.numpy(),
         )
-
-    def _fold(self, samples: TrainingSamples, sequences: SequenceShare, has_targets: bool) -> SampleShare:
-        padded = {field.name: getattr(samples, field.name) for field in fields(samples)}
-        padded = {name: each.numpy() for name, each in padded.items() if name not in UNPADDED and each is not None}
-        read = CRITIC_FIELDS if self._spec.role is Role.critic else POLICY_FIELDS
-        responses = (sequences.lengths - sequences.prompt_lengths).tolist()
-        rows = [(row, responses[row]) for row in sequences.rows.tolist()]
+        if samples is None:
+            return share
+        padded = {each.name: getattr(samples, each.name) for each in fields(samples) if each.name not in UNPADDED}
+        lengths = own.response_lengths.tolist()
         targets = {
-            name: np.concatenate([values[row, :length] for row, length in rows] or [values[:0, 0]])
-            for name, values in padded.items()
-            if has_targets and name in read
+            name: np.concatenate([x[row, :n].numpy() for row, n in zip(rows, lengths, strict=True)] or [x[:0, 0]])
+            for name, x in padded.items()
+            if x is not None
         }
-        kinds = {name: str(values.dtype) for name, values in padded.items()}
-        return SampleShare(sequences, samples.positive.numpy(), samples.mask.shape[1], targets, kinds)
+        return replace(share, positive=samples.positive.numpy(), targets=targets)
 
 
 def count_minibatches(samples: TrainingSamples, minibatches: Sequence[Tensor]) -> list[LossCounts]:
@@ -297,7 +243,7 @@ class WorkerActor:
 
     def call(self, verb: str, *args: Any) -> Any:
         with self._tracker.enter(verb), span(verb):
-            whole = [arg.unfold() if isinstance(arg, SequenceShare | SampleShare) else arg for arg in args]
+            whole = [arg.unfold() if isinstance(arg, Share) else arg for arg in args]
             return getattr(self._worker, verb)(*whole)
 
     def call_sender(self, verb: str, *args: Any) -> Any:
@@ -457,21 +403,15 @@ class WorkerGroup:
 
     def _put_shares(self, args: Sequence[Any]) -> list[tuple[Any, ...]]:
         """The arguments of each rank. One copy in the object store serves all ranks that compute the same rows."""
-        kinds = [self._sharer.find_kind(rank) for rank in range(self.num_ranks)]
-        own: list[list[Any]] = [[] for _ in kinds]
+        columns = []
         for number, arg in enumerate(args):
-            if isinstance(arg, TrainingSamples):
-                shares = self._sharer.share_samples(arg, args[number + 1])
-                put = {kind: ray.put(share) for kind, share in shares.items()}
-                values: list[Any] = [put[kind] for kind in kinds]
-            elif isinstance(arg, Sequences):
-                parts = [ray.put(part) for part in self._sharer.share_sequences(arg)]
-                values = [parts[rank] for rank, _ in kinds]
+            if isinstance(arg, TrainingSamples | Sequences):
+                minibatches = args[number + 1] if isinstance(arg, TrainingSamples) else None
+                put = [ray.put(share) for share in self._sharer.share(arg, minibatches)]
+                columns.append([put[self._sharer.find_share(rank)] for rank in range(self.num_ranks)])
             else:
-                values = [arg] * len(kinds)
-            for each, value in zip(own, values, strict=True):
-                each.append(value)
-        return [tuple(each) for each in own]
+                columns.append([arg] * self.num_ranks)
+        return list(zip(*columns, strict=True)) or [()] * self.num_ranks
 
     def _send_each(
         self,

@@ -25,23 +25,20 @@ from megarl.sync.ranks import Ranks
 from megarl.sync.sync import DiskSync, ShardSync
 
 
-class Planting:
-    """Something else is written into the servers after the weights have arrived and before they are verified."""
+@contextlib.contextmanager
+def planting(sync: Any, plant: Callable[[], None]) -> Iterator[None]:
+    """`plant` is called after the weights have arrived and before they are verified."""
+    move = sync._move
 
-    plant: Callable[[SGLangClient], None] | None = None
+    def move_and_plant(*given: Any) -> None:
+        move(*given)
+        plant()
 
-    def _move(self, *given: Any) -> None:
-        super()._move(*given)
-        if self.plant is not None:
-            self.plant(self._clients[0])
-
-
-class PlantingSync(Planting, ShardSync):
-    pass
-
-
-class PlantingDisk(Planting, DiskSync):
-    pass
+    sync._move = move_and_plant
+    try:
+        yield
+    finally:
+        del sync._move
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ class Sides:
         config, clients = replace(self.config, **keys), [client or self.client]
         ranks = Ranks(self.group, clients, config, read_architecture(self.checkpoint), "127.0.0.1")
         where = {"directory": folder} if folder else {"scratch": self.scratch, "host": "127.0.0.1"}
-        kind = PlantingDisk if folder else PlantingSync
+        kind = DiskSync if folder else ShardSync
         sync = kind(self.group, clients, config, ranks, list(range(3, 40)), policy_dtype=dtype, **where)
         with contextlib.closing(sync):
             yield sync
@@ -102,10 +99,8 @@ def write_directly(client: SGLangClient, shards: list[dict[str, Tensor]]) -> Non
 
 def assert_refuted_and_mended(sync: Any, client: SGLangClient, planted: list[dict[str, Tensor]], message: str) -> None:
     """A sync fails over what is planted in it, and the server serves under no version; the next one succeeds."""
-    sync.plant = lambda client: write_directly(client, planted)
-    with pytest.raises(SyncError, match=message):
+    with planting(sync, lambda: write_directly(client, planted)), pytest.raises(SyncError, match=message):
         sync.publish(6)
     assert client.load_weight_version() == UNPUBLISHED
-    sync.plant = None
     sync.publish(6)
     assert client.load_weight_version() == 6

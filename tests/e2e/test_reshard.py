@@ -14,7 +14,7 @@ import torch
 from loop_parts import find_server
 from safetensors.torch import load_file
 from servers import API_KEY, write_tiny_checkpoint
-from syncs import Sides, assert_refuted_and_mended, open_sides, updating, write_directly
+from syncs import Sides, assert_refuted_and_mended, open_sides, planting, updating, write_directly
 from torch import Tensor
 
 from megarl.config.schema.roles import Dtype
@@ -65,12 +65,12 @@ def assert_holds_the_policy(sides: Sides, version: int) -> None:
             assert found[name] == hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest()[:16], name
 
 
-def locate_apart(locate: Callable[[], Any]) -> Any:
+def locate_apart(call: Callable[..., Any], verb: str, *arguments: Any) -> Any:
     """As if the second training rank were on another node: its buckets go over a process group, the first one's through
     memory.
     """
-    (sources, targets), pids = locate()
-    return ([sources[0], "another"], targets), pids
+    found = call(verb, *arguments)
+    return [found[0], ("another", found[1][1])] if verb == "locate" else found
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_every_server_rank_holds_its_shard_of_the_policy_and_no_byte_moved_twice
 ) -> None:
     with sides.open_sync(transport=transport) as sync:
         if far:
-            sync._ranks._locate = partial(locate_apart, sync._ranks._locate)
+            sync._ranks.call_senders = partial(locate_apart, sync._ranks.call_senders)
         with updating(sides.client):
             write_directly(sides.client, read_shards(tiny_checkpoint))
         for version in (3, 4):
@@ -159,22 +159,19 @@ def test_a_process_that_stops_in_a_sync_ends_it_at_the_deadline_and_the_next_syn
     assert server is not None
     stopped = [find_rank(sides, 1)] if kind == "rank" else [server, *server.children(recursive=True)]
 
-    def stop(_: SGLangClient) -> None:
+    def stop() -> None:
         for process in stopped:
             process.suspend()
 
     with sides.open_sync(folder, client=impatient, transport=transport, sync_deadline_s=5.0) as sync:
         sync.publish(30)
-        # Between the arrival of the weights and the checksums.
-        sync.plant = stop
         try:
-            with pytest.raises(RuntimeError, match="5 s") as error:
+            with planting(sync, stop), pytest.raises(RuntimeError, match="5 s") as error:
                 sync.publish(31)
         finally:
             for process in stopped:
                 process.resume()
         assert (url if kind == "server" else "rank 1/2") in str(error.value)
-        sync.plant = None
         impatient.reset()
         sync.reconnect()
         sync.publish(32)

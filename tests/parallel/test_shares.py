@@ -1,6 +1,7 @@
 """What each rank is sent of a batch: the rows that it computes, with the same result to the last bit."""
 
 import pickle
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from layout_runs import build_spec, collect, evaluate, launch_each
 from tiny_checkpoints import build_samples, write_checkpoint
 
-from megarl.cluster.workers import SampleShare, SequenceShare, Sharer, count_minibatches
+from megarl.cluster.workers import Share, Sharer, count_minibatches
 from megarl.config.schema.roles import ParallelConfig
 from megarl.mcore.batch import build_batch
 from megarl.mcore.microbatches import pack
@@ -31,7 +32,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def count_bytes(share: SampleShare | SequenceShare) -> int:
+def count_bytes(share: Share) -> int:
     """As Ray writes it: what is pickled, and the arrays beside it."""
     buffers: list[pickle.PickleBuffer] = []
     text = pickle.dumps(share, protocol=5, buffer_callback=buffers.append)
@@ -41,15 +42,15 @@ def count_bytes(share: SampleShare | SequenceShare) -> int:
 def train_share(worker: Any, directory: Path, samples: TrainingSamples, minibatches: Any) -> list[dict[str, Any]]:
     """With all rows, then with this rank's share: log-probs or values, the updates' metrics and all checksums."""
     sharer, start = Sharer(worker.spec), directory / "start"
-    kind = sharer.find_kind(torch.distributed.get_rank())
+    number = sharer.find_share(torch.distributed.get_rank())
     worker.save(start)
     results = []
     for is_share in (False, True):
         worker.load(start)
         given, sequences, counts = samples, samples.sequences, []
         if is_share:
-            given = sharer.share_samples(samples, minibatches)[kind].unfold()
-            sequences = sharer.share_sequences(samples.sequences)[kind[0]].unfold()
+            given = sharer.share(samples, minibatches)[number].unfold()
+            sequences = sharer.share(samples.sequences)[number].unfold()
             counts = count_minibatches(samples, minibatches)
         evaluation = evaluate(worker, sequences)
         metrics = worker.update(given, minibatches, counts)
@@ -70,44 +71,39 @@ def test_a_rank_with_its_share_computes_what_it_does_with_all_rows_bit_for_bit(r
 
 def share_all(checkpoint: Path, samples: TrainingSamples, minibatches: list[torch.Tensor]) -> tuple[Sharer, Any]:
     sharer = Sharer(build_spec(Role.policy, checkpoint, parallel=DP4_PP2, tokens_per_microbatch=200))
-    return sharer, sharer.share_samples(samples, minibatches)
+    return sharer, sharer.share(samples, minibatches)
 
 
 def test_of_one_pass_each_row_is_sent_to_one_data_parallel_rank_in_full(checkpoint: Path) -> None:
     samples = build_samples(48)
     sharer, shares = share_all(checkpoint, samples, list(torch.randperm(48).split(16)))
-    assert sharer.count_ranks() == 4
-    assert [sharer.find_kind(rank) for rank in range(8)] == [(rank % 4, rank >= 4) for rank in range(8)]
-    rows = np.concatenate([shares[rank, True].sequences.rows for rank in range(4)])
-    assert sorted(rows.tolist()) == list(range(48))
-    for rank in range(4):
-        own = shares[rank, True].unfold()
-        rows = torch.tensor(shares[rank, True].sequences.rows)
+    assert [sharer.find_share(rank) for rank in range(8)] == [*range(4)] * 2
+    assert sorted(np.concatenate([share.rows for share in shares]).tolist()) == list(range(48))
+    for share in shares:
+        own, rows = share.unfold(), torch.tensor(share.rows)
         for name in ("mask", "loss_mask", "advantages", "old_logprobs", "ref_logprobs"):
             assert torch.equal(getattr(own, name)[rows], getattr(samples, name)[rows]), name
         assert torch.equal(own.sequences.select(rows).tokens, samples.sequences.select(rows).tokens)
         assert torch.equal(own.sequences.lengths, samples.sequences.lengths)
-        assert own.returns is None
+        assert all(getattr(own, each.name) is None for each in fields(own) if getattr(samples, each.name) is None)
 
 
-def test_the_bytes_for_a_rank_are_those_of_its_rows_and_before_the_last_stage_of_their_tokens(
-    checkpoint: Path,
-) -> None:
+def test_the_bytes_for_a_rank_are_those_of_its_rows(checkpoint: Path) -> None:
     samples = build_samples(480)
     _, shares = share_all(checkpoint, samples, list(torch.randperm(480).split(160)))
-    for (_, is_last), share in shares.items():
-        of_rows = 8 * len(share.sequences.tokens) + 17 * 480 + 8 * len(share.sequences.rows)
-        responses = samples.sequences.response_lengths[torch.tensor(share.sequences.rows)]
-        of_rows += (2 + 5 * 4) * int(responses.sum()) if is_last else 0
+    for share in shares:
+        of_rows = 8 * len(share.tokens) + 17 * 480 + 8 * len(share.rows) + sum(x.nbytes for x in share.targets.values())
         assert of_rows <= count_bytes(share) < of_rows + 2000
-        assert len(share.sequences.tokens) < 1.1 / 4 * len(samples.sequences.tokens)
+        assert len(share.tokens) < 1.1 / 4 * len(samples.sequences.tokens)
+        num_tokens = int(samples.sequences.response_lengths[torch.tensor(share.rows)].sum())
+        assert {len(values) for values in share.targets.values()} == {num_tokens}
 
 
 def test_a_row_that_was_not_sent_is_refused(checkpoint: Path) -> None:
     samples = build_samples(48)
     _, shares = share_all(checkpoint, samples, [torch.arange(48)])
-    sequences = shares[1, True].unfold().sequences
-    foreign = int(shares[0, True].sequences.rows[0])
+    sequences = shares[1].unfold().sequences
+    foreign = int(shares[0].rows[0])
     with pytest.raises(ValueError, match=f"row {foreign} was not sent to this rank"):
         build_batch(sequences, [foreign])
     own = pack(samples.sequences.lengths.tolist(), 200, 1)[0][0]

@@ -189,13 +189,9 @@ def share_batch(samples: TrainingSamples, config: Config, checkpoint: Path, num_
     for role, own in ((Role.critic, samples.for_critic()), (Role.policy, samples.for_policy())):
         sharer = Sharer(build_spec(config, role, checkpoint, num_ranks))
         count_minibatches(own, minibatches)
-        shares = sharer.share_samples(own, minibatches)
-        sizes = {last: max(count_bytes(s) for (_, own), s in shares.items() if own == last) for _, last in shares}
+        largest = max(map(count_bytes, sharer.share(own, minibatches)))
         clock.lap("shares")
-        lines.append(
-            f"{role.value}, {num_ranks} data-parallel ranks: a rank of the last stage is sent {sizes[True] / 1e9:.3f}"
-            f" GB, one of another {sizes.get(False, 0) / 1e9:.3f}"
-        )
+        lines.append(f"{role.value}, {num_ranks} data-parallel ranks: a rank is sent {largest / 1e9:.3f} GB")
     return lines
 
 
