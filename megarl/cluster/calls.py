@@ -8,7 +8,9 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_futures
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,11 +26,6 @@ from megarl.run.process import find_exit_code, flush_output
 T = TypeVar("T")
 
 POLL_S = 1.0
-RAYLET = "raylet"
-OWN_NAMES = ("gcs_server", RAYLET, "ray::RuntimeEnv", "ray::DashboardAg")
-"""How the names of the processes begin of which Ray itself consists, as far as a run needs them"""
-FORGET_S = 30.0
-"""After so long without a look a stopped process counts as stopped anew"""
 
 
 class RayLostError(RuntimeError):
@@ -41,12 +38,9 @@ class _Ray:
 
     deadline_s: float = 120.0
     """cluster.ray_deadline_s"""
-    processes: Mapping[str, psutil.Process] = field(default_factory=dict)
-    """Those of this machine, by name"""
-    stopped_since: dict[str, float] = field(default_factory=dict)
-    looked: float = 0.0
-    unanswered: list[threading.Event] = field(default_factory=list)
-    """Of each call that has no answer yet, set once it has one"""
+    raylet: psutil.Process | None = None
+    """Of this machine, whose end ends all processes of this node; None: not known"""
+    unanswered: list[Future[Any]] = field(default_factory=list)
     lost: str | None = None
     """Why it is lost; None: it is not"""
 
@@ -62,13 +56,14 @@ def begin(deadline_s: float) -> None:
     _ray = _Ray(deadline_s)
 
 
-def watch(candidates: Sequence[psutil.Process]) -> None:
-    """Note Ray's own processes on this machine, which are among `candidates`; calls that wait look after them."""
-    named = []
-    for process in candidates:
-        with suppress(psutil.NoSuchProcess):
-            named.append((process.name(), process))
-    _ray.processes = {name: process for name, process in named if name.startswith(OWN_NAMES)}
+def watch_raylet() -> None:
+    """Note the raylet of the Ray that this process has joined; calls that wait look after it."""
+    node = ray._private.worker._global_node
+    assert node is not None
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.name() == "raylet" and str(node.session_name) in " ".join(process.cmdline()):
+                _ray.raylet = process
 
 
 def is_lost() -> bool:
@@ -83,31 +78,40 @@ def ask(what: str, call: Callable[[], T], wait_s: float = 0.0, deadline_s: float
     """
     if _ray.lost is not None:
         raise RayLostError(_ray.lost)
-    check(what)
-    results, errors, answered = list[T](), list[BaseException](), threading.Event()
+    answer = Future[T]()
 
     def run() -> None:
         try:
-            results.append(call())
+            answer.set_result(call())
         except BaseException as error:
-            errors.append(error)
-        finally:
-            answered.set()
+            answer.set_exception(error)
 
     # Noted before it starts: a signal may end `start` by raising when the thread runs already.
-    _ray.unanswered = [each for each in _ray.unanswered if not each.is_set()] + [answered]
+    _ray.unanswered = [each for each in _ray.unanswered if not each.done()] + [answer]
     # Not a pool's thread: one that Ray does not answer is left behind.
     threading.Thread(target=run, daemon=True, name=f"ray: {what}").start()
     limit_s = _ray.deadline_s if deadline_s is None else deadline_s
     end = time.monotonic() + wait_s + limit_s
-    while not answered.wait(max(0.0, min(POLL_S, end - time.monotonic()))):
-        check(what)
+    while not wait_futures([answer], max(0.0, min(POLL_S, end - time.monotonic()))).done:
+        if _ray.raylet is not None and not is_alive(_ray.raylet):
+            lose(f"Ray's process raylet has died: {what}")
         if time.monotonic() >= end:
             key = " (cluster.ray_deadline_s)" if deadline_s is None else ""
             lose(f"Ray did not answer within {limit_s:g} s{key}: {what}")
-    if errors:
-        raise errors[0]
-    return results[0]
+    return answer.result()
+
+
+def is_alive(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return False
+
+
+def lose(reason: str) -> NoReturn:
+    """Raise RayLostError with this reason; so does each later call of `ask`."""
+    _ray.lost = reason
+    give_up()
+    raise RayLostError(reason)
 
 
 def settle(timeout_s: float) -> bool:
@@ -115,8 +119,7 @@ def settle(timeout_s: float) -> bool:
 
     Ray ends the process at once where one of them goes on after `ray.shutdown`.
     """
-    end = time.monotonic() + timeout_s
-    return all(each.wait(max(0.0, end - time.monotonic())) for each in _ray.unanswered)
+    return not wait_futures(_ray.unanswered, timeout_s).not_done
 
 
 def give_up() -> None:
@@ -131,45 +134,6 @@ def _exit_at_once() -> None:
     if _was_lost:
         flush_output()
         os._exit(find_exit_code(1))
-
-
-def check(what: str) -> None:
-    """Raise RayLostError where a process of Ray on this machine is gone, or stopped for cluster.ray_deadline_s.
-
-    what: what is waited for.
-    """
-    now = time.monotonic()
-    if now - _ray.looked > FORGET_S:
-        _ray.stopped_since.clear()
-    _ray.looked = now
-    for name, process in _ray.processes.items():
-        state = find_state(process)
-        if state == psutil.STATUS_STOPPED:
-            since = _ray.stopped_since.setdefault(name, now)
-            if now - since > _ray.deadline_s:
-                lose(f"Ray's process {name} is stopped for {_ray.deadline_s:g} s (cluster.ray_deadline_s): {what}")
-        else:
-            _ray.stopped_since.pop(name, None)
-        # Without the others a run goes on, until it needs them. The raylet's end ends all processes of this node.
-        if name == RAYLET and state is None:
-            lose(f"Ray's process {name} has died: {what}")
-
-
-def lose(reason: str) -> NoReturn:
-    """Raise RayLostError with this reason and the state of Ray's processes; so does each later call of `ask`."""
-    states = [f"{name} {process.pid} {find_state(process) or 'is gone'}" for name, process in _ray.processes.items()]
-    _ray.lost = reason + (f"; its processes here: {', '.join(states)}" if states else "")
-    give_up()
-    raise RayLostError(_ray.lost)
-
-
-def find_state(process: psutil.Process) -> str | None:
-    """A process's state as psutil names it; None: it is gone."""
-    try:
-        state = str(process.status())
-    except psutil.NoSuchProcess:
-        return None
-    return None if state in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else state
 
 
 SLICE_S = 1.0
@@ -232,7 +196,6 @@ class PendingCall(Generic[T]):
     def _look(self, waiting: list[ray.ObjectRef[Any]], timeout_s: float) -> tuple[bool, list[ray.ObjectRef[Any]]]:
         """Wait for one; returns whether one has failed, and those that are still waited for."""
         ready, waiting = ray.wait(waiting, num_returns=1, timeout=timeout_s)
-        check(self.what)
         return any(_find_error(ref) for ref in ready), waiting
 
     def _raise_failed(self) -> NoReturn:

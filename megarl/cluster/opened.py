@@ -12,8 +12,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -96,26 +96,31 @@ class Cluster:
 
 @contextmanager
 def open_ray(config: ClusterConfig, num_actors: int) -> Iterator[Cluster]:
-    """Ray for `num_actors` actors; on leaving, what was started for this run is shut down.
+    """Ray for `num_actors` actors of one logical CPU each; on leaving, what was started for this run is shut down.
+
+    Where cluster.ray_address is null it is a Ray of this machine alone, which listens on 127.0.0.1 and answers only who
+    has its key; on leaving, for whatever reason, every process of it is ended within `cluster.shutdown_deadline_s`, and
+    its files and shared memory are removed.
 
     Raises DeadlineError where nothing answers at cluster.ray_address, and where nodes are missing or one does not
-    answer; RayLostError where Ray itself does not answer; ConfigError where a node has fewer GPUs than
+    answer; RayLostError where Ray itself does not start or answer; ConfigError where a node has fewer GPUs than
     cluster.gpus_per_node.
     """
-    opened = local_ray(config, num_actors) if config.ray_address is None else _joined_ray(config)
-    with opened as scratch:
-        nodes = wait_for_nodes(config.num_nodes, config.worker_start_deadline_s)
-        if config.gpus_per_node > 0:
-            nodes, what = nodes[: config.num_nodes], "the GPUs of the nodes"
-            # A process of Ray on each node says which GPUs the job has there.
-            task = ray.remote(num_cpus=0, max_retries=0)(find_gpus)
-            refs = ask(what, lambda: [task.options(scheduling_strategy=node.place).remote() for node in nodes])
-            found = wait_for(refs, [node.name for node in nodes], what, config.worker_start_deadline_s)
-            nodes = tuple(
-                replace(node, gpus=choose_gpus(node.name, each, config.gpus_per_node))
-                for node, each in zip(nodes, found, strict=True)
-            )
-        yield Cluster(nodes, scratch, resolve_host(config.listen_host), config.listen_host)
+    remove_left_over()
+    calls.begin(config.ray_deadline_s)
+    # A short path: Ray puts unix sockets under it, whose paths may have 107 characters at most.
+    scratch = Path(tempfile.mkdtemp(prefix=f"megarl-{os.getpid()}-", dir="/tmp"))
+    grace_s = config.shutdown_deadline_s / 3
+    try:
+        is_local = config.ray_address is None
+        opened = _local_ray(config, num_actors, scratch) if is_local else nullcontext(_wait_for_ray(config))
+        with opened as address, _joined_ray(address, grace_s):
+            nodes = wait_for_nodes(config.num_nodes, config.worker_start_deadline_s)
+            if config.gpus_per_node > 0:
+                nodes = _find_gpus(nodes[: config.num_nodes], config)
+            yield Cluster(nodes, scratch, resolve_host(config.listen_host), config.listen_host)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def wait_for_nodes(number: int, deadline_s: float) -> tuple[Node, ...]:
@@ -124,18 +129,18 @@ def wait_for_nodes(number: int, deadline_s: float) -> tuple[Node, ...]:
     Raises DeadlineError naming those that have joined, where they are fewer than `number` at the deadline; RayLostError
     where Ray does not answer.
     """
-    alive: dict[str, str] = {}
 
-    def are_there() -> bool:
-        alive.clear()
-        alive.update((each["NodeID"], each["NodeName"]) for each in ask("its nodes", ray.nodes) if each["Alive"])
-        return len(alive) >= number
+    def list_alive() -> dict[str, str]:
+        return {each["NodeID"]: each["NodeName"] for each in ask("its nodes", ray.nodes) if each["Alive"]}
 
-    if not _poll(are_there, deadline_s):
-        raise DeadlineError(
-            f"{len(alive)} of {number} nodes (cluster.num_nodes) have joined Ray within {deadline_s:g} s"
-            f" (cluster.worker_start_deadline_s): {', '.join(sorted(alive.values())) or 'none'}"
-        )
+    end = time.monotonic() + deadline_s
+    while len(alive := list_alive()) < number:
+        if time.monotonic() > end:
+            raise DeadlineError(
+                f"{len(alive)} of {number} nodes (cluster.num_nodes) have joined Ray within {deadline_s:g} s"
+                f" (cluster.worker_start_deadline_s): {', '.join(sorted(alive.values())) or 'none'}"
+            )
+        time.sleep(POLL_S)
     order = os.environ.get(ORDER_VARIABLE, "").split(",")
     own = ask("this node", lambda: ray.get_runtime_context().get_node_id())
 
@@ -146,32 +151,46 @@ def wait_for_nodes(number: int, deadline_s: float) -> tuple[Node, ...]:
     return tuple(Node(name, node_id) for node_id, name in sorted(alive.items(), key=rank))
 
 
+def _find_gpus(nodes: Sequence[Node], config: ClusterConfig) -> tuple[Node, ...]:
+    """The nodes with the job's GPUs, of which a process of Ray on each node tells."""
+    task, what = ray.remote(num_cpus=0, max_retries=0)(find_gpus), "the GPUs of the nodes"
+    refs = ask(what, lambda: [task.options(scheduling_strategy=node.place).remote() for node in nodes])
+    found = wait_for(refs, [node.name for node in nodes], what, config.worker_start_deadline_s)
+    return tuple(
+        replace(node, gpus=choose_gpus(node.name, each, config.gpus_per_node))
+        for node, each in zip(nodes, found, strict=True)
+    )
+
+
 @contextmanager
-def local_ray(config: ClusterConfig, num_actors: int) -> Iterator[Path]:
-    """A Ray cluster of this machine alone, for `num_actors` actors of one logical CPU each; yields its scratch folder.
-
-    It listens on 127.0.0.1 and answers only who has its key. On leaving, for whatever reason, every process of it is
-    ended within `cluster.shutdown_deadline_s`, and its files and shared memory are removed.
-
-    Raises RayLostError where Ray does not start within `cluster.worker_start_deadline_s` or answer within
-    `cluster.ray_deadline_s`.
-    """
-    remove_left_over()
-    # A short path: Ray puts unix sockets under it, whose paths may have 107 characters at most.
-    scratch = Path(tempfile.mkdtemp(prefix=f"megarl-{os.getpid()}-", dir="/tmp"))
-    calls.begin(config.ray_deadline_s)
-    head: subprocess.Popen[bytes] | None = None
-    try:
-        with _using_key(scratch / TOKEN):
-            head = _start_head(scratch, num_actors, config.object_store_mb * 2**20)
-            address = _wait_for_address(scratch, head, config.worker_start_deadline_s)
-            with joined_ray(address, config.shutdown_deadline_s / 3):
-                yield scratch
-    finally:
-        if head is not None:
-            _end_head(head, config.shutdown_deadline_s / 3)
-        calls.settle(config.shutdown_deadline_s / 3)
-        shutil.rmtree(scratch, ignore_errors=True)
+def _local_ray(config: ClusterConfig, num_actors: int, scratch: Path) -> Iterator[str]:
+    """Yields the HOST:PORT of a Ray that is started in this folder. Raises RayLostError where it does not start."""
+    grace_s = config.shutdown_deadline_s / 3
+    with _using_key(scratch / TOKEN):
+        head = _start_head(scratch, num_actors, config.object_store_mb * 2**20)
+        try:
+            path, end = scratch / TEMP_DIR / ADDRESS_FILE, time.monotonic() + config.worker_start_deadline_s
+            while not path.exists():
+                status = head.poll()
+                if status is not None or time.monotonic() > end:
+                    within = f"within {config.worker_start_deadline_s:g} s (cluster.worker_start_deadline_s)"
+                    what = within if status is None else f"(exit status {status})"
+                    calls.lose(f"Ray did not start {what}:\n{read_tail(scratch / LOG, LOG_TAIL_LINES)}")
+                time.sleep(POLL_S)
+            yield path.read_text()
+        finally:
+            # The guard ends all processes of Ray; those that still run after that are killed.
+            processes = list[psutil.Process]()
+            with suppress(psutil.NoSuchProcess):
+                processes = [psutil.Process(head.pid), *psutil.Process(head.pid).children(recursive=True)]
+            assert head.stdin is not None
+            head.stdin.close()
+            _, alive = psutil.wait_procs(processes, timeout=grace_s)
+            for process in alive:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            head.wait(grace_s)
+            calls.settle(grace_s)
 
 
 def remove_left_over(places: Sequence[Path] = (Path("/tmp"), Path("/dev/shm"))) -> None:
@@ -236,84 +255,32 @@ def _start_head(scratch: Path, num_cpus: int, object_store_bytes: int) -> subpro
         )
 
 
-def _wait_for_address(scratch: Path, head: subprocess.Popen[bytes], deadline_s: float) -> str:
-    """The HOST:PORT of the started Ray. Raises RayLostError."""
-    path = scratch / TEMP_DIR / ADDRESS_FILE
+def _wait_for_ray(config: ClusterConfig) -> str:
+    """HOST:PORT of cluster.ray_address, once something listens there: Ray itself would try for minutes without a word.
 
-    def has_ended() -> bool:
-        calls.watch(_list_tree(head))
-        calls.check("its start")
-        return path.exists() or head.poll() is not None
-
-    in_time = _poll(has_ended, deadline_s)
-    if not path.exists():
-        what = (
-            f"(exit status {head.poll()})" if in_time else f"within {deadline_s:g} s (cluster.worker_start_deadline_s)"
-        )
-        tail = read_tail(scratch / LOG, LOG_TAIL_LINES)
-        calls.lose(f"Ray did not start {what}" + (f":\n{tail}" if tail else ""))
-    return path.read_text()
-
-
-def _list_tree(head: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """It and what it has started; none where it has ended."""
-    try:
-        return [psutil.Process(head.pid), *psutil.Process(head.pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _end_head(head: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Have the guard end all processes of Ray, and kill those that still run after `grace_s`."""
-    processes = _list_tree(head)
-    assert head.stdin is not None
-    head.stdin.close()
-    try:
-        head.wait(grace_s)
-    except subprocess.TimeoutExpired:
-        for process in processes:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        head.wait(grace_s)
-    psutil.wait_procs(processes, timeout=grace_s)
-
-
-@contextmanager
-def _joined_ray(config: ClusterConfig) -> Iterator[Path]:
-    """Joins, as the driver, a Ray that others start and shut down; yields a scratch folder of this run."""
+    Raises DeadlineError.
+    """
     address = find_ray_address(str(config.ray_address))
     host, _, port = address.rpartition(":")
-    refused = list[OSError]()
-
-    def listens() -> bool:
+    end = time.monotonic() + config.worker_start_deadline_s
+    while True:
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=POLL_S).close()
-            return True
+            break
         except OSError as error:
-            refused.append(error)
-            return False
-
-    # Ray itself would try for minutes without a message.
-    if not _poll(listens, config.worker_start_deadline_s):
-        raise DeadlineError(
-            f"nothing listens at {address} (cluster.ray_address) within {config.worker_start_deadline_s:g} s"
-            f" (cluster.worker_start_deadline_s): {refused[-1]}"
-        ) from refused[-1]
-    remove_left_over()
-    calls.begin(config.ray_deadline_s)
-    scratch = tempfile.mkdtemp(prefix=f"megarl-{os.getpid()}-", dir="/tmp")
+            if time.monotonic() > end:
+                raise DeadlineError(
+                    f"nothing listens at {address} (cluster.ray_address) within {config.worker_start_deadline_s:g} s"
+                    f" (cluster.worker_start_deadline_s): {error}"
+                ) from error
+            time.sleep(POLL_S)
     # As `ray start` does: the address alone would not make ray.init use the user's key, where there is one.
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-    try:
-        with joined_ray(address, config.shutdown_deadline_s / 3):
-            calls.watch(find_own_processes())
-            yield Path(scratch)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    return address
 
 
 @contextmanager
-def joined_ray(address: str, leave_s: float) -> Iterator[None]:
+def _joined_ray(address: str, leave_s: float) -> Iterator[None]:
     """Ray at HOST:PORT, which ends this driver's actors on leaving, within `leave_s`. Raises RayLostError."""
     # It warns of the missing handler of SIGTERM: the driver has its own, which Ray leaves alone in other threads.
     logging.getLogger("ray").setLevel(logging.ERROR)
@@ -340,6 +307,7 @@ def joined_ray(address: str, leave_s: float) -> Iterator[None]:
             if threading.current_thread() is threading.main_thread():
                 for number in STOPPING_SIGNALS:
                     signal.signal(number, signal.getsignal(number))
+        calls.watch_raylet()
         yield
     finally:
         if done.is_set() and not calls.is_lost():
@@ -348,27 +316,3 @@ def joined_ray(address: str, leave_s: float) -> Iterator[None]:
                     ask("leaving it", ray.shutdown, deadline_s=leave_s)
             else:
                 calls.give_up()
-
-
-def find_own_processes() -> list[psutil.Process]:
-    """The processes of the joined Ray on this machine, among others."""
-    node = ray._private.worker._global_node
-    assert node is not None
-    session = str(node.session_name)
-    found: list[psutil.Process] = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            # Its agents hide their command lines.
-            if process.name() in ("gcs_server", calls.RAYLET) and session in " ".join(process.cmdline()):
-                found += [process, *process.children()]
-    return found
-
-
-def _poll(is_so: Callable[[], bool], deadline_s: float) -> bool:
-    """Ask every POLL_S; whether it is so within the deadline."""
-    end = time.monotonic() + deadline_s
-    while not is_so():
-        if time.monotonic() > end:
-            return False
-        time.sleep(POLL_S)
-    return True

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,25 +91,16 @@ class SmiGpu:
         return name == self.number or (name.startswith("GPU-") and self.uuid.startswith(name))
 
 
-@dataclass(frozen=True)
-class NodeGpus:
-    """What a process of Ray on a node finds there."""
-
-    variable: str
-    """The environment variable that names the job's GPUs"""
-    value: str | None
-    """None: it is not set"""
-    shown: tuple[SmiGpu, ...]
-    """Empty: the node has none, or no nvidia-smi"""
-
-
-def find_gpus() -> NodeGpus:
-    """The GPUs of the node of this process, without a call of CUDA."""
+def find_gpus() -> tuple[str, str | None, list[SmiGpu]]:
+    """Of the node of this process, without a call of CUDA: the environment variable that names the job's GPUs, its
+    value (None: it is not set), and the GPUs that the node has.
+    """
     variable = GPUS_VARIABLE if os.environ.get(GPUS_VARIABLE) else VISIBLE
-    return NodeGpus(variable, os.environ.get(variable), tuple(ask_nvidia_smi()))
+    return variable, os.environ.get(variable), ask_nvidia_smi()
 
 
 def ask_nvidia_smi() -> list[SmiGpu]:
+    """Empty: the node has none, or no nvidia-smi."""
     query = "--query-gpu=index,uuid,pci.bus_id,mig.mode.current,memory.used"
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
@@ -130,13 +122,13 @@ def measure_gpus(gpus: Sequence[Gpu]) -> list[int]:
     return used if all(used) else []
 
 
-def choose_gpus(node: str, found: NodeGpus, number: int) -> tuple[Gpu, ...]:
-    """The first `number` GPUs of the job on a node, in the job's order.
+def choose_gpus(node: str, found: tuple[str, str | None, Sequence[SmiGpu]], number: int) -> tuple[Gpu, ...]:
+    """The first `number` GPUs of the job on a node, in the job's order. found: by `find_gpus` there.
 
     Raises ConfigError where the job has fewer there, or its list names one twice or one that does not exist.
     """
-    value, shown = found.value, found.shown
-    where = f"{found.variable} on {node}"
+    variable, value, shown = found
+    where = f"{variable} on {node}"
     if value is not None and (value.strip() or shown):
         names = [name.strip() for name in value.split(",") if name.strip()]
         listed = f"{where} is {value!r}"
@@ -145,27 +137,23 @@ def choose_gpus(node: str, found: NodeGpus, number: int) -> tuple[Gpu, ...]:
         names = [gpu.number for gpu in shown] or [str(index) for index in range(number)]
         listed = "nvidia-smi shows no more"
     if len(names) < number:
-        raise ConfigError(
-            [f"cluster.gpus_per_node: found {number}; the job has {len(names)} GPUs on {node} ({listed})"]
-        )
-    chosen = [_find_gpu(name, where, shown) for name in names[:number]]
-    for index, gpu in enumerate(chosen):
-        for other in chosen[:index]:
-            if gpu.name == other.name or (gpu.uuid is not None and gpu.uuid == other.uuid):
-                raise ConfigError([f"{where}: found {value!r}, which names one GPU twice: {other.name} and {gpu.name}"])
+        problem = f"cluster.gpus_per_node: found {number}; the job has {len(names)} GPUs on {node} ({listed})"
+        raise ConfigError([problem])
+    chosen: list[Gpu] = []
+    for name in names[:number]:
+        meant = [gpu for gpu in shown if gpu.is_meant_by(name)]
+        is_known = bool(shown) and not name.startswith("MIG-")
+        if is_known and len(meant) != 1:
+            numbers = format_numbers([int(gpu.number) for gpu in shown])
+            problem = f"{where}: found {name!r}; nvidia-smi shows the GPUs {numbers}, or their UUIDs may be given"
+            raise ConfigError([problem])
+        uuid = meant[0].uuid if is_known and not meant[0].is_parted else None
+        for other in chosen:
+            if name == other.name or (uuid is not None and uuid == other.uuid):
+                problem = f"{where}: found {value!r}, which names one GPU twice: {other.name} and {name}"
+                raise ConfigError([problem])
+        chosen.append(Gpu(name, uuid))
     return tuple(chosen)
-
-
-def _find_gpu(name: str, where: str, shown: Sequence[SmiGpu]) -> Gpu:
-    if not shown or name.startswith("MIG-"):
-        return Gpu(name, None)
-    meant = [gpu for gpu in shown if gpu.is_meant_by(name)]
-    if len(meant) != 1:
-        numbers = format_numbers([int(gpu.number) for gpu in shown])
-        raise ConfigError(
-            [f"{where}: found {name!r}; nvidia-smi shows the GPUs {numbers}, or their UUIDs may be given"]
-        )
-    return Gpu(name, None if meant[0].is_parted else meant[0].uuid)
 
 
 def build_variables(gpus: Sequence[Gpu]) -> dict[str, str]:
@@ -179,41 +167,27 @@ def build_variables(gpus: Sequence[Gpu]) -> dict[str, str]:
     }
 
 
-def use_gpus(gpus: Sequence[Gpu]) -> None:
+def use_gpus(gpus: Sequence[Gpu], devices: Path = PCI_DEVICES) -> None:
     """Keep this thread and what it starts on the cores near these GPUs, which this process must see alone.
 
-    Raises RuntimeError where its environment shows CUDA others. Does nothing where GPUs are not counted.
+    Where nvidia-smi or the kernel does not say which cores are near, or none of those that this process may use is, it
+    stays on all of them. Raises RuntimeError where its environment shows CUDA others.
     """
-    if not gpus:
-        return
-    for name, expected in build_variables(gpus).items():
+    for name, expected in build_variables(gpus).items() if gpus else ():
         found = os.environ.get(name)
         if found != expected:
             raise RuntimeError(
                 f"{socket.gethostname()}: a process that was to be started with {name}={expected} has {found}:"
                 " something between Ray and this process changes it"
             )
-    bind_to_gpus([gpu.name for gpu in gpus])
-
-
-def bind_to_gpus(gpus: Sequence[str], devices: Path = PCI_DEVICES) -> set[int]:
-    """Keep this thread, and all threads and processes that it starts, on the cores near these GPUs; returns them.
-
-    gpus: as in CUDA_VISIBLE_DEVICES, by number or UUID. Where nvidia-smi or the kernel does not say which cores are
-    near, or none of those that this process may use is, nothing changes.
-    """
-    allowed = os.sched_getaffinity(0)
-    buses = [gpu.bus for gpu in ask_nvidia_smi() if any(gpu.is_meant_by(name) for name in gpus)]
-    near = allowed & {core for bus in buses for core in read_cores(devices / bus / "local_cpulist")}
-    if near and near != allowed:
+    near = set[int]()
+    for gpu in ask_nvidia_smi() if gpus else ():
+        if any(gpu.is_meant_by(each.name) for each in gpus):
+            # A list of the kernel's, such as 0-3,8.
+            with suppress(OSError, ValueError):
+                text = (devices / gpu.bus / "local_cpulist").read_text()
+                for first, _, last in (part.partition("-") for part in text.strip().split(",")):
+                    near |= {*range(int(first), int(last or first) + 1)}
+    near &= os.sched_getaffinity(0)
+    if near:
         os.sched_setaffinity(0, near)
-    return near or allowed
-
-
-def read_cores(path: Path) -> set[int]:
-    """The numbers in a list of the kernel's, such as 0-3,8; none where there is no such file."""
-    try:
-        parts = [part.partition("-") for part in path.read_text().strip().split(",") if part]
-        return {core for first, _, last in parts for core in range(int(first), int(last or first) + 1)}
-    except (OSError, ValueError):
-        return set()

@@ -3,9 +3,7 @@
 import contextlib
 import secrets
 import socket
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,46 +37,20 @@ PORT_DEADLINE_S = 15.0
 """How long the processes of a server may still hold its port after its owner was killed."""
 
 
-@dataclass(frozen=True)
-class ServerSpec:
-    """The settings that a server is started with."""
-
-    config: RolloutConfig
-    checkpoint: Path
-    log_dir: Path
-    index: int
-    seed: int
-    slot: DeviceSlot
-    weight_version: int
-    api_key: str
-    """Required of callers"""
-    shares_gpus: bool
-    """Whether training roles use the same GPUs"""
-
-
 @ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"watch": 1})  # type: ignore[call-overload]
 class ServerActor:
     """Owns one server process, which ends when this actor does. A separate thread answers whether the actor runs."""
 
-    def __init__(self, spec: ServerSpec, listen_host: str, port: int | None, gpus: Sequence[Gpu]):
-        redirect_output(spec.log_dir / f"server-{spec.index}-owner.log")
+    def __init__(self, log: Path, listen_host: str, gpus: Sequence[Gpu], options: Mapping[str, Any]):
+        """options: of `SGLangServer`."""
+        redirect_output(log)
         host = resolve_host(listen_host)
         # These set environment variables, which the server's processes inherit.
         use_interface(host)
         use_gpus(gpus)
-        self._gpus = gpus
         agree_on_nccl()
-        self._server = SGLangServer(
-            spec.config,
-            spec.checkpoint,
-            log_file=spec.log_dir / f"server-{spec.index}.log",
-            seed=spec.seed,
-            host=host,
-            port=port,
-            weight_version=spec.weight_version,
-            api_key=spec.api_key,
-            shares_gpus=spec.shares_gpus,
-        )
+        self._gpus = gpus
+        self._server = SGLangServer(**options, host=host)
 
     def start(self, port_deadline_s: float, deadline_s: float) -> str:
         """Start the server and wait until it is healthy; returns its url."""
@@ -113,17 +85,37 @@ class ServerActor:
 class Servers:
     """The servers of a run and the actors that own them. Implements `megarl.interfaces.RolloutServers`."""
 
-    def __init__(self, specs: Collection[ServerSpec], cluster: Cluster, stop_deadline_s: float):
-        self._specs = tuple(specs)
-        self._cluster = cluster
+    def __init__(
+        self,
+        config: RolloutConfig,
+        checkpoint: Path,
+        log_dir: Path,
+        seed: int,
+        cluster: Cluster,
+        slots: Sequence[DeviceSlot],
+        stop_deadline_s: float,
+        *,
+        weight_version: int = 0,
+        shares_gpus: bool = False,
+    ):
+        """Start their owners, one in each of `slots`.
+
+        weight_version: of the checkpoint's weights, which a server holds after each start. shares_gpus: whether
+        training roles use the same GPUs.
+        """
+        self._config, self._log_dir, self._cluster, self._slots = config, log_dir, cluster, slots
         self._stop_deadline_s = stop_deadline_s
-        self.api_key = self._specs[0].api_key
+        self.api_key = secrets.token_hex(32)
         """Required of callers"""
-        self.names = tuple(f"SGLang server {spec.index}/{len(specs)}" for spec in specs)
+        self.names = tuple(f"SGLang server {index}/{len(slots)}" for index in range(len(slots)))
+        common = {"config": config, "checkpoint": checkpoint, "weight_version": weight_version}
+        common |= {"api_key": self.api_key, "shares_gpus": shares_gpus}
+        logs = [log_dir / f"server-{index}.log" for index in range(len(slots))]
+        self._options = [{**common, "seed": seed + index, "log_file": log} for index, log in enumerate(logs)]
         self._actors: list[Any] = []
         self._owners: list[Any] = []
         """References of each actor's `identify`"""
-        ask("start of the servers' owners", self._add_owners)
+        ask("start of the servers' owners", lambda: self._own(range(len(slots))))
         self._urls: PendingCall[list[str]] | None = None
         self._ended: list[int] = []
 
@@ -133,24 +125,25 @@ class Servers:
         It waits for the restart of those that were ended, and raises WorkerError with the end of the log.
         """
         if self._urls is None:
-            self._urls = self._start(range(len(self._specs)), 0.0, "start")
+            self._urls = self._start(range(len(self._slots)), 0.0, "start")
         elif self._ended:
             self._start(self._ended, PORT_DEADLINE_S, "restart").result()
             self._ended = []
         return self._urls
 
-    def _add_owners(self) -> None:
-        for spec in self._specs:
-            self._actors.append(self._own(spec, None))
-            self._owners.append(self._actors[-1].identify.remote())
-
-    def _own(self, spec: ServerSpec, port: int | None) -> Any:
-        options = self._cluster.options(spec.slot)
-        actor = ServerActor.options(**options)  # type: ignore[attr-defined]  # Ray's types leave the class as it was
-        return actor.remote(spec, self._cluster.listen_host, port, self._cluster.find_gpus(spec.slot))
+    def _own(self, numbers: Collection[int], port: int | None = None) -> None:
+        """Start the owners of these servers, in the place of those that they had."""
+        for number in numbers:
+            slot = self._slots[number]
+            options = self._cluster.options(slot)
+            kind = ServerActor.options(**options)  # type: ignore[attr-defined]  # Ray's types leave the class as it was
+            given = self._cluster.listen_host, self._cluster.find_gpus(slot), {**self._options[number], "port": port}
+            actor = kind.remote(self._log_dir / f"server-{number}-owner.log", *given)
+            self._actors[number : number + 1] = [actor]
+            self._owners[number : number + 1] = [actor.identify.remote()]
 
     def _start(self, numbers: Collection[int], port_deadline_s: float, what: str) -> PendingCall[list[str]]:
-        start_s = self._specs[0].config.startup_deadline_s
+        start_s = self._config.startup_deadline_s
         # The server's own deadline passes first, with the end of its log in the message.
         deadline_s = start_s + port_deadline_s + POLL_DEADLINE_S
         text = f"{what} of the SGLang servers"
@@ -226,8 +219,7 @@ class Servers:
             host, started, pid = ray.get(ready[0]) if ready else ("", 0.0, 0)
             if host == socket.gethostname() and psutil.Process(pid).create_time() == started:
                 psutil.Process(pid).kill()
-        self._actors[number] = self._own(self._specs[number], port)
-        self._owners[number] = self._actors[number].identify.remote()
+        self._own([number], port)
 
     def restart(self, names: Collection[str]) -> None:
         """As in `RolloutServers`. Raises WorkerError with the end of the log."""
@@ -246,33 +238,3 @@ class Servers:
             ray.wait(refs, num_returns=len(refs), timeout=self._stop_deadline_s)
 
         ask("end of the SGLang servers", stop, self._stop_deadline_s)
-
-
-@contextmanager
-def running_servers(
-    config: RolloutConfig,
-    checkpoint: Path,
-    log_dir: Path,
-    seed: int,
-    cluster: Cluster,
-    slots: Sequence[DeviceSlot],
-    stop_deadline_s: float,
-    *,
-    weight_version: int = 0,
-    shares_gpus: bool = False,
-) -> Iterator[Servers]:
-    """Servers, one in each of `slots`, which `Servers.start` starts; they are shut down on leaving.
-
-    weight_version: of the checkpoint's weights, which a server holds after each start. shares_gpus: whether training
-    roles use the same GPUs.
-    """
-    api_key = secrets.token_hex(32)
-    specs = [
-        ServerSpec(config, checkpoint, log_dir, i, seed + i, slot, weight_version, api_key, shares_gpus)
-        for i, slot in enumerate(slots)
-    ]
-    servers = Servers(specs, cluster, stop_deadline_s)
-    try:
-        yield servers
-    finally:
-        servers.close()

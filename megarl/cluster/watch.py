@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import linecache
 import os
 import re
-import signal
 import socket
 import sys
 import threading
@@ -43,6 +41,7 @@ class CallState:
     """The call that a rank is executing."""
 
     verb: str
+    """As `in logprobs`"""
     seconds: float
     """Since the call began"""
     frames: tuple[str, ...]
@@ -75,12 +74,7 @@ class CallTracker:
             code = linecache.getline(path, line).strip()
             frames.append(f"{'/'.join(Path(path).parts[-3:])}:{line} {frame.f_code.co_name}: {code}")
             frame = frame.f_back
-        return CallState(verb, time.monotonic() - since, tuple(reversed(frames)))
-
-
-def dump_on_signal() -> None:
-    """Make SIGUSR1 write the stacks of all threads to stderr, even while native code holds Python's lock."""
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+        return CallState(f"in {verb}", time.monotonic() - since, tuple(reversed(frames)))
 
 
 def identify() -> tuple[str, int]:
@@ -95,62 +89,41 @@ class RankStacks:
     actors: Sequence[ray.actor.ActorHandle[Any]]
     names: Sequence[str]
     identities: Sequence[ray.ObjectRef[tuple[str, int]]]
-    """The results of each actor's `identify`, called at its start, after `dump_on_signal`"""
-    logs: Sequence[Path]
-    """The log file of each rank"""
+    """The results of each actor's `identify`, called at its start"""
 
     def explain(self, numbers: Sequence[int]) -> str:
         """Describe what the ranks with these numbers are doing; ranks with the same stack share a paragraph.
 
         It takes at most `ANSWER_S` for all of them together.
         """
-        refs: dict[int, ray.ObjectRef[CallState | None]] = {
-            number: self.actors[number].find_state.remote() for number in numbers
-        }
-        ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=ANSWER_S)
-        together: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(list)
-        seconds: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
+        refs = {number: self.actors[number].find_state.remote() for number in numbers}
+        ray.wait(list(refs.values()), num_returns=len(refs), timeout=ANSWER_S)
+        together: dict[tuple[str, tuple[str, ...]], dict[str, float]] = defaultdict(dict)
         for number, ref in refs.items():
-            state = self._read(ref, number) if ref in ready else self._describe_silent(number)
-            key = (state.verb, state.frames)
-            together[key].append(number)
-            seconds[key] = max(seconds[key], state.seconds)
+            try:
+                state = ray.get(ref, timeout=0) or CallState("in no call", 0.0, ())
+            except ray.exceptions.GetTimeoutError:
+                state = CallState(self._describe_silent(number), 0.0, ())
+            except ray.exceptions.RayActorError:
+                state = CallState("its process has died", 0.0, ())
+            together[state.verb, state.frames][self.names[number]] = state.seconds
         return "\n".join(
-            f"{', '.join(self.names[n] for n in numbers)}: {verb}"
-            + (f" for {seconds[verb, frames]:.0f} s, at" if frames else "")
+            f"{', '.join(ranks)}: {verb}"
+            + (f" for {max(ranks.values()):.0f} s, at" if frames else "")
             + "".join(f"\n    {frame}" for frame in frames)
-            for (verb, frames), numbers in together.items()
+            for (verb, frames), ranks in together.items()
         )
 
-    def _read(self, ref: ray.ObjectRef[CallState | None], number: int) -> CallState:
-        try:
-            state = ray.get(ref)
-        except ray.exceptions.RayActorError:
-            return CallState("its process has died", 0.0, ())
-        if state is None:
-            return CallState("in no call", 0.0, ())
-        return CallState(f"in {state.verb}", state.seconds, state.frames)
-
-    def _describe_silent(self, number: int) -> CallState:
+    def _describe_silent(self, number: int) -> str:
         """The state of a rank that does not answer: that of its process, where it runs on this machine."""
-        ready, _ = ray.wait([self.identities[number]], timeout=0)
-        if not ready:
-            return CallState("its process has not started", 0.0, ())
         try:
-            host, pid = ray.get(ready[0])
-        except ray.exceptions.RayActorError:
-            return CallState("its process has died", 0.0, ())
-        silent = f"gives no stack; its process {pid} on {host}"
-        if host != socket.gethostname():
-            return CallState(f"{silent} cannot be seen from here", 0.0, ())
-        try:
-            state = psutil.Process(pid).status()
-            if state != psutil.STATUS_STOPPED:
-                os.kill(pid, signal.SIGUSR1)
-                silent = f"its stack is at the end of {self.logs[number]}; its process {pid} on {host}"
-        except (psutil.NoSuchProcess, ProcessLookupError):
-            return CallState("its process has died", 0.0, ())
-        return CallState(f"{silent} is {state}", 0.0, ())
+            host, pid = ray.get(self.identities[number], timeout=0)
+            state = f"is {psutil.Process(pid).status()}" if host == socket.gethostname() else "cannot be seen from here"
+        except ray.exceptions.GetTimeoutError:
+            return "its process has not started"
+        except (ray.exceptions.RayActorError, psutil.NoSuchProcess):
+            return "its process has died"
+        return f"gives no stack; its process {pid} on {host} {state}"
 
 
 DEADLINE_S = 10.0

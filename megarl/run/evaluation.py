@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from megarl.cluster.opened import open_ray
-from megarl.cluster.servers import running_servers
+from megarl.cluster.servers import Servers
 from megarl.config.brought import find_run_settings
 from megarl.config.errors import ConfigError
 from megarl.config.placement import SERVERS, list_groups, place
@@ -108,7 +108,7 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
         cluster = stack.enter_context(open_ray(config.cluster, len(slots)))
         rollout, stop_s = replace(inputs.rollout, offload=None), config.cluster.shutdown_deadline_s / 3
         given = rollout, inputs.checkpoint, run_dir / "logs", config.seed, cluster, slots, stop_s
-        servers = stack.enter_context(running_servers(*given))
+        servers = stack.enter_context(contextlib.closing(Servers(*given)))
         engine = SGLangEngine(
             servers.start().result(),
             inputs.checkpoint,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cluster.opened import Cluster, open_ray
-from megarl.cluster.servers import Servers, running_servers
+from megarl.cluster.servers import Servers
 from megarl.cluster.watch import Profiler, measure_peaks
 from megarl.cluster.workers import Turns, WorkerGroup
 from megarl.config.errors import ConfigError
@@ -99,7 +99,8 @@ def open_resources(config: Config, inputs: Inputs, log_dir: Path) -> Iterator[Ru
         slots, rollout = place(config.cluster, groups), replace(config.rollout, offload=find_server_offload(config))
         stop_s, shares_gpus = config.cluster.shutdown_deadline_s / 3, is_sharing(slots)
         given = rollout, inputs.checkpoint, log_dir, config.seed, cluster, slots[SERVERS], stop_s
-        with running_servers(*given, weight_version=UNPUBLISHED, shares_gpus=shares_gpus) as servers:
+        servers = Servers(*given, weight_version=UNPUBLISHED, shares_gpus=shares_gpus)
+        with contextlib.closing(servers):
             if not shares_gpus:
                 servers.start()
             yield RunResources(servers.start, servers.check_alive, cluster, servers.api_key, servers)

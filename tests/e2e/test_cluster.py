@@ -14,7 +14,7 @@ import ray
 
 from megarl.cluster import watch
 from megarl.cluster.calls import PendingCall, WorkerError
-from megarl.cluster.opened import local_ray, open_ray, wait_for_nodes
+from megarl.cluster.opened import open_ray, wait_for_nodes
 from megarl.config.errors import ConfigError
 from megarl.config.schema.run import ClusterConfig
 from megarl.interfaces import DeadlineError, wait_all
@@ -46,9 +46,9 @@ LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
 def scratch() -> Iterator[Path]:
     """The scratch folder of a Ray for two actors."""
     before = set(psutil.Process().children(recursive=True))
-    with local_ray(ClusterConfig(), num_actors=2) as opened:
-        yield opened
-    assert not opened.exists()
+    with open_ray(ClusterConfig(), num_actors=2) as opened:
+        yield opened.scratch
+    assert not opened.scratch.exists()
     assert set(psutil.Process().children(recursive=True)) <= before
 
 

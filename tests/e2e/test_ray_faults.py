@@ -80,17 +80,24 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
                 process.kill()
 
 
-@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
-def test_a_process_of_ray_that_is_stopped_ends_the_run_and_is_named(start: Callable[..., Driver], name: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (psutil.Process.suspend, rf"Ray did not answer within {RAY_DEADLINE_S:g} s \(cluster.ray_deadline_s\): store"),
+        (psutil.Process.kill, r"Ray's process raylet has died: store"),
+    ],
+    ids=["stopped", "killed"],
+)
+def test_a_raylet_that_stops_or_dies_ends_the_run_with_what_was_asked_of_it(
+    fault: Callable[[psutil.Process], None], message: str, start: Callable[..., Driver]
+) -> None:
     driver = start()
     driver.wait_steps("called")
-    stopped = driver.find(name)
-    assert stopped is not None
-    stopped.suspend()
+    raylet = driver.find("raylet")
+    assert raylet is not None
+    fault(raylet)
     assert driver.end() == 1
-    assert re.search(rf"RayLostError: Ray.*{name} {stopped.pid} stopped", driver.log.read_text()), (
-        driver.log.read_text()
-    )
+    assert re.search(f"RayLostError: {message}", driver.log.read_text()), driver.log.read_text()
 
 
 def test_the_end_of_rays_agent_ends_the_run_and_leaves_nothing(start: Callable[..., Driver]) -> None:
@@ -102,18 +109,14 @@ def test_the_end_of_rays_agent_ends_the_run_and_leaves_nothing(start: Callable[.
     assert driver.end() == 1
 
 
-def test_a_raylet_that_stops_while_ray_starts_ends_the_start(start: Callable[..., Driver]) -> None:
-    driver = start()
-    driver.wait_until(lambda: driver.find("raylet"), "the raylet's start")
-    raylet = driver.find("raylet")
-    assert raylet is not None
-    raylet.suspend()
-    assert driver.end() == 1
-    assert re.search(rf"RayLostError: Ray.*raylet {raylet.pid} stopped", driver.log.read_text()), driver.log.read_text()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGQUIT])
-@pytest.mark.parametrize("phase", ["gcs_server", "raylet", "ray::RuntimeEnv", "opened", "called"])
+@pytest.mark.parametrize(
+    ("phase", "number"),
+    [
+        *[("gcs_server", signal.SIGTERM), ("gcs_server", signal.SIGQUIT), ("raylet", signal.SIGUSR2)],
+        *[("ray::RuntimeEnv", signal.SIGTERM), ("opened", signal.SIGUSR2), ("called", signal.SIGTERM)],
+        ("called", signal.SIGQUIT),
+    ],
+)
 def test_a_signal_at_any_moment_of_a_start_ends_it_by_the_signals_own_code(
     start: Callable[..., Driver], number: signal.Signals, phase: str
 ) -> None:

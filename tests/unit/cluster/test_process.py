@@ -1,6 +1,5 @@
 """What a process has on its node: GPUs and the cores near them, addresses, NCCL's settings; by real Ray and by hand."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -8,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -18,16 +18,14 @@ import torch.distributed as dist
 from megarl.cluster.opened import Cluster, Node, open_ray
 from megarl.cluster.process import (
     Gpu,
-    NodeGpus,
     SmiGpu,
     ask_nvidia_smi,
-    bind_to_gpus,
     build_variables,
     choose_gpus,
     measure_gpus,
     use_gpus,
 )
-from megarl.cluster.servers import Servers, ServerSpec
+from megarl.cluster.servers import Servers
 from megarl.cluster.workers import WorkerGroup
 from megarl.config.errors import ConfigError
 from megarl.config.placement import DeviceSlot, Group, place
@@ -55,23 +53,20 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
 
 
-def bind_in_thread(gpus: list[str], devices: Path) -> set[int]:
+def use_in_thread(gpus: str, devices: Path, monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """The cores that a thread may use after it was bound; the test's own stay."""
-    found: list[set[int]] = []
+    given, found = [Gpu(name, None) for name in gpus.split(",")], list[set[int]]()
+    for name, value in build_variables(given).items():
+        monkeypatch.setenv(name, value)
 
-    def bind() -> None:
-        bind_to_gpus(gpus, devices)
+    def use() -> None:
+        use_gpus(given, devices)
         found.append(os.sched_getaffinity(0))
 
-    thread = threading.Thread(target=bind)
+    thread = threading.Thread(target=use)
     thread.start()
     thread.join()
     return found[0]
-
-
-def write_cores(devices: Path, bus: str, text: str) -> None:
-    (devices / bus).mkdir(parents=True)
-    (devices / bus / "local_cpulist").write_text(f"{text}\n")
 
 
 @pytest.mark.usefixtures("nvidia_smi")
@@ -88,17 +83,18 @@ def test_gpus_are_found_by_number_and_by_uuid_under_the_kernels_address() -> Non
 def test_a_thread_is_bound_to_the_cores_near_its_gpus_where_they_are_known(
     tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setenv("PATH", str(tmp_path))  # without nvidia-smi
-        assert bind_in_thread(["0"], tmp_path) == os.sched_getaffinity(0)
-    request.getfixturevalue("nvidia_smi")
     allowed = os.sched_getaffinity(0)
     first = min(allowed)
-    write_cores(tmp_path, "0000:18:00.0", f"{first}-{first},100007")
-    write_cores(tmp_path, "0000:9a:00.0", "100000-100003")
-    assert bind_in_thread(["0"], tmp_path) == {first}
-    assert bind_in_thread(["0", "1"], tmp_path) == {first}
-    assert bind_in_thread(["1"], tmp_path) == allowed  # those are not this job's
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))  # without nvidia-smi
+        assert use_in_thread("0", tmp_path, patch) == allowed
+    request.getfixturevalue("nvidia_smi")
+    for bus, text in (("0000:18:00.0", f"{first}-{first},100007"), ("0000:9a:00.0", "100000-100003")):
+        (tmp_path / bus).mkdir()
+        (tmp_path / bus / "local_cpulist").write_text(f"{text}\n")
+    # The cores near the second are not this job's.
+    for gpus, expected in (("0", {first}), ("0,1", {first}), ("1", allowed)):
+        assert use_in_thread(gpus, tmp_path, monkeypatch) == expected
     assert os.sched_getaffinity(0) == allowed
 
 
@@ -121,7 +117,7 @@ def test_a_thread_is_bound_to_the_cores_near_its_gpus_where_they_are_known(
 def test_the_jobs_gpus_are_those_of_its_list_in_its_order(
     value: str | None, shown: tuple[SmiGpu, ...], expected: list[tuple[str, str | None]]
 ) -> None:
-    found = choose_gpus("n1", NodeGpus("CUDA_VISIBLE_DEVICES", value, shown), len(expected))
+    found = choose_gpus("n1", ("CUDA_VISIBLE_DEVICES", value, shown), len(expected))
     assert [(gpu.name, gpu.uuid) for gpu in found] == expected
 
 
@@ -141,7 +137,7 @@ def test_a_list_that_would_give_a_process_no_gpu_or_anothers_is_refused(
     value: str | None, number: int, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        choose_gpus("n1", NodeGpus("MEGARL_GPUS", value, EIGHT), number)
+        choose_gpus("n1", ("MEGARL_GPUS", value, EIGHT), number)
 
 
 def test_a_process_whose_environment_shows_cuda_other_gpus_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,43 +160,6 @@ def test_two_ranks_of_a_role_on_one_gpu_are_both_named() -> None:
     claim_gpu(store, 1, "GPU-bb")
     with pytest.raises(RuntimeError, match="ranks 0 and 3 of one role are both on GPU GPU-aa"):
         claim_gpu(store, 3, "GPU-aa")
-
-
-# What the role's own code does until its first call, with every question about CUDA that initializes it as an error.
-WITHOUT_CUDA = """
-import os, sys
-import cloudpickle, torch
-
-def fail(*args, **kwargs):
-    raise AssertionError("CUDA was initialized")
-
-torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = torch.cuda.init = fail
-torch._C._cuda_getDeviceCount = torch._C._cuda_init = fail
-assert "megarl" not in sys.modules
-os.environ |= {"CUDA_VISIBLE_DEVICES": "5", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-with open(sys.argv[1], "rb") as file:
-    WorkerActor, gpus = cloudpickle.load(file)
-WorkerActor(sys.argv[2], "127.0.0.1", gpus)
-assert "megarl.mcore.microbatches" in sys.modules, "the import chain is the real one"
-"""
-
-
-def test_a_rank_asks_nothing_of_cuda_before_it_builds_its_model(tmp_path: Path) -> None:
-    # As Ray sends it: by value, since the module's attribute of this name is Ray's class.
-    save = (
-        "import sys, cloudpickle;"
-        "from megarl.cluster.workers import WorkerActor; from megarl.cluster.process import Gpu;"
-        "actor = WorkerActor.__ray_metadata__.modified_class;"
-        "open(sys.argv[1], 'wb').write(cloudpickle.dumps((actor, [Gpu('5', 'GPU-55')])))"
-    )
-    pickled = str(tmp_path / "actor")
-    subprocess.run([sys.executable, "-c", save, pickled], check=True, timeout=300)
-    log = tmp_path / "rank.log"
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_CUDA, pickled, str(log)], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr + log.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +198,7 @@ def test_processes_are_started_with_the_gpus_of_their_slots_in_their_environment
         for role in (Role.policy, Role.critic)
     ]
     config = RolloutConfig(kv_cache_tokens=1)
-    owners = Servers([ServerSpec(config, tmp_path, tmp_path, 0, 1, slots["servers"][0], 0, "key", False)], cluster, 9.0)
+    owners = Servers(config, tmp_path, tmp_path, 1, cluster, slots["servers"], 9.0)
     try:
         ranks = read_environments([actor for group in started for actor in group._actors])
         [owner] = read_environments(owners._actors)
@@ -269,14 +228,6 @@ def build_spec(role: Role, checkpoint: Path, num_processes: int) -> WorkerSpec:
     )
 
 
-@pytest.fixture
-def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """What is set in a test is taken back after it."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "before")
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    return monkeypatch
-
-
 def test_seats_are_described_by_node_and_ranges_of_gpus() -> None:
     cluster = Cluster((Node("n1", "x"), Node("n2", "y")), Path("/tmp"), "127.0.0.1", "auto")
     slots = [DeviceSlot(0, (0,)), DeviceSlot(0, (1,)), DeviceSlot(0, (2,)), DeviceSlot(0, (5,)), DeviceSlot(1, (0, 1))]
@@ -287,43 +238,51 @@ def test_seats_are_described_by_node_and_ranges_of_gpus() -> None:
 AS_ACTORS = """
 import json, os, sys
 from pathlib import Path
-from megarl.cluster.servers import ServerActor, ServerSpec
+import torch
+
+def fail(*args, **kwargs):
+    raise AssertionError("CUDA was initialized")
+
+torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = torch.cuda.init = fail
+torch._C._cuda_getDeviceCount = torch._C._cuda_init = fail
+from megarl.cluster.process import Gpu
+from megarl.cluster.servers import ServerActor
 from megarl.cluster.workers import WorkerActor
-from megarl.config.placement import DeviceSlot
 from megarl.config.schema.run import RolloutConfig
 from megarl.rollout.server import build_environment
 
-kind, folder = sys.argv[1], Path(sys.argv[2])
+kind, folder, gpus = sys.argv[1], Path(sys.argv[2]), [Gpu("5", "GPU-55")]
 if kind == "rank":
-    WorkerActor.__ray_metadata__.modified_class(str(folder / "rank.log"), "127.0.0.1", ())
+    WorkerActor.__ray_metadata__.modified_class(str(folder / "rank.log"), "127.0.0.1", gpus)
+    assert "megarl.mcore.microbatches" in sys.modules, "the import chain is the real one"
     found = dict(os.environ)
 else:
     (folder / "config.json").write_text("{}")
     config = RolloutConfig(kv_cache_tokens=1)
-    spec = ServerSpec(config, folder, folder, 0, 1, DeviceSlot(), 0, None, False)
-    ServerActor.__ray_metadata__.modified_class(spec, "127.0.0.1", None, ())
+    options = {"config": config, "checkpoint": folder, "log_file": folder / "server.log", "seed": 1}
+    ServerActor.__ray_metadata__.modified_class(folder / "owner.log", "127.0.0.1", gpus, options)
     found = build_environment(config, folder)
 (folder / kind).write_text(json.dumps({name: found.get(name) for name in sys.argv[3:]}))
 """
 
 
 @pytest.mark.parametrize("given", [None, "1"])
-def test_training_ranks_and_servers_have_the_same_settings_of_nccl_and_the_jobs_own_count(
-    given: str | None, tmp_path: Path, variables: pytest.MonkeyPatch
+def test_ranks_and_servers_ask_nothing_of_cuda_before_their_model_and_agree_on_nccl_as_the_job_says(
+    given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
+    for name, value in build_variables([Gpu("5", "GPU-55")]).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     for name in names:
-        variables.delenv(name, raising=False)
+        monkeypatch.delenv(name, raising=False)
         if given is not None:
-            variables.setenv(name, given)
+            monkeypatch.setenv(name, given)
     for kind in ("rank", "server"):
         words = [sys.executable, "-c", AS_ACTORS, kind, str(tmp_path), *names, "GLOO_SOCKET_IFNAME"]
         subprocess.run(words, check=True, timeout=300)
     found = [json.loads((tmp_path / kind).read_text()) for kind in ("rank", "server")]
     assert found == [dict.fromkeys(names, given or "0") | {"GLOO_SOCKET_IFNAME": "lo"}] * 2
     # What is set SGLang leaves; a release that does not would differ again.
-    spec = importlib.util.find_spec("sglang")
-    assert spec is not None
-    assert spec.origin is not None
-    source = Path(spec.origin).with_name("srt").joinpath("entrypoints", "engine.py").read_text()
-    assert all(f'"{name}" not in os.environ' in source for name in names)
+    source = Path(str(find_spec("sglang").origin)).with_name("srt") / "entrypoints" / "engine.py"
+    assert all(f'"{name}" not in os.environ' in source.read_text() for name in names)
