@@ -96,7 +96,9 @@ class RankStacks:
 
         It takes at most `ANSWER_S` for all of them together.
         """
-        refs = {number: self.actors[number].find_state.remote() for number in numbers}
+        refs: dict[int, ray.ObjectRef[CallState | None]] = {
+            number: self.actors[number].find_state.remote() for number in numbers
+        }
         ray.wait(list(refs.values()), num_returns=len(refs), timeout=ANSWER_S)
         together: dict[tuple[str, tuple[str, ...]], dict[str, float]] = defaultdict(dict)
         for number, ref in refs.items():
