@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.roles import ModelSource
-from megarl.config.schema.task import SCHEMAS, DataConfig, EnvironmentConfig, FileDataConfig, FunctionDataConfig
+from megarl.config.schema.task import SCHEMAS, FileDataConfig, FunctionDataConfig
 from megarl.config.values import to_plain
 from megarl.files import load_json_object
 
@@ -63,22 +63,6 @@ class RunSettings:
     def list_keys(self, group: str) -> list[str]:
         kind = self.find_kind(group)
         return [] if kind is None else [f"{group}.{field.name}" for field in fields(SCHEMAS[group][kind])]
-
-    def build_data(self) -> tuple[DataConfig, EnvironmentConfig] | None:
-        """What the run learned from, and in which environment; None where that is not known.
-
-        Raises ConfigError as `check_trust`.
-        """
-        if not self.knows_data or self.find_kind("environment") is None:
-            return None
-        self.check_trust(("data.", "environment."))
-        built = (
-            SCHEMAS[group][str(self.find_kind(group))](
-                **{key.partition(".")[2]: self.values[key] for key in self.list_keys(group) if key in self.values}
-            )
-            for group in ("data", "environment")
-        )
-        return next(built), next(built)
 
     def check_trust(self, prefixes: Collection[str], typed: Collection[str] = ()) -> None:
         """Raise ConfigError where a model apart from its run names code, or a server, in the keys below `prefixes`.

@@ -12,7 +12,6 @@ from omegaconf import OmegaConf
 
 from megarl.cluster.opened import open_ray
 from megarl.cluster.servers import Servers
-from megarl.config.brought import find_run_settings
 from megarl.config.errors import ConfigError
 from megarl.config.placement import SERVERS, list_groups, place
 from megarl.config.schema.root import Config
@@ -41,13 +40,11 @@ from megarl.rollout.episodes import EpisodeRunner, check_conversation
 from megarl.rollout.server import add_turn_end, build_command, check_served_class, load_generation_spec
 from megarl.run.fleet import Recovery
 from megarl.run.process import get_terminal
-from megarl.task.data import build_evaluation_set, build_heldout, find_training_questions
+from megarl.task.data import build_evaluation_set, build_heldout
 from megarl.task.environments import build_tool_prompt
 from megarl.task.render import Renderer, use_chat_template
 from megarl.task.scorer import Scorer, build_scorer, reads_answers
 from megarl.types import Prompt, Sample
-
-"""Coverage of the intervals"""
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,18 +55,14 @@ class EvaluationSet:
     name: str
     prompts: tuple[Prompt, ...]
     open_scorer: Callable[[], Scorer]
-    """Opens what scores the responses, to be closed"""
     reads_answers: bool
     """Whether the reward reports which answer it read"""
     response_length: int
     conversation: Conversation | None = None
     """What answers the policy; None with environment=single_turn"""
     max_failed_frac: float = 1.0
-    """reward.max_failed_frac"""
     notes: tuple[str, ...] = ()
     """How the data were read"""
-    questions: frozenset[str] = frozenset()
-    """`Problem.question_key` of the prompts"""
 
 
 @dataclass(frozen=True)
@@ -81,11 +74,6 @@ class EvaluationInputs:
     """With the token among rollout.stop_token_ids with which the chat template ends an answer"""
     ends: str
     """What ends responses, in words"""
-    trained: Mapping[str, int] | None = None
-    """How many problems of each set are among those that the model was trained on, as far as its run's data are known;
-    None: a model that no run wrote, or data that cannot be read"""
-    lines: tuple[str, ...] = ()
-    """What is to be said of that"""
 
 
 def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResult]:
@@ -100,8 +88,8 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(contextlib.closing(Progress(get_terminal())))
         progress.line(describe_evaluation(inputs, evaluate, config.rollout.response_length))
-        for line in (*(f"{each.name}: {'; '.join((*each.notes, inputs.ends))}" for each in inputs.sets), *inputs.lines):
-            progress.line(line)
+        for each in inputs.sets:
+            progress.line(f"{each.name}: {'; '.join((*each.notes, inputs.ends))}")
         started = time.monotonic()
         progress.enter("start")
         slots = place(config.cluster, list_groups(config, "evaluate"))[SERVERS]
@@ -159,32 +147,7 @@ def load_evaluation_inputs(configs: Mapping[str, Config]) -> EvaluationInputs:
     if limit is not None and longest + length > limit:
         text = f"found {length}; with the longest prompt, of {longest} tokens, it is {longest + length}"
         raise ConfigError([f"rollout.response_length: {text}; the model has {limit} positions"])
-    trained, lines = _compare_with_training(config, sets, tokenizer)
-    return EvaluationInputs(checkpoint, tokenizer, tuple(sets), rollout, ends, trained, lines)
-
-
-def _compare_with_training(
-    config: Config, sets: Sequence[EvaluationSet], tokenizer: "PreTrainedTokenizerBase"
-) -> tuple[Mapping[str, int] | None, tuple[str, ...]]:
-    """How many problems of each set the run that wrote the model trained on, and a line about each set."""
-    settings = find_run_settings(config.model.source, config.model.path)
-    if settings is None:
-        return None, ()
-    unknown = f"what the model was trained on is not known: {settings.file}"
-    try:
-        if (built := settings.build_data()) is None:
-            return None, (f"{unknown} names no data",)
-        data, environment = built
-        tools = build_tool_prompt(environment, data, tokenizer)
-        learned = find_training_questions(data, tokenizer, settings.values.get("seed", config.seed), tools)
-    except ConfigError as error:
-        return None, (f"{unknown}: {'; '.join(error.problems)}",)
-    trained, lines = {each.name: len(each.questions & learned) for each in sets}, []
-    for each in sets:
-        number, verb = trained[each.name], "are" if trained[each.name] > 1 else "is"
-        text = f"{each.name}: {number or 'none'} of the {len(each.questions)} questions {verb} among those that the"
-        lines.append(f"{'warning: ' if number else ''}{text} model was trained on ({settings.file})")
-    return trained, tuple(lines)
+    return EvaluationInputs(checkpoint, tokenizer, tuple(sets), rollout, ends)
 
 
 def _load_set(name: str, config: Config, tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> EvaluationSet:
@@ -204,9 +167,8 @@ def _load_set(name: str, config: Config, tokenizer: "PreTrainedTokenizerBase", v
     conversation = build_conversation(config, tokenizer, vocab_size)
     notes += check_conversation(conversation, prompts[:1])
     reads, failed = reads_answers(config.reward), config.reward.max_failed_frac
-    questions = frozenset(problem.question_key for problem, _ in tokenized)
     length = config.rollout.response_length
-    return EvaluationSet(name, prompts, open_scorer, reads, length, conversation, failed, tuple(notes), questions)
+    return EvaluationSet(name, prompts, open_scorer, reads, length, conversation, failed, tuple(notes))
 
 
 def evaluate_sets(
@@ -290,7 +252,6 @@ def list_settings(configs: Mapping[str, Config], inputs: EvaluationInputs) -> di
         values[group] = {name: to_plain(getattr(each, group)) for name, each in configs.items()}
     return {
         "checkpoint": str(inputs.checkpoint),
-        "num_trained_on": inputs.trained,
         "seed": config.seed,
         "temperature": get_temperature(config.evaluate),
         "config": values,

@@ -82,9 +82,8 @@ class Recovery:
     def run(self, ask: Callable[[], T], refill: Callable[[], object] = lambda: None) -> T:
         """The result of `ask`, repeated where servers were lost.
 
-        refill: sends the current weights to all servers after a restart, before `ask`, so that none generates with
-        its checkpoint's weights; not needed where `ask` itself does. Raises what `ask` or `refill` raises where no
-        server was lost, and after the last restart.
+        refill: sends the current weights to all servers after a restart, before `ask`; not needed where `ask` does.
+        Raises what `ask` or `refill` raises where no server was lost, and after the last restart.
         """
         num_restarts = 0
         while True:
@@ -139,10 +138,7 @@ class Fleet:
         return metrics
 
     def ask(self, ask: Callable[[], T]) -> T:
-        """The result of `ask`, repeated where servers were lost, once they run again with the current weights.
-
-        Servers that have given memory back take it again first, and get the current weights.
-        """
+        """The result of `ask` with the current weights on all servers, repeated where some were lost."""
 
         def ask_ready() -> T:
             if self._offloader.has_released:
@@ -185,11 +181,8 @@ class Source:
         fleet.forget_groups = self._groups.begin_again
 
     def take(self, iteration: int) -> tuple[Rollout, Metrics]:
-        """The groups of one iteration and their metrics.
-
-        With `algo.dynamic_sampling` only groups whose rewards differ; with `algo.replay` also older groups. Value
-        pretraining has neither. Raises TooManyFailuresError; a resumed run samples those responses again.
-        """
+        """The groups of one iteration and their metrics. Raises TooManyFailuresError; a resumed run samples those
+        responses again."""
         it, version = self._components, self._fleet.version
         with it.report.phase("rollout"):
             batch = self._groups.take(iteration, version)

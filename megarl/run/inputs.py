@@ -179,30 +179,26 @@ def load_specs(config: Config, models: Models) -> dict[Role, WorkerSpec]:
 
 
 def _check_lengths(config: Config, models: Models) -> Iterator[str]:
-    longest, architecture = config.data.prompt_length + config.rollout.response_length, models.architecture
-    if longest > architecture.max_length:
-        yield (
-            f"rollout.response_length: found {config.rollout.response_length}; with data.prompt_length"
-            f" {config.data.prompt_length} it is {longest} tokens; the model has {architecture.max_length} positions"
-        )
-    own, positions = config.data.num_critic_tokens, models.critic_architecture.max_length
+    length, own = config.rollout.response_length, config.data.num_critic_tokens
+    longest, positions = config.data.prompt_length + length, models.architecture.max_length
+    if longest > positions:
+        text = f"with data.prompt_length {config.data.prompt_length} it is {longest} tokens"
+        yield f"rollout.response_length: found {length}; {text}; the model has {positions} positions"
+    positions = models.critic_architecture.max_length
     if own and needs_critic(config.algo) and longest + own > positions:
-        yield (
-            f"data.critic_prompt_length: found {own}; with data.prompt_length and rollout.response_length the critic"
-            f" reads up to {longest + own} tokens; it has {positions} positions"
-        )
+        text = f"with data.prompt_length and rollout.response_length the critic reads up to {longest + own} tokens"
+        yield f"data.critic_prompt_length: found {own}; {text}; it has {positions} positions"
     if config.has_servers:
-        yield from check_serving_layout(architecture, config.rollout.tp)
+        yield from check_serving_layout(models.architecture, config.rollout.tp)
 
 
 def load_saved_rollouts(
     config: Config, models: Models, critic_prompt: CriticPrompt | None = None
 ) -> SavedGroups | None:
     """The file that value pretraining learns from, None where it samples. Raises ConfigError with FILE:LINE."""
-    settings, critic = config.algo.value_pretrain, models.critic_architecture
+    settings, critic, length = config.algo.value_pretrain, models.critic_architecture, config.rollout.response_length
     if settings.rollouts is None or settings.num_steps == 0 or not needs_critic(config.algo):
         return None
-    length = config.rollout.response_length
     limits = Limits(critic.vocab_size, critic.max_length, length, critic_prompt=critic_prompt)
     return _find_groups("algo.value_pretrain.rollouts", settings.rollouts, limits)
 
@@ -219,15 +215,10 @@ def load_saved_groups(
 ) -> SavedGroups:
     """What rollout.file has. Raises ConfigError where it is damaged, with FILE:LINE, or does not fit the run."""
     assert config.rollout.file is not None
-    limits = Limits(
-        min(models.architecture.vocab_size, models.critic_architecture.vocab_size),
-        # The critic's, which reads data.critic_prompt too; the policy has those of the two lengths (`load_specs`).
-        models.critic_architecture.max_length,
-        config.rollout.response_length,
-        config.data.prompt_length,
-        "the model",
-        critic_prompt,
-    )
+    vocab_size = min(models.architecture.vocab_size, models.critic_architecture.vocab_size)
+    # The critic's positions, which reads data.critic_prompt too; the policy has those of the two lengths.
+    lengths = models.critic_architecture.max_length, config.rollout.response_length, config.data.prompt_length
+    limits = Limits(vocab_size, *lengths, "the model", critic_prompt)
     saved = _find_groups("rollout.file", config.rollout.file, limits, config.reward.wrong)
     if problems := [*_check_groups(config, saved), *_check_tokens(saved, Renderer(config.data, tokenizer))]:
         raise ConfigError(problems)
@@ -238,15 +229,11 @@ def _check_groups(config: Config, saved: SavedGroups) -> Iterator[str]:
     wanted, number = config.train.responses_per_prompt, config.train.num_prompts
     other = next((group for group in saved.groups if group.num_samples != wanted), None)
     if other is not None:
-        yield (
-            f"train.responses_per_prompt: found {wanted}; {other.where} begins a group of {other.num_samples}"
-            " responses, and all groups of rollout.file must have as many as the key says"
-        )
+        group = f"{other.where} begins a group of {other.num_samples} responses"
+        yield f"train.responses_per_prompt: found {wanted}; {group}, and all groups must have as many as the key says"
     elif len(saved.groups) < number:
-        yield (
-            f"{describe_iteration_size(config.train)}, which is {number} groups of an iteration; rollout.file has"
-            f" {len(saved.groups)}, and an iteration takes none twice: it must be that many or fewer"
-        )
+        groups = f"{number} groups of an iteration; rollout.file has {len(saved.groups)}"
+        yield f"{describe_iteration_size(config.train)}, which is {groups}, and an iteration takes none twice"
 
 
 def _check_tokens(saved: SavedGroups, renderer: Renderer) -> Iterator[str]:
@@ -314,17 +301,16 @@ def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None
 
 def describe_start(config: Config, critic: WorkerSpec, saved: SavedGroups | None) -> str:
     """What the critic starts from and what value pretraining learns from, as one sentence."""
-    start = "the policy's weights, with a new value head"
+    start, steps = "the policy's weights, with a new value head", config.algo.value_pretrain.num_steps
     if config.critic.init is not None:
         start = f"{critic.checkpoint}, its value head included"
-    steps = config.algo.value_pretrain.num_steps
     text = f"critic: starts from {start}; "
     if steps == 0:
         return text + "no value pretraining"
-    text += f"value pretraining of up to {steps} rollouts, "
-    if saved is None:
-        return text + "freshly sampled"
-    return text + f"out of the {saved.num_rollouts} ({saved.num_samples} responses) in {saved.path}"
+    given = "freshly sampled"
+    if saved is not None:
+        given = f"out of the {saved.num_rollouts} ({saved.num_samples} responses) in {saved.path}"
+    return text + f"value pretraining of up to {steps} rollouts, {given}"
 
 
 def _read_architecture(checkpoint: Path, key: str) -> Architecture:

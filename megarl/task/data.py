@@ -299,17 +299,6 @@ def build_heldout(
     return tuple(_draw(heldout[:most], num_problems, f"evaluate/{seed}"))
 
 
-def find_training_questions(
-    config: DataConfig, tokenizer: "PreTrainedTokenizerBase", seed: int, tools: ToolPrompt | None = None
-) -> frozenset[str]:
-    """Of the prompts that a run with these data trains on: `Problem.question_key`.
-
-    None of data whose held-out part asks the same by intention. Raises ConfigError where they cannot be read.
-    """
-    _, kept = split_problems(config, tokenizer, seed, tools)
-    return frozenset() if kept.shares_questions else frozenset(problem.question_key for problem in kept.train)
-
-
 def use_local_path(config: DataConfig, path: str, key: str) -> DataConfig:
     """The same set out of a .jsonl or .parquet file or a dataset's directory. Raises ConfigError naming `key`."""
     if not isinstance(config, FileDataConfig) and key.startswith("evaluate."):

@@ -17,7 +17,6 @@ from megarl.mcore.spec import Role
 from megarl.models.checkpoint import load_tokenizer
 from megarl.models.families import FAMILIES
 from megarl.rollout.rollout_file import RolloutWriter
-from megarl.run.evaluation import load_evaluation_inputs
 from megarl.run.inputs import (
     build_critic_prompt,
     describe_start,
@@ -134,13 +133,6 @@ def test_files_that_do_not_hold_the_model_are_named_with_what_differs(model: Pat
         load_model(model)
     assert f"model.path: {model}" in str(caught.value)
     assert message in str(caught.value)
-
-
-def test_an_evaluation_names_files_that_differ_from_the_index_too(model: Path):
-    MOVED(model)
-    overrides = ["model=tiny", "model.name=mine", "model.source=path", f"model.path={model}"]
-    with pytest.raises(ConfigError, match=f"model.path: {model}: {INDEX} differs from the files"):
-        load_evaluation_inputs({"one": load_config(overrides, "evaluate")})
 
 
 def test_a_key_of_no_known_effect_is_said(model: Path, capsys: pytest.CaptureFixture[str]):
