@@ -45,10 +45,9 @@ def test_an_experiment_is_evaluated_on_its_own_data_with_its_own_reward(monkeypa
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([], "data: found nothing; name the sets once, data=gsm8k,aime24"),
-        (["data=gsm8k", "data=amc23"], "data: found gsm8k amc23; name the sets once"),
-        (["data=gsm8k,amc"], "data: found 'amc'; the choices are addition, aime24, amc23, calculator, deepscaler,"),
-        (["data=gsm8k,amc23,gsm8k"], "data: gsm8k is named twice"),
+        ([], "data: found nothing; name each set once, as in data=gsm8k,aime24"),
+        (["data=gsm8k,amc"], "data: found gsm8k,amc; name each set once, as in data=gsm8k,aime24; the choices are add"),
+        (["data=gsm8k,amc23,gsm8k"], "data: found gsm8k,amc23,gsm8k; name each set once"),
         (["data=gsm8k,amc23", "data.path=x"], "data.path: can be right for one set only"),
         (["data=gsm8k", "evaluate.paths.amc23=x"], "evaluate.paths.amc23: no such set; data= names gsm8k"),
         (["data=gsm8k", "evaluate.num_sample=2"], "did you mean evaluate.num_samples"),
