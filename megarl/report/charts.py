@@ -102,7 +102,9 @@ CRITIC = (
 ENGINES = (
     Chart("Gap between the log-probs", "trainer and rollout engine, per token",
           {"mismatch/logprob_gap_mean": "mean", "mismatch/logprob_gap_max": "largest", "mismatch/kl": "KL"},
-          "The same weights in two engines: what is left is rounding, or a fault.",
+          "The same weights in two engines: what is left is rounding (1e-5 nats in float32, up to 0.06 in bfloat16 or"
+          " FP8), or a fault. With staleness it has what was learned since, too. A growing one often comes before a"
+          " collapse of the reward: algo.mismatch.correction=mis leaves out the worst tokens.",
           turn_on="a loss that reads old_logprobs (any but that of algo.surrogate=dis or dppo)"),
     Chart("Staleness", "updates between sampling and learning",
           {"rollout/staleness_mean": "mean", "rollout/staleness_max": "largest",

@@ -1,4 +1,4 @@
-// Read all charts at one iteration, find a metric, follow one curve.
+// Read all charts at one iteration, find a metric.
 const data = JSON.parse(document.getElementById("data").textContent);
 const cards = [...document.querySelectorAll("[data-chart]")].map((card) => ({
   card,
@@ -9,12 +9,8 @@ const cards = [...document.querySelectorAll("[data-chart]")].map((card) => ({
 }));
 // As in charts.py: the plot's left end, its right end and the width of the whole.
 const LEFT = 46, END = 328, WIDTH = 340;
-const [low, high] = data.domain[0] === data.domain[1] ? spread(data.domain[0]) : data.domain;
+const [low, high] = data.domain[0] === data.domain[1] ? [data.domain[0] - 0.5, data.domain[1] + 0.5] : data.domain;
 
-function spread(value) {
-  const room = Math.abs(value) * 0.1 || 0.5;
-  return [value - room, value + room];
-}
 function show(value) {
   const size = Math.abs(value);
   return size >= 1000 && size < 1e6 ? value.toFixed(0) : String(Number(value.toPrecision(3)));
@@ -24,27 +20,23 @@ function readSeries(values, point) {
   const known = values.slice(0, point + 1).filter((value) => value !== null);
   return known.length ? show(known.at(-1)) : "";
 }
+// index: of the point that is read; undefined: the newest values.
+function read(index) {
+  for (const { numbers, series } of cards) {
+    for (const node of numbers) node.textContent = readSeries(series[Number(node.dataset.series)], index ?? Infinity);
+  }
+  document.body.classList.toggle("pointing", index !== undefined);
+  document.getElementById("at").textContent = index === undefined ? "" : "Iteration " + data.iterations[index];
+}
 function point(iteration) {
   const distance = (index) => Math.abs(data.iterations[index] - iteration);
   const nearest = data.iterations.reduce((best, _, index) => (distance(index) < distance(best) ? index : best), 0);
-  const at = data.iterations[nearest];
-  const x = LEFT + ((at - low) / (high - low)) * (END - LEFT);
-  document.body.classList.add("pointing");
-  document.getElementById("at").textContent = "Iteration " + at;
-  for (const { cursor, numbers, series } of cards) {
+  const x = LEFT + ((data.iterations[nearest] - low) / (high - low)) * (END - LEFT);
+  for (const { cursor } of cards) {
     cursor.setAttribute("x1", x);
     cursor.setAttribute("x2", x);
-    for (const node of numbers) {
-      node.textContent = readSeries(series[Number(node.dataset.series)], nearest);
-    }
   }
-}
-function leave() {
-  document.body.classList.remove("pointing");
-  document.getElementById("at").textContent = "";
-  for (const { numbers, series } of cards) {
-    for (const node of numbers) node.textContent = readSeries(series[Number(node.dataset.series)], Infinity);
-  }
+  read(nearest);
 }
 for (const { svg } of cards) {
   const move = (event) => {
@@ -54,18 +46,7 @@ for (const { svg } of cards) {
   };
   svg.addEventListener("pointermove", move);
   svg.addEventListener("pointerdown", move);
-  svg.addEventListener("pointerleave", leave);
-}
-for (const { card } of cards) {
-  for (const key of card.querySelectorAll("[data-group]")) {
-    const fade = (on) => {
-      for (const node of card.querySelectorAll(".curve, .range, .area")) {
-        node.classList.toggle("faded", on && !node.classList.contains("g" + key.dataset.group));
-      }
-    };
-    key.addEventListener("mouseenter", () => fade(true));
-    key.addEventListener("mouseleave", () => fade(false));
-  }
+  svg.addEventListener("pointerleave", () => read());
 }
 const find = document.getElementById("find");
 find.addEventListener("input", () => {

@@ -17,7 +17,7 @@ from megarl.report import charts
 from megarl.report.charts import Chart, Curve, Picture, build_curves, draw_curves, name_metrics, pile_up
 from megarl.report.metrics import SECONDS, History
 from megarl.report.record import HELDOUT, UNFINISHED, RunRecord, Start
-from megarl.report.signs import NUM_RULES, explain_mismatch, list_warnings
+from megarl.report.signs import NUM_RULES, list_warnings
 from megarl.report.terminal import LOG_NAME
 from megarl.report.text import format_number, format_seconds, shorten
 from megarl.report.token_file import TRAIN
@@ -44,7 +44,7 @@ def format_run_page(run: RunRecord) -> str:
         *drawn.format_section("Policy", charts.POLICY),
         *drawn.format_section("Critic", charts.CRITIC, charts.list_critic_pictures(history)),
         *drawn.format_section("Trainer and rollout engine", charts.ENGINES, charts.list_gap_pictures(history)),
-        *_format_causes(run),
+        *_format_syncs(run),
         *drawn.format_section("Time", charts.TIME_CHARTS),
         *_format_configuration(run),
         *([f'<h2 id="responses">Responses</h2>{viewer}'] if viewer else []),
@@ -139,7 +139,7 @@ def _format_card(head: str, svg: str, curves: Sequence[Curve], note: str, attrib
     for number, curve in enumerate(curves):
         value = f' <b data-series="{number}">{format_number(curve.points[-1][1])}</b>' if attributes else ""
         key = f'<i class="swatch"></i>{escape(curve.label)}{value}'
-        keys.append(f'<span class="g{curve.group}" data-group="{curve.group}">{key}</span>')
+        keys.append(f'<span class="g{curve.group}">{key}</span>')
     noted = f'<p class="note">{note}</p>' if note else ""
     return f'<div class="card"{attributes}><h3>{head}</h3>{svg}<div class="keys">{"".join(keys)}</div>{noted}</div>'
 
@@ -235,7 +235,7 @@ def read_warnings(path: Path, most: int = 20) -> list[tuple[str, int, int | None
 
 
 def _format_warnings(run: RunRecord) -> Iterator[str]:
-    found, logged = list_warnings(run.history, run.config), read_warnings(run.directory / LOG_NAME)
+    found, logged = list_warnings(run.history), read_warnings(run.directory / LOG_NAME)
     yield '<h2 id="warnings">Warnings</h2>'
     for warned in found:
         yield f'<div class="warned"><b>{escape(warned.title)}</b> {mark_keys(warned.found)}.'
@@ -248,13 +248,7 @@ def _format_warnings(run: RunRecord) -> Iterator[str]:
         yield f"<p>None: {NUM_RULES} rules look at the recent iterations, and none of them applies.</p>"
 
 
-def _format_causes(run: RunRecord) -> Iterator[str]:
-    if causes := explain_mismatch(run.history, run.config):
-        yield "<h3>Why the log-probs differ</h3><dl>"
-        for cause in causes:
-            yield f"<dt>{mark_keys(cause.found)}</dt><dd>Likely: {mark_keys(cause.likely)}."
-            yield f"To do: {mark_keys(cause.do)}.</dd>"
-        yield "</dl>"
+def _format_syncs(run: RunRecord) -> Iterator[str]:
     if (count := run.history.counts.get("sync/bytes")) and "sync/probe_logprob_gap" in run.history.best:
         worst, at = run.history.best["sync/probe_logprob_gap"]
         yield (

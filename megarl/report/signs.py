@@ -4,11 +4,10 @@
 `list_warnings` looks at a whole run, for its page: at the medians of the last RECENT points, since one value is noisy.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import inf
 from statistics import median_high
-from typing import Any
 
 from megarl.report.metrics import History
 from megarl.report.text import format_number
@@ -20,6 +19,8 @@ FEWEST = 20
 """Iterations from which a run is judged by what it has learned"""
 PATIENCE = 3
 """Iterations in a row after which most signs are said; the first ones of a run count"""
+LOW_PRECISION = 0.06
+"""Mean gap of the log-probs that bfloat16 on both sides explains"""
 NUM_RATIOS = 10
 """A critic no worse than the mean is worse by chance in all of them in one of 1,024 cases."""
 
@@ -124,6 +125,14 @@ SIGNS = (
          " no rounding explains: one of the two computes something else there",
          "the run's page shows the tokens; algo.mismatch.correction=tis bounds what such a token weighs",
          above=30, patience=1, fewest=0),
+    Sign("Trainer and rollout engine disagree", GAP,
+         "their log-probs differ by {mismatch/logprob_gap_mean:.2g} nats per token in the mean, more than rounding: the"
+         " two do not compute the same model",
+         "options that change the distribution which only one side applies (rollout.sglang with penalties or a"
+         " quantization)? Other experts chosen in a mixture of experts (rollout.router_replay=true mends that)? Where"
+         " sync/probe_logprob_gap is small, weights and layers agree and the sampling options are to blame;"
+         " rollout.dtype=float32 rules out precision",
+         above=LOW_PRECISION, also=lambda m: m.get("rollout/staleness_mean", 0) == 0),
     Sign("Few groups carry a signal", "reward/equal_groups_frac",
          "{reward/equal_groups_frac:.0%} of the groups have equal rewards, so that only the others are learned from",
          "a reward with parts, prompts that are answered rightly now and then, a larger train.responses_per_prompt, or"
@@ -194,9 +203,9 @@ class Watch:
                     yield f"warning: {rows}{sign.found.format(**metrics)}: {sign.do}"
 
 
-def list_warnings(history: History, config: Mapping[str, Any]) -> list[Warned]:
-    """All that apply now. config: the plain value of each dotted key, as far as it is known."""
-    medians = _find_medians(history)
+def list_warnings(history: History) -> list[Warned]:
+    """All that apply now."""
+    medians = {name: median_high(history.list_recent(name, RECENT)) for name in history.names}
     found = [
         Warned(
             sign.title,
@@ -207,18 +216,11 @@ def list_warnings(history: History, config: Mapping[str, Any]) -> list[Warned]:
         for sign in SIGNS
         if 0 < sign.fewest <= history.counts.get(sign.metric, 0) and sign.shows(medians)
     ]
-    for cause in explain_mismatch(history, config):
-        if cause.is_serious:
-            found.append(Warned("Trainer and rollout engine disagree", f"{cause.found}: {cause.likely}", cause.do))
-    return [*found, *_check_rewards(history), *_check_policy(history), *_check_phases(history, config)]
+    return [*found, *_check_rewards(history), *_check_policy(history), *_check_phases(history)]
 
 
-NUM_RULES = sum(sign.fewest > 0 for sign in SIGNS) + 8
-"""What a page looks for: besides the table two things in the rewards, two of the policy, the gap, and three phases"""
-
-
-def _find_medians(history: History) -> dict[str, float]:
-    return {name: median_high(history.list_recent(name, RECENT)) for name in history.names}
+NUM_RULES = sum(sign.fewest > 0 for sign in SIGNS) + 7
+"""What a page looks for: besides the table two things in the rewards, two of the policy, and three phases"""
 
 
 def _check_rewards(history: History) -> Iterator[Warned]:
@@ -276,88 +278,12 @@ def _check_policy(history: History) -> Iterator[Warned]:
             )
 
 
-def _check_phases(history: History, config: Mapping[str, Any]) -> Iterator[Warned]:
+def _check_phases(history: History) -> Iterator[Warned]:
     for phase, do in (
-        ("checkpoint", f"raise checkpoint.save_every (it is {config.get('checkpoint.save_every', 'unknown')})"),
+        ("checkpoint", "raise checkpoint.save_every"),
         ("evaluate", "raise train.eval_every or lower train.num_eval_prompts"),
         ("sync", "look at the steps of a sync below; rollout.transport says how the weights travel"),
     ):
         share = history.sums.get(f"time/{phase}", 0.0) / (history.sums.get("perf/time_per_step") or inf)
         if share > 0.3 and history.num_lines > 3:
             yield Warned(f"Much time goes into {phase}", f"{share:.0%} of all seconds (time/{phase})", do)
-
-
-ROUNDING, FLOAT32, LOW_PRECISION = 1e-5, 1e-3, 0.06
-"""Mean gap that is explained, up to here, by float32 on both sides whatever the run; where both sides are known to be
-float32; by bfloat16 on both sides"""
-DTYPES = ("policy.dtype", "rollout.dtype")
-
-
-@dataclass(frozen=True)
-class Cause:
-    found: str
-    """What the metrics show"""
-    likely: str
-    """What most often causes it, and what tells whether it does here"""
-    do: str
-    is_serious: bool = False
-
-
-def explain_mismatch(history: History, config: Mapping[str, Any]) -> list[Cause]:
-    """Why the log-probs of trainer and rollout engine differ, as far as the last RECENT points tell; empty without
-    mismatch metrics. Where along the response they do is said at that chart.
-
-    config: the run's value of each dotted key, as far as it is known.
-    """
-    medians, gaps = _find_medians(history), history.list_recent(GAP)
-    if not gaps:
-        return []
-    causes = [_explain_size(medians[GAP], medians.get("rollout/staleness_mean", 0.0), config)]
-    first, mean = median_high(gaps[:RECENT]), medians[GAP]
-    if len(gaps) >= 2 * RECENT and mean > max(ROUNDING, 5 * first):
-        causes.append(
-            Cause(
-                f"it has grown from {first:.2g} to {mean:.2g} during the run",
-                "the policy gets sharper or its weights larger, which makes the same rounding weigh more; often it"
-                " comes before a collapse of the reward",
-                "lower policy.optimizer.lr, or set algo.mismatch.correction=mis, which leaves out the worst tokens",
-                True,
-            )
-        )
-    return causes
-
-
-def _explain_size(mean: float, stale: float, config: Mapping[str, Any]) -> Cause:
-    # Without options of the servers' own, which may lower the precision.
-    is_plain = config.get("policy.fp8") is None and not config.get("rollout.sglang")
-    is_float32 = is_plain and all(config.get(key) == "float32" for key in DTYPES)
-    found = f"the mean gap is {mean:.2g} nats per token"
-    if stale > 0:
-        return Cause(
-            f"{found}, and a token is {stale:.2g} updates old in the mean",
-            "the rollout engine had older weights (rollout.max_staleness), so that the gap has what was learned since"
-            " in it",
-            "keep a correction in the loss (algo.mismatch.correction=tis or mis); lower rollout.max_staleness where"
-            " policy/clip_frac is large, too",
-            mean > 10 * LOW_PRECISION,
-        )
-    if mean <= (FLOAT32 if is_float32 else ROUNDING):
-        return Cause(found, "rounding of float32", "nothing")
-    if mean <= LOW_PRECISION and not is_float32:
-        known = ", ".join(f"{key}={config[key]}" for key in DTYPES if key in config)
-        return Cause(
-            found,
-            f"the engines compute in low precision ({known or 'bfloat16 or FP8'}), in a different order of sums",
-            "nothing as long as it does not grow; algo.mismatch.correction=tis takes it out of the gradient",
-        )
-    return Cause(
-        found,
-        "more than rounding: the two engines do not compute the same model. In the order of how often it is so: options"
-        " that change the distribution which only one side applies (rollout.sglang with top_p, penalties or a"
-        " quantization), other experts chosen in a mixture of experts (rollout.router_replay=true mends that), a model"
-        " family whose layers differ",
-        "compare with sync/probe_logprob_gap: where it is small the weights and the layers agree and the sampling"
-        " options are to blame; where it is large the model is"
-        + ("" if is_float32 else ". rollout.dtype=float32 rules out precision"),
-        True,
-    )

@@ -7,10 +7,8 @@ const map = (values, i, f = (x) => x) => (values && values[i] !== null ? f(value
 const FIELDS = {
   advantage: ["advantage", (r, i) => map(r.advantages, i), true, 1e-6, "blue: made more likely by the update, orange: less likely"],
   value: ["value", (r, i) => map(r.values, i), true, 1e-6, "the critic's estimate, before the token, of the reward to come"],
-  change: ["change by the update", (r, i) => map(r.log_changes, i), true, 0.01, "log-prob after the update minus before it"],
   ratio: ["ratio to the rollout", (r, i) => map(r.log_ratios, i, Math.exp), true, 0.01, "probability by the policy before the update over that by the rollout engine; 1 is equal"],
   mismatch: ["mismatch", (r, i) => map(r.log_ratios, i, Math.abs), false, 0.01, "distance of the log-probs of policy and rollout engine"],
-  entropy: ["entropy", (r, i) => map(r.entropies, i), false, 0.1, "of the policy's choice at this token, in nats"],
   reference: ["policy to reference", (r, i) => map(r.ref_logprobs, i, (x) => r.rollout_logprobs[i] + (r.log_ratios?.[i] ?? 0) - x), true, 0.01, "log-prob by the policy minus that by the reference"],
   surprise: ["surprise", (r, i) => map(r.rollout_logprobs, i, (x) => -x), false, 0.1, "minus the log-prob of the token that was sampled, in nats"],
 };
@@ -18,7 +16,7 @@ const OUTCOMES = { right: "right", wrong: "wrong", cut: "wrong, cut at the limit
 const ENDS = { stop: "end of sequence", length: "length limit", max_turns: "turn limit" };
 const UNSEEN = "[\\p{Cc}\\p{Cf}\\p{Cs}\\p{Zl}\\p{Zp}]";
 const MOST_LISTED = 500;
-const state = { outcome: "", kind: "", query: "", sort: "newest", field: "", current: null };
+const state = { outcome: "", kind: "", query: "", field: "", current: null };
 
 function make(tag, name = "", text = "") {
   const node = document.createElement(tag);
@@ -51,45 +49,29 @@ for (const r of records) {
   r.isObserved = (place) => r.observed.some(([start, end]) => start <= place && place < end);
   // The values of a field at the tokens that the policy wrote.
   r.list = (name) => r.places.map((place, i) => (r.isObserved(place) ? null : FIELDS[name][1](r, i))).filter((x) => x !== null);
-  r.largest = (name) => r.list(name).reduce((most, x) => Math.max(most, Math.abs(x)), 0);
-  r.surprise = r.list("surprise").reduce((sum, x) => sum + x, 0) / (r.list("surprise").length || 1);
   const texts = [r.prompt.id, r.prompt.text, r.prompt.answer, r.tokens.join(""), r.score.answer ?? "", r.score.failure ?? ""];
   r.searched = texts.join("\n").toLowerCase();
 }
-// Of the prompts the list shows what is not the same in all: the beginning of a chat template is.
-const prompts = records.map((r) => r.prompt.text), [one] = prompts;
-let head = 0;
-while (head < one.length && prompts.every((text) => text[head] === one[head])) head++;
-head = prompts.every((text) => text === one) ? 0 : one.slice(0, head).search(/\S*$/);
 const fields = Object.keys(FIELDS).filter((name) => records.some((r) => r.list(name).length));
 const middleOf = (name) => (name === "ratio" ? 1 : 0);
 const scales = Object.fromEntries(fields.map((name) => {
   const sizes = records.flatMap((r) => r.list(name).map((x) => Math.abs(x - middleOf(name)))).sort((a, b) => a - b);
   return [name, Math.max(FIELDS[name][3], sizes[Math.floor(0.98 * (sizes.length - 1))] || 0)];
 }));
-const SORTS = {
-  newest: ["newest first", (r) => -r.iteration],
-  surprise: ["most surprising", (r) => -r.surprise],
-  advantage: ["largest advantage", (r) => -r.largest("advantage")],
-  mismatch: ["largest mismatch", (r) => -r.largest("mismatch")],
-  best: ["highest reward", (r) => -r.score.reward],
-  worst: ["lowest reward", (r) => r.score.reward],
-};
+records.sort((a, b) => b.iteration - a.iteration || a.sample - b.sample);
 
 function nameRecord(r) {
   return r.kind === "heldout" ? `after iteration ${r.iteration}, held out` : `iteration ${r.iteration}`;
 }
 function showList() {
-  const order = new Map(records.map((r) => [r, SORTS[state.sort][1](r)]));
   const found = records
     .filter((r) => (!state.outcome || r.outcome === state.outcome) && (!state.kind || r.kind === state.kind))
-    .filter((r) => r.searched.includes(state.query))
-    .sort((a, b) => order.get(a) - order.get(b) || b.iteration - a.iteration || a.sample - b.sample);
+    .filter((r) => r.searched.includes(state.query));
   find("list").replaceChildren(...found.slice(0, MOST_LISTED).map((r) => {
     const item = make("button");
     item.append(make("em", "", `${r.num_tokens} tokens`), make("span", `rv-dot rv-${r.outcome}`));
     item.append(make("b", "", r.outcome === "failed" ? "no reward" : format(r.score.reward)), ` · ${nameRecord(r)}`);
-    item.append(make("small", "", oneLine(r.prompt.text.slice(head)).slice(0, 160)));
+    item.append(make("small", "", oneLine(r.prompt.text).slice(-160)));
     item.setAttribute("aria-current", String(r === state.current));
     item.addEventListener("click", () => open(r));
     return item;
@@ -101,7 +83,6 @@ function open(r) {
   state.current = r;
   showList();
   showDetail(r);
-  if (window.matchMedia("(max-width: 760px)").matches) find("detail").scrollIntoView({ block: "start" });
 }
 function showFacts(r, detail) {
   const facts = make("div", "rv-facts"), verdict = make("span", "rv-verdict");
@@ -128,7 +109,7 @@ function showSame(r, detail) {
   const others = records.filter((o) => o.prompt.id === r.prompt.id && o.kind === r.kind);
   if (others.length < 2) return;
   const row = make("div", "rv-same", "this prompt by iteration: ");
-  for (const o of others.sort((a, b) => a.iteration - b.iteration || a.sample - b.sample)) {
+  for (const o of others.reverse()) {
     const button = make("button");
     button.append(make("span", `rv-dot rv-${o.outcome}`), `${o.iteration}: ${o.outcome === "failed" ? "–" : format(o.score.reward)}`);
     button.setAttribute("aria-pressed", String(o === r));
@@ -162,7 +143,7 @@ function describeToken(r, i) {
   const run = r.versions.find(([, end]) => place < end);
   if (run) box.append(`· weights of version ${run[0]}`);
 }
-// The head of a turn or observation, where there is something to say, and the block for its tokens.
+// The head of a turn or observation, where there are several or there is something to say, and the block for its tokens.
 function startBlock(r, number, observed, detail) {
   const turn = r.turns[number], says = (each) => each.reward || Object.keys(each.details).length;
   if (r.turns.length > 1 || r.observed.length || r.turns.some(says)) {
@@ -201,7 +182,7 @@ function showDetail(r) {
   showFacts(r, detail);
   showSame(r, detail);
   detail.append(make("h4", "", "Prompt"), write(make("pre", "rv-text rv-prompt"), r.prompt.text));
-  const name = [state.field, "surprise"].find((field) => field && r.list(field).length) || "surprise";
+  const name = state.field && r.list(state.field).length ? state.field : "surprise";
   if (name in scales) showLegend(name, detail);
   detail.append(make("h4", "", r.turns.length > 1 ? "Conversation" : "Response"));
   showTokens(r, name, detail);
@@ -223,17 +204,12 @@ function addChoices(name, choices, read) {
     find(name).append(button);
   }
 }
-function addOptions(name, options, changed) {
-  for (const [key, [label]] of options) find(name).append(Object.assign(make("option", "", label), { value: key }));
-  state[name] = options.length ? options[0][0] : "";
-  find(name).addEventListener("change", (event) => { state[name] = event.target.value; changed(); });
-}
 addChoices("outcome", { "": "all", ...OUTCOMES }, (r) => r.outcome);
 addChoices("kind", { "": "both", train: "training", heldout: "held out" }, (r) => r.kind);
-addOptions("sort", Object.entries(SORTS).filter(([name]) => !(name in FIELDS) || fields.includes(name)), showList);
-addOptions("field", fields.map((name) => [name, FIELDS[name]]), () => showDetail(state.current));
+for (const name of fields) find("field").append(Object.assign(make("option", "", FIELDS[name][0]), { value: name }));
+state.field = fields[0] || "";
+find("field").addEventListener("change", (event) => { state.field = event.target.value; showDetail(state.current); });
 find("query").addEventListener("input", (event) => { state.query = event.target.value.toLowerCase(); showList(); });
-const newest = Math.max(...records.map((r) => r.iteration));
-state.current = records.find((r) => r.iteration === newest && r.kind === "train") || records.at(-1);
+state.current = records.find((r) => r.iteration === records[0].iteration && r.kind === "train") || records[0];
 showList();
 showDetail(state.current);

@@ -65,10 +65,9 @@ def format_viewer(records: Sequence[Record]) -> str:
         return ""
     return f"""<section class="viewer"><style>{(HERE / "viewer.css").read_text()}</style>
 <p><code>{FILE_NAME}</code> has a few responses of each iteration and of each evaluation, token by token
-(<code>logger.num_token_records</code>); <code>logger.token_passes=true</code> adds the entropy at each token and how
-the update changed it. Those shown here are spread evenly over the run.</p>
+(<code>logger.num_token_records</code>). Those shown here are spread evenly over the run.</p>
 <div class="rv-controls"><span data-rv="outcome"></span><span data-rv="kind"></span>
-<label>sort <select data-rv="sort"></select></label><label>colour <select data-rv="field"></select></label>
+<label>colour <select data-rv="field"></select></label>
 <input data-rv="query" type="search" placeholder="search prompts and responses" aria-label="search the responses">
 <span data-rv="count"></span></div>
 <div class="rv-panes"><div class="rv-list" data-rv="list"></div><div class="rv-detail" data-rv="detail"></div></div>

@@ -34,15 +34,11 @@ def make_line(iteration: int, **more: float) -> dict[str, float]:
     return {**line, **{f"critic/{name}": value for name, value in more.items()}}
 
 
-def list_pictures(lines: list[dict[str, float]]) -> list[Picture]:
+def get_picture(name: str, lines: list[dict[str, float]]) -> Picture:
     history = History()
     for line in lines:
         history.add(line)
-    return list_critic_pictures(history)
-
-
-def get_picture(name: str, lines: list[dict[str, float]]) -> Picture:
-    (found,) = [picture for picture in list_pictures(lines) if picture.title == name]
+    (found,) = [picture for picture in list_critic_pictures(history) if picture.title == name]
     return found
 
 
@@ -53,16 +49,12 @@ def test_quarters_are_those_of_the_metrics() -> None:
     assert QUARTERS == diagnostics.QUARTERS
 
 
-def test_by_position_each_third_of_the_run_has_its_median() -> None:
+def test_each_third_of_the_run_has_its_median_and_a_missing_part_is_left_out() -> None:
     picture = get_picture("Explained variance by position", LINES)
     assert [curve.label for curve in picture.curves] == ["iterations 1 to 3", "iterations 4 to 6", "iterations 7 to 9"]
-    middle = picture.curves[1].points
-    assert middle == [(n, pytest.approx(0.1 * n + 0.05)) for n in range(1, 5)]
+    assert picture.curves[1].points == [(n, pytest.approx(0.1 * n + 0.05)) for n in range(1, 5)]
     low = [{**line, "critic/ev_at_0_25": -7.0} for line in LINES]
     assert get_picture("Explained variance by position", low).curves[0].points[0] == (1, LOWEST)
-
-
-def test_one_iteration_is_one_curve_and_a_missing_part_is_left_out() -> None:
     (line,) = [make_line(1)]
     del line["critic/ev_length_q2"]
     (curve,) = get_picture("Explained variance by length", [line]).curves
@@ -71,8 +63,7 @@ def test_one_iteration_is_one_curve_and_a_missing_part_is_left_out() -> None:
 
 def test_calibration_has_the_bins_and_the_diagonal() -> None:
     *thirds, diagonal = get_picture("Calibration of the value of the middle state", LINES).curves
-    assert len(thirds) == 3
-    assert thirds[0].points == [(0.25 * n, pytest.approx(0.25 * n + 0.1)) for n in range(1, 5)]
+    assert [curve.points for curve in thirds] == [[(0.25 * n, pytest.approx(0.25 * n + 0.1)) for n in range(1, 5)]] * 3
     assert diagonal.points == [(0.25, 0.25), (1.0, 1.0)]
 
 

@@ -43,27 +43,31 @@ def write_run(folder: Path, config: dict[str, object], heldout: list[float], out
         write_outcome(folder, outcome)
 
 
-def test_only_the_keys_that_differ_are_parameters_and_the_seed_is_last():
-    runs = [
-        build_run(f"{clip}{seed}", seed=seed, algo__clip_high=clip, algo__name="vapo")
-        for clip in (0.2, 0.3)
-        for seed in (1, 2)
-    ]
-    assert find_parameters(runs) == ["algo.clip_high", "seed"]
-    assert find_parameters(runs[:1]) == []
-    assert find_parameters([]) == []
+def build_preset_run(name: str, overrides: str, clip: float, **more: object) -> RunRecord:
+    config = {"algo.name": name, "algo.clip_high": clip, "cluster.x": name, **more}
+    return build_record(f"{name}{overrides}", config, overrides.split())
 
 
-def test_what_a_preset_sets_beside_its_name_is_left_out_and_bookkeeping_too():
-    def build(name: str, config: dict[str, object]) -> RunRecord:
-        return build_record(name, config, [f"algo={config['algo.name']}", "cluster.x=1"])
-
-    runs = [
-        build("a", {"algo.name": "ppo", "algo.clip_high": 0.2, "train.responses": 1, "cluster.x": 1}),
-        build("b", {"algo.name": "vapo", "algo.clip_high": 0.28, "train.responses": 16, "cluster.x": 2}),
-        build("c", {"algo.name": "dapo", "algo.clip_high": 0.28, "train.responses": 16, "cluster.x": 3}),
-    ]
-    assert find_parameters(runs) == ["algo.name"]
+@pytest.mark.parametrize(
+    ("runs", "parameters"),
+    [
+        (
+            [build_run(f"{c}{s}", seed=s, algo__clip=c, algo__name="a") for c in (1, 2) for s in (1, 2)],
+            "algo.clip seed",
+        ),
+        ([build_run("1", seed=1)], ""),
+        ([], ""),
+        # What a preset sets beside its name is left out, and bookkeeping, too.
+        ([build_preset_run("ppo", "algo=ppo", 0.2), build_preset_run("vapo", "algo=vapo", 0.28)], "algo.name"),
+        # What an experiment sets is known by nothing else.
+        (
+            [build_preset_run("a", "experiment=a", 0.2, seed=1), build_preset_run("a", "experiment=b", 0.28, seed=1)],
+            "algo.clip_high",
+        ),
+    ],
+)
+def test_parameters_are_what_the_command_lines_give_differently_with_the_seed_last(runs, parameters):
+    assert find_parameters(runs) == parameters.split()
 
 
 def test_an_effect_is_the_mean_over_settings_with_the_pooled_spread_of_their_seeds():
@@ -101,13 +105,10 @@ def test_one_seed_has_no_spread_and_a_parameter_of_one_value_no_effect():
     assert compute_effects(runs, ["algo.clip_high"], {"0.2": 0.5}) == {}
 
 
-def test_a_grid_with_a_hole_is_told_from_a_whole_one():
+def test_a_grid_with_a_hole_is_told_from_a_whole_one_and_values_are_sorted_as_numbers():
     runs = [build_run(f"{a}{b}", a=a, b=b) for a in (1, 2) for b in (1, 2)]
     assert is_complete_grid(runs, ["a", "b"])
     assert not is_complete_grid(runs[:3], ["a", "b"])
-
-
-def test_values_are_in_the_order_of_numbers_with_words_after_them():
     assert sort_values({"adaptive", "1", "0.95", "10", "9e-1"}) == ["9e-1", "0.95", "1", "10", "adaptive"]
 
 
@@ -161,11 +162,7 @@ def test_a_page_shows_every_run_escapes_all_text_and_names_what_is_missing_or_da
     ):
         assert named in page, named
     assert "http" not in page.replace("http-equiv", "")
-
-
-def test_the_table_of_the_terminal_has_a_line_per_run_with_the_reason():
-    run = build_record("a", {}, [], "failed", "one\ntwo")
-    run.history.add({"iteration": 3, "reward/heldout": 0.25})
-    header, line = format_outcomes([run]).splitlines()
+    # For the terminal there is a line of each run.
+    header, first, *_ = format_outcomes(runs).splitlines()
     assert header.split() == ["run", "state", "iterations", "held-out", "reward", "why"]
-    assert line.split() == ["a", "failed", "3", "0.2500", "one"]
+    assert first.split() == ["a", "done", "1", "0.5000"]

@@ -34,13 +34,6 @@ def test_points_of_a_long_file_keep_its_mean_its_range_and_its_order(values):
     assert all(point.num_lines == history.width for point in history.points[:-1])
 
 
-def test_a_metric_that_some_iterations_lack_is_the_mean_of_those_that_have_it():
-    history = History()
-    for iteration in range(1, 2 * MOST_POINTS + 1):
-        history.add({"iteration": iteration} | ({"x": float(iteration)} if iteration % 4 == 0 else {}))
-    assert [point.metrics["x"].mean for point in history.points if "x" in point.metrics][:3] == [4.0, 8.0, 12.0]
-
-
 def test_lines_that_cannot_be_read_are_left_out_and_named_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"iteration": 1, "x": 1.0}\nnonsense\n[]\n{"iteration": 2, "x": 2.0}\n{"iteration": 3')

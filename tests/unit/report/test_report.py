@@ -28,9 +28,8 @@ def build_text_report(run_dir: Path, num_iterations: int = 3) -> tuple[Report, i
 @pytest.mark.parametrize(
     ("metrics", "problem"),
     [
-        *(({"policy/loss": value}, f"metric 'policy/loss' is {value}") for value in (math.nan, math.inf, -math.inf)),
+        ({"policy/loss": math.nan}, "metric 'policy/loss' is nan"),
         ({"policy/loss": True}, "metric 'policy/loss' is bool, not an int or a float"),
-        ({"policy/loss": "0.5"}, "metric 'policy/loss' is str, not an int or a float"),
         ({"iteration": 2.0}, "may not be named 'iteration'"),
         ({"time/sync": 1.0}, "'time/sync' has the name of a phase"),
     ],
@@ -44,8 +43,7 @@ def test_a_metric_that_is_no_number_or_has_a_taken_name_is_refused_and_nothing_i
     with pytest.raises((TypeError, ValueError), match=re.escape(problem)):
         report.log(1, {"reward/mean": 0.5, **metrics})
     report.close()
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
-    assert stream.getvalue() == ""
+    assert (tmp_path / "metrics.jsonl").read_text() == stream.getvalue() == ""
 
 
 def test_a_resumed_run_appends_after_cutting_off_a_half_written_line_and_a_line_is_on_disk_at_once(
@@ -84,10 +82,8 @@ def test_phases_are_timed_summed_over_the_iteration_and_then_forgotten_also_one_
     [
         ("not json\n", "Expecting value"),
         ("[1, 2]\n", 'not a JSON object with a whole "iteration"'),
-        ('{"reward/mean": 0.5}\n', 'not a JSON object with a whole "iteration"'),
         ('{"iteration": 1.5}\n', 'not a JSON object with a whole "iteration"'),
         ('{"iteration": 2, "reward/mean": NaN}\n', "NaN is not JSON"),
-        ('{"iteration": 2, "reward/mean": 1e999}\n', "metric 'reward/mean' is inf"),
         ('{"iteration": 2, "reward/mean": "0.5"}\n', "metric 'reward/mean' is str"),
         ('{"iteration": 2}', "the line is incomplete"),
     ],

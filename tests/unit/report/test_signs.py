@@ -15,7 +15,7 @@ from megarl.config.values import list_values
 from megarl.report import charts, signs
 from megarl.report.metrics import History, derive_metrics
 from megarl.report.report import build_report
-from megarl.report.signs import BASELINES, NUM_RATIOS, PATIENCE, SIGNS, Watch, explain_mismatch, list_warnings
+from megarl.report.signs import BASELINES, NUM_RATIOS, SIGNS, Watch, list_warnings
 
 FINE = {
     **{"length/truncated_frac": 0.1, "length/max": 40.0},
@@ -23,28 +23,15 @@ FINE = {
 }
 
 
-def watch(*iterations: Mapping[str, float]) -> list[list[str]]:
+def watch(*iterations: Mapping[str, float]) -> list[int]:
+    """How many warnings each iteration gives."""
     watch = Watch()
-    return [list(watch.check({**FINE, **metrics})) for metrics in iterations]
+    return [len(list(watch.check({**FINE, **metrics}))) for metrics in iterations]
 
 
-@pytest.mark.parametrize(
-    ("metrics", "text"),
-    [
-        ({"length/truncated_frac": 0.25}, "25% of the responses are cut at the limit: where.*rollout.response_length"),
-        ({"length/truncated_frac": 1.0}, "no response ends by itself, all 40 tokens are used: .*data.chat_template"),
-        ({"reward/min": 0.5, "reward/max": 0.5}, r"all rewards are equal \(0.5\).*train.responses_per_prompt"),
-        ({"reward/equal_groups_frac": 0.75}, "75% of the groups have equal rewards.*dynamic_sampling"),
-        ({"reward/format": 0.0}, "no response has the form.*data.instruction"),
-        ({"reward/block": 0.0}, "no response has a block of code.*data.instruction"),
-        ({"policy/grad_norm": 0.0, "advantage/max_abs": 1.0}, "the policy's gradient is 0 though.*model.lora"),
-    ],
-)
-def test_a_sign_is_said_once_after_three_iterations_in_a_row(metrics, text):
-    found = watch(*[metrics] * (PATIENCE + 3))
-    assert [len(lines) for lines in found] == [0, 0, 1, 0, 0, 0]
-    assert re.match(f"warning: {text}", found[2][0])
-    assert [len(lines) for lines in watch(metrics, metrics, {}, metrics, metrics, metrics)] == [0, 0, 0, 0, 0, 1]
+def test_a_sign_is_said_once_after_three_iterations_in_a_row():
+    bad = {"reward/format": 0.0}
+    assert watch(bad, bad, {}, *[bad] * 6) == [0, 0, 0, 0, 0, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("more", [{"critic/loss": 0.1}, {"reward/correct": 0.95}, {"reward/shaped_mean": 0.4}])
@@ -57,11 +44,8 @@ BAD = {"critic/mse_vs_group": 1.2, "policy/loss": 0.1}
 
 def test_a_critic_that_is_the_worse_baseline_is_said_once_after_ten_updates_of_the_policy_in_a_row():
     pretraining, good = {"critic/mse_vs_group": 9.0}, {**BAD, "critic/mse_vs_group": 0.9}
-    assert [len(lines) for lines in watch(*[BAD] * 30)] == [0] * 9 + [1] + [0] * 20
+    assert watch(*[BAD] * 30) == [0] * 9 + [1] + [0] * 20
     assert not any(watch(*[*[pretraining] * 30, *[BAD] * 9, good, *[BAD] * 9]))
-    text = watch(*[{"critic/mse_vs_batch": 3.0, "policy/loss": 0.0}] * NUM_RATIOS)[-1][0]
-    assert text.startswith("warning: in each of the last 10 iterations the critic's squared error is larger than that")
-    assert "the mean reward of the batch's other responses (critic/mse_vs_batch: 3, should be below 1)" in text
 
 
 def test_the_report_prints_a_warning_below_the_iteration_and_counts_afresh_when_it_resumes(tmp_path: Path):
@@ -91,7 +75,7 @@ def build_history(num_iterations: int = 40, **changes: object) -> History:
 
 
 def list_titles(history: History) -> list[str]:
-    return [warned.title for warned in list_warnings(history, {})]
+    return [warned.title for warned in list_warnings(history)]
 
 
 def test_the_page_of_a_run_that_goes_well_has_no_warning():
@@ -100,17 +84,21 @@ def test_the_page_of_a_run_that_goes_well_has_no_warning():
     assert list_titles(build_history(reward__equal_groups_frac=0.95, reward__correct=0.97)) == []
 
 
-@pytest.mark.parametrize("sign", [sign for sign in SIGNS if sign.fewest], ids=lambda sign: sign.title)
-def test_the_page_says_each_sign_beyond_its_bound_and_not_before(sign):
+@pytest.mark.parametrize("sign", SIGNS, ids=lambda sign: sign.title)
+def test_each_sign_shows_beyond_its_bound_on_the_terminal_and_on_the_page_and_not_before(sign):
     beyond = 2 * sign.above if 0 < sign.above < float("inf") else max(sign.below, 0) - 1
     beyond = min(beyond, 0.9) if sign.title in ("Responses are cut off", "Few groups carry a signal") else beyond
-    changes: dict[str, object] = {"advantage__max_abs": 1.0, "length__max": 9.0, "reward__min": 0.5, "reward__max": 0.5}
-    name = sign.metric.replace("/", "__")
-    changes |= {name: beyond if sign.equal is None else sign.equal}
-    if sign.title == "All rewards are equal":
-        changes |= {"reward__mean": 0.5}
-    assert sign.title in list_titles(build_history(**changes))
-    assert sign.title not in list_titles(build_history(**changes, num_iterations=sign.fewest - 1))
+    metrics = {"advantage/max_abs": 1.0, "length/max": 9.0, "policy/loss": 0.1}
+    metrics |= {"reward/min": 0.5, "reward/max": 0.5, sign.metric: beyond if sign.equal is None else sign.equal}
+    metrics |= {"reward/mean": 0.5} if sign.title == "All rewards are equal" else {}
+    if sign.patience:
+        found = Watch()
+        said = [text for _ in range(sign.patience) for text in found.check(metrics)]
+        assert any(sign.found.format(**metrics) in text for text in said)
+    if sign.fewest:
+        changes = {name.replace("/", "__"): value for name, value in metrics.items()}
+        assert sign.title in list_titles(build_history(**changes))
+        assert sign.title not in list_titles(build_history(**changes, num_iterations=sign.fewest - 1))
 
 
 @pytest.mark.parametrize(
@@ -127,31 +115,6 @@ def test_the_page_says_each_sign_beyond_its_bound_and_not_before(sign):
 )
 def test_each_rule_warns_of_the_run_that_it_is_for(title, changes):
     assert title in list_titles(build_history(**changes))
-
-
-FLOAT32 = {"policy.dtype": "float32", "rollout.dtype": "float32"}
-QUANTIZED = {**FLOAT32, "rollout.sglang": {"kv_cache_dtype": "fp8_e5m2"}}
-GAP = "mismatch__logprob_gap_mean"
-
-
-@pytest.mark.parametrize(
-    ("config", "changes", "likely"),
-    [
-        ({}, {GAP: 1e-7}, "^rounding of float32$"),
-        ({}, {}, r"low precision \(bfloat16 or FP8\)"),
-        ({}, {GAP: 0.3}, "do not compute the same model"),
-        ({}, {"rollout__staleness_mean": 1.0}, "older weights"),
-        ({}, {GAP: lambda i: 0.0005 * i}, "sharper"),
-        (FLOAT32, {GAP: 1.7e-5}, "^rounding of float32$"),
-        (FLOAT32, {GAP: 0.01}, "do not compute the same model"),
-        ({**FLOAT32, "rollout.dtype": "bfloat16"}, {GAP: 1.7e-5}, r"\(policy.dtype=float32, rollout.dtype=bfloat16\)"),
-        (QUANTIZED, {GAP: 0.01}, "low precision"),
-    ],
-)
-def test_the_cause_of_a_mismatch_follows_its_size_its_course_and_the_dtypes_of_the_run(config, changes, likely):
-    causes = explain_mismatch(build_history(**changes), config)
-    assert re.search(likely, " | ".join(cause.likely for cause in causes))
-    assert explain_mismatch(History(), config) == []
 
 
 @pytest.mark.parametrize("module", [signs, charts], ids=lambda module: module.__name__)

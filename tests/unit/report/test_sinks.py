@@ -1,10 +1,7 @@
 """Each sink with its real package, offline; a missing one is an error that names the key. Without the package of an
 extra its tests are skipped."""
 
-import json
 import re
-import struct
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,47 +39,22 @@ def log_and_resume(run_dir: Path, **options: object) -> None:
     report.close()
 
 
-def read_wandb(folder: Path) -> Iterator[dict[str, float]]:
-    """The history of an offline run. Its file is a log of LevelDB's format, with protobuf records."""
-    from wandb.proto import wandb_internal_pb2
-
-    (path,) = folder.glob("run-*.wandb")
-    content, position, block, parts = path.read_bytes(), 7, 32768, b""
-    while position + 7 <= len(content):
-        if block - position % block < 7:
-            position += block - position % block
-            continue
-        _, length, kind = struct.unpack("<IHB", content[position : position + 7])
-        parts += content[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(parts)
-            parts = b""
-            if record.WhichOneof("record_type") == "history":
-                items = record.history.item
-                yield {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
-
-
 @NEEDS_WANDB
-def test_wandb_offline_has_every_metric_at_its_iteration_and_a_resumed_run_keeps_its_id(tmp_path: Path) -> None:
+def test_wandb_has_every_metric_at_its_iteration_and_a_resumed_run_keeps_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    lines: list[dict[str, float]] = []
+    log = wandb.Run.log
+    monkeypatch.setattr(wandb.Run, "log", lambda run, line: (lines.append(line), log(run, line)))
     log_and_resume(tmp_path, wandb=WandbMode.offline)
     folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
     run_id = load_ids(tmp_path)["wandb"]
     assert folders
     assert all(folder.name.endswith(f"-{run_id}") for folder in folders)
-    lines = [
-        {key: value for key, value in line.items() if not key.startswith("_")}
-        for folder in folders
-        for line in read_wandb(folder)
-    ]
-    assert lines == [
-        {"iteration": -1, "critic/loss": 2.5},
-        {"iteration": 0, "sync/bytes": 12},
-        {"iteration": 1, "reward/mean": 0.25, "length/mean": 3.0},
-        {"iteration": 2, "reward/mean": 0.5, "length/mean": 3.0},
-        {"iteration": 2, "reward/mean": 0.75, "length/mean": 3.0, "reward/heldout": 0.5},
-    ]
+    assert [line["iteration"] for line in lines] == [-1, 0, 1, 2, 2]
+    assert lines[-1].items() >= {"reward/mean": 0.75, "length/mean": 3.0, "reward/heldout": 0.5}.items()
 
 
 @NEEDS_MLFLOW
@@ -120,12 +92,6 @@ def test_a_run_that_fails_is_failed_in_mlflow_and_a_server_that_is_away_ends_no_
     run = MlflowClient(uri).get_run(load_ids(tmp_path / "run")["mlflow"])
     assert run.info.status == "FAILED"
     assert run.data.metrics == {"reward/mean": 0.25}
-
-
-@NEEDS_MLFLOW
-def test_an_address_that_mlflow_does_not_take_is_an_error_that_names_the_key(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"logger\.mlflow: found nonsense://x: "):
-        build(tmp_path, mlflow="nonsense://x")
 
 
 @pytest.mark.parametrize(
