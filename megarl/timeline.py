@@ -3,8 +3,7 @@
 `span` may be used anywhere; what it notes is kept only while a recording is on (`start` to `stop`, train.profile).
 Spans have the times of the wall clock, which NTP keeps within a few milliseconds of that of other machines.
 
-The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (complete events and
-metadata). Perfetto (https://ui.perfetto.dev) opens it.
+The format has complete events and metadata; Perfetto (https://ui.perfetto.dev) opens it.
 """
 
 import contextlib
@@ -46,8 +45,6 @@ class Span:
 
 @dataclass(frozen=True)
 class Recording:
-    """The spans of one process."""
-
     process: str
     pid: int
     host: str
@@ -129,39 +126,34 @@ def stop() -> Recording:
 
 
 def write_timeline(path: Path, recordings: Sequence[Recording], about: Mapping[str, Any]) -> None:
-    """Write `build_timeline` to a .json.gz, which appears atomically."""
-    building = path.with_name(f".{path.name}")
-    with gzip.open(building, "wt", encoding="utf-8") as file:
-        json.dump(build_timeline(recordings, about), file)
-    building.rename(path)
-
-
-def build_timeline(recordings: Sequence[Recording], about: Mapping[str, Any]) -> dict[str, Any]:
-    """The recordings in Chrome's trace-event format; times count from the first span of all, in microseconds.
+    """Write the recordings to a .json.gz, which appears atomically; times count from the first span of all, in us.
 
     about: goes into `otherData`, beside baseTimeNanoseconds, the wall clock (ns since 1970) of the timeline's 0;
     torch's traces have it too.
     """
     rows: dict[str, dict[tuple[bool, str, bool], list[Span]]] = {each.process: {} for each in recordings}
-    for each in (each for recording in recordings for each in recording.spans):
-        key = (each.track != MAIN, each.track, each.nests)
-        rows.setdefault(each.process, {}).setdefault(key, []).append(each)
-    zero = min((each.start_ns for recording in recordings for each in recording.spans), default=0)
+    spans = [each for recording in recordings for each in recording.spans]
+    for each in spans:
+        rows.setdefault(each.process, {}).setdefault((each.track != MAIN, each.track, each.nests), []).append(each)
+    zero = min((each.start_ns for each in spans), default=0)
     known = {each.process: f"{each.process} (process {each.pid} on {each.host})" for each in recordings}
     events: list[dict[str, Any]] = []
     for pid, (process, tracks) in enumerate(rows.items(), start=1):
         events += _name("process", pid, 0, known.get(process, process))
         tids = itertools.count(1)
-        for (_, track, nests), spans in sorted(tracks.items()):
-            for number, lane in enumerate(split_lanes(spans, nests), start=1):
+        for (_, track, nests), found in sorted(tracks.items()):
+            for number, lane in enumerate(split_lanes(found, nests), start=1):
                 tid = next(tids)
                 events += _name("thread", pid, tid, track if number == 1 else f"{track} {number}")
                 for each in lane:
                     times = {"ts": (each.start_ns - zero) / 1000, "dur": (each.end_ns - each.start_ns) / 1000}
-                    about_span = {"ph": "X", "pid": pid, "tid": tid, "name": each.name, "args": dict(each.args)}
-                    events.append(about_span | times)
-    other = {"baseTimeNanoseconds": zero, **about}
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+                    place = {"ph": "X", "pid": pid, "tid": tid, "name": each.name, "args": dict(each.args)}
+                    events.append(place | times)
+    content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"baseTimeNanoseconds": zero, **about}}
+    building = path.with_name(f".{path.name}")
+    with gzip.open(building, "wt", encoding="utf-8") as file:
+        json.dump(content, file)
+    building.rename(path)
 
 
 def split_lanes(spans: Iterable[Span], nests: bool) -> list[list[Span]]:
@@ -176,8 +168,7 @@ def split_lanes(spans: Iterable[Span], nests: bool) -> list[list[Span]]:
                 open_ends.pop()
         row = next((row for row in rows if not row[1] or (nests and each.end_ns <= row[1][-1])), None)
         if row is None:
-            row = ([], [])
-            rows.append(row)
+            rows.append(row := ([], []))
         row[0].append(each)
         row[1].append(each.end_ns)
     return [found for found, _ in rows]

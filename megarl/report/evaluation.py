@@ -95,12 +95,6 @@ def compute_mean(values: Sequence[float], num_samples: int) -> Estimate:
 
 
 @dataclass(frozen=True)
-class ProblemResult:
-    id: str
-    votes: Votes
-
-
-@dataclass(frozen=True)
 class SetResult:
     name: str
     num_samples: int
@@ -118,7 +112,8 @@ class SetResult:
     """Share of the responses without a readable answer; None where the verifier reads none"""
     failed_frac: float
     """Share of the responses without a reward, since the verifier or the environment failed; they count as wrong"""
-    problems: tuple[ProblemResult, ...]
+    problems: Mapping[str, Votes]
+    """By the problem's id"""
 
 
 def summarize_set(name: str, samples: Sequence[Sample], ks: Sequence[int], *, reads_answers: bool) -> SetResult:
@@ -128,15 +123,15 @@ def summarize_set(name: str, samples: Sequence[Sample], ks: Sequence[int], *, re
     verifier fills Score.answer; without it there is no majority.
     """
     problems = count_votes(samples)
-    sizes = {problem.votes.num_samples for problem in problems}
+    sizes = {votes.num_samples for votes in problems.values()}
     if len(sizes) != 1:
         raise ValueError(f"{name}: found problems with {sorted(sizes)} samples; each must have the same number")
     num_samples = sizes.pop()
-    values = {f"avg@{num_samples}": [p.votes.num_correct / num_samples for p in problems]}
+    values = {f"avg@{num_samples}": [votes.num_correct / num_samples for votes in problems.values()]}
     for k in ks:
-        values[f"pass@{k}"] = [compute_pass_at_k(num_samples, p.votes.num_correct, k) for p in problems]
+        values[f"pass@{k}"] = [compute_pass_at_k(num_samples, votes.num_correct, k) for votes in problems.values()]
     if reads_answers and num_samples > 1:
-        values[f"maj@{num_samples}"] = [compute_majority(p.votes) for p in problems]
+        values[f"maj@{num_samples}"] = [compute_majority(votes) for votes in problems.values()]
     unread = [sample.score.answer is None and sample.score.failure is None for sample in samples]
     return SetResult(
         name=name,
@@ -152,18 +147,17 @@ def summarize_set(name: str, samples: Sequence[Sample], ks: Sequence[int], *, re
     )
 
 
-def count_votes(samples: Sequence[Sample]) -> tuple[ProblemResult, ...]:
+def count_votes(samples: Sequence[Sample]) -> dict[str, Votes]:
     """The votes of each problem, in order."""
     groups: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
         groups[sample.prompt.id].append(sample)
-    results = []
+    votes = {}
     for name, group in groups.items():
         wrong = [sample.score.answer for sample in group if not sample.score.correct]
         counts = Counter(answer for answer in wrong if answer is not None)
-        votes = Votes(len(group) - len(wrong), tuple(sorted(counts.values(), reverse=True)), wrong.count(None))
-        results.append(ProblemResult(name, votes))
-    return tuple(results)
+        votes[name] = Votes(len(group) - len(wrong), tuple(sorted(counts.values(), reverse=True)), wrong.count(None))
+    return votes
 
 
 def format_table(results: Sequence[SetResult]) -> str:

@@ -29,7 +29,7 @@ SAMPLES = [
 
 
 def test_correct_answers_vote_together_however_they_are_written_and_silent_ones_do_not():
-    assert [result.votes for result in count_votes(SAMPLES)] == [Votes(2, (1,), 1), Votes(1, (2, 1))]
+    assert count_votes(SAMPLES) == {"p": Votes(2, (1,), 1), "q": Votes(1, (2, 1))}
 
 
 def test_a_set_is_summarized_by_the_means_of_its_problems():
@@ -73,14 +73,14 @@ def test_the_json_holds_every_number_and_the_counts_of_each_problem(tmp_path):
     assert found["sets"]["s"]["num_problems"] == 2
     assert found["sets"]["s"]["estimates"]["avg@4"]["value"] == 0.375
     votes = {"num_correct": 2, "wrong": [1], "num_silent": 1}
-    assert found["sets"]["s"]["problems"][0] == {"id": "p", "votes": votes}
+    assert found["sets"]["s"]["problems"]["p"] == votes
 
 
 def test_a_response_without_a_reward_counts_as_wrong_without_a_vote_and_is_shown():
     lost = replace(SAMPLES[0], score=Score(0.0, False, failure="TimeoutError: 5 s"))
     result = summarize_set("s", [lost, *SAMPLES[1:]], (2,), reads_answers=True)
     assert (result.failed_frac, result.unread_frac, result.mean_reward) == (1 / 8, 1 / 8, 2 / 8)
-    assert result.problems[0].votes == Votes(1, (1,), 2)
+    assert result.problems["p"] == Votes(1, (1,), 2)
     assert result.estimates["avg@4"].value == (0.25 + 0.25) / 2
     rows = read_table([result])
     assert (rows[0][-1], rows[2][-1]) == ("no reward", "12.5")

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema.run import LoggerConfig, WandbMode
 from megarl.report import sinks

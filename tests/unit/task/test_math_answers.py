@@ -119,8 +119,8 @@ def test_majority_votes_count_what_was_graded(math_reward):
     for text in texts:
         response = build_response(text)
         samples.append(Sample(build_prompt("72"), response, math_reward(build_prompt("72"), response), 0))
-    (problem,) = count_votes(samples)
-    assert (problem.votes.num_correct, problem.votes.wrong, problem.votes.num_silent) == (1, (2, 1), 1)
+    (votes,) = count_votes(samples).values()
+    assert (votes.num_correct, votes.wrong, votes.num_silent) == (1, (2, 1), 1)
 
 
 def test_a_gold_that_is_no_mathematics_is_compared_as_text():
