@@ -1,31 +1,27 @@
 """The user's own reward function, called in processes of its own.
 
-It takes megarl's (prompt, response), TRL's or verl's parameters, told apart by their names. Prompts, responses and
-scores go between the processes as JSON.
+It takes megarl's (prompt, response), TRL's or verl's parameters, told apart by their names.
 """
 
 import base64
 import inspect
-import json
 import math
+import pickle
 import re
 import threading
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from decimal import Decimal
 from numbers import Real
 from typing import Any
-
-import numpy as np
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.task import FunctionRewardConfig
 from megarl.config.user_code import DescribedError, describe_error
 from megarl.files import check_state
 from megarl.task.process import CallError, StartError, call, load_callable
-from megarl.task.reward import AnswerFailedError, ProcessReward, RewardFailedError, find_not_finite
-from megarl.types import FinishReason, Message, Prompt, Response, RoutedExperts, Score, Turn, WeightVersions
+from megarl.task.reward import ProcessReward
+from megarl.types import Prompt, Response, Score
 
 RESERVED_NAMES = {"mean", "std", "min", "max", "correct", "positive_frac", "shaped_mean", "equal_groups_frac"}
 RESERVED_NAMES |= {"failed_frac", "heldout"}
@@ -33,7 +29,7 @@ RESERVED_NAMES |= {"failed_frac", "heldout"}
 
 
 def serve_function(path: str, state: Any = None) -> Callable[..., dict[str, Any]]:
-    """What the process calls: the user's function, from and to JSON; without a prompt it gives the function's state.
+    """What the process calls: the user's function; without a question it gives the function's state.
 
     state: what the function is to go on from; None: nothing. Raises ValueError where it cannot be loaded, takes other
     parameters than megarl, TRL or verl give, or has no place for a state that is given.
@@ -118,18 +114,6 @@ class FunctionReward(ProcessReward):
         for process in self._processes:
             process.stop()
 
-    async def check(self, prompt: Prompt, empty: Response) -> Score:
-        """Also of the reference answer: what a function does with a text is otherwise seen after the first rollout."""
-        score = await self.score(prompt, empty)
-        if find_not_finite(score) is None:
-            stated = Response((0,), prompt.answer, (0.0,), (True,), (0,), FinishReason.stop)
-            try:
-                if bad := find_not_finite(await self.score(prompt, stated)):
-                    raise RewardFailedError(bad)
-            except RewardFailedError as error:
-                raise AnswerFailedError(f"{error}, with the response {prompt.answer[:60]!r}") from error
-        return score
-
     def ask(self, prompt: Prompt, response: Response) -> dict[str, Any]:
         return {"question": encode_question(prompt, response)}
 
@@ -161,42 +145,42 @@ ACCEPTED = (
 RESULTS = 'a number, True or False, a dict with "score" (or "reward"), or a megarl.types.Score'
 CORRECT_AT = 1.0
 """The least score that counts as correct, where the function says nothing about it"""
-TRL_ONLY = {"prompts", "completions", "completion_ids"}
-VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 def adapt(path: str, function: Callable[..., Any]) -> Callable[[Prompt, Response], Score]:
     """The function as one from (prompt, response) to a Score; what it returns may be awaited.
 
-    Raises ValueError for parameters of another sort, naming those found and what is accepted, and the function that
-    comes out TypeError for another result.
+    Raises ValueError for parameters of another sort, and the function that comes out for columns that the data do not
+    have, and TypeError for another result.
     """
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # Some builtins have none.
-        signature = inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in "pr"])
+        signature = inspect.signature(lambda prompt, response, /: None)
     parameters = signature.parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     is_trl, is_verl = "completions" in parameters, "solution_str" in parameters
-    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    required = [name for name, each in parameters.items() if each.default is each.empty and each.kind not in variable]
-    try:
-        if is_verl:
-            signature.bind(**dict.fromkeys({*VERL} & {*parameters} if not takes_all else VERL))
-        elif not is_trl:
-            signature.bind(None, None)
-    except TypeError as error:
-        found = ", ".join(map(str, parameters.values()))
-        raise ValueError(f"{path} takes ({found}), {error}; accepted are {ACCEPTED}") from error
+
+    def build(prompt: Prompt, response: Response) -> inspect.BoundArguments:
+        if not is_trl and not is_verl:
+            return signature.bind(prompt, response)
+        given = _build_trl(prompt, response) if is_trl else _build_verl(prompt, response)
+        return signature.bind(**{name: given[name] for name in given if takes_all or name in parameters})
+
+    if not is_trl:
+        try:
+            build(Prompt("", "", (), ""), None)  # type: ignore[arg-type]
+        except TypeError as error:
+            found = ", ".join(map(str, parameters.values()))
+            raise ValueError(f"{path} takes ({found}), {error}; accepted are {ACCEPTED}") from error
 
     def score(prompt: Prompt, response: Response) -> Score:
-        if not is_trl and not is_verl:
-            return read_result(path, call(function, prompt, response))
-        given = _build_trl(prompt, response) if is_trl else _build_verl(prompt, response)
-        if missing := [name for name in required if name not in given]:
-            has = ", ".join(sorted(set(given) - TRL_ONLY))
-            raise ValueError(f"reward.path={path} asks for {', '.join(missing)}; the columns of the data are {has}")
-        result = call(function, **{name: given[name] for name in given if takes_all or name in parameters})
+        try:
+            bound = build(prompt, response)
+        except TypeError as error:
+            has = ", ".join(sorted({"answer", *list_columns(prompt)}))
+            raise ValueError(f"reward.path={path}: {error}; the columns of the data are {has}") from error
+        result = call(function, *bound.args, **bound.kwargs)
         if is_trl and (not isinstance(result, list | tuple) or len(result) != 1):
             needed = "TRL's functions return a list with as many numbers as there are completions"
             raise TypeError(f"reward.path={path} returned {_show(result)} for one completion; {needed}")
@@ -227,9 +211,12 @@ def _build_verl(prompt: Prompt, response: Response) -> dict[str, Any]:
     columns = list_columns(prompt)
     stated, extra = columns.get("reward_model"), columns.get("extra_info")
     truth = columns.get("ground_truth", prompt.answer)
-    truth = stated.get("ground_truth", truth) if isinstance(stated, Mapping) else truth
-    extra = extra if isinstance(extra, Mapping) else columns
-    return dict(zip(VERL, (columns.get("data_source", ""), response.text, truth, extra), strict=True))
+    return {
+        "data_source": columns.get("data_source", ""),
+        "solution_str": response and response.text,
+        "ground_truth": stated.get("ground_truth", truth) if isinstance(stated, Mapping) else truth,
+        "extra_info": extra if isinstance(extra, Mapping) else columns,
+    }
 
 
 def list_columns(prompt: Prompt) -> dict[str, Any]:
@@ -251,10 +238,11 @@ def read_result(path: str, result: Any) -> Score:
     reward = numbers.get(name)
     if reward is None:
         raise TypeError(f"reward.path={path} returned {_show(result)}; it must return {RESULTS}")
-    if entries.get("correct") is not None and numbers["correct"] not in (0.0, 1.0):
-        raise TypeError(f"reward.path={path} returned 'correct': {_show(entries['correct'])}; it must be True or False")
     for key, value in entries.items():
-        if numbers[str(key)] is None and value is not None and (not isinstance(value, str) or key == "acc"):
+        is_left_out = value is None or (isinstance(value, str) and key != "acc")
+        if key == "correct" and value is not None and numbers[key] not in (0.0, 1.0):
+            raise TypeError(f"reward.path={path} returned 'correct': {_show(value)}; it must be True or False")
+        if numbers[str(key)] is None and not is_left_out:
             logged = f"beside {name!r} there may be numbers, which are logged as means, and texts, which are not"
             raise TypeError(f"reward.path={path} returned {key!r}: {_show(value)}; {logged}")
     stated = next((numbers[key] for key in ("correct", "acc") if numbers.get(key) is not None), None)
@@ -273,57 +261,26 @@ def _read_number(value: Any) -> float | None:
         return math.inf if value > 0 else -math.inf
 
 
-def _show(value: Any, length: int = 60) -> str:
+def _show(value: Any) -> str:
     text = repr(value)
-    return f"{text if len(text) <= length else text[:length] + '...'} ({type(value).__name__})"
+    return f"{text if len(text) <= 60 else text[:60] + '...'} ({type(value).__name__})"
 
 
 def encode_question(prompt: Prompt, response: Response) -> str:
-    """All that a prompt and a response have, as JSON; of the prompt's columns what JSON has no type for is a text."""
-    return json.dumps([prompt, response], default=_encode)
-
-
-def _encode(value: Any) -> Any:
-    match value:
-        case Prompt() | Response() | Message() | Turn() | RoutedExperts() | WeightVersions():
-            return vars(value)
-        case np.ndarray():
-            return value.tolist()
-        case bytes():
-            return base64.b64encode(value).decode()
-        case FinishReason():
-            return value.value
-        case Mapping():
-            return dict(value)
-    return str(value)
+    """All that a prompt and a response have, the columns of the data with their types."""
+    return base64.b64encode(pickle.dumps((prompt, response))).decode()
 
 
 def decode_question(text: str) -> tuple[Prompt, Response]:
-    """The prompt and the response that `encode_question` was given."""
-    prompt, response = json.loads(text)
-    experts, versions = response["routed_experts"], response["weight_versions"]
-    prompt |= {"token_ids": tuple(prompt["token_ids"]), "messages": tuple(Message(**m) for m in prompt["messages"])}
-    response |= {
-        "weight_versions": WeightVersions(**{name: tuple(values) for name, values in versions.items()}),
-        "finish_reason": FinishReason(response["finish_reason"]),
-        "routed_experts": experts and RoutedExperts(**{**experts, "data": base64.b64decode(experts["data"])}),
-        "turns": tuple(Turn(**turn) for turn in response["turns"]),
-    }
-    return Prompt(**prompt), Response(**response)
+    """The prompt and the response that `encode_question` was given: it comes from the process that trains."""
+    found: tuple[Prompt, Response] = pickle.loads(base64.b64decode(text))
+    return found
 
 
 def encode_score(score: Score) -> dict[str, Any]:
-    """All that a score has, as plain numbers. Raises TypeError and ValueError for what is not a number."""
-    return {
-        **{field.name: getattr(score, field.name) for field in fields(score)},
-        "reward": float(score.reward),
-        "correct": _read_truth(score.correct),
-        "details": {str(name): float(value) for name, value in score.details.items()},
-    }
-
-
-def _read_truth(value: Any) -> bool:
+    """All that a score has, as JSON. Raises TypeError and ValueError for what is not a number."""
     # The text "False" is true to Python, and so is NaN.
-    if isinstance(value, str) or value not in (0, 1):
-        raise TypeError(f"a Score has the correct {value!r}; it must be True or False")
-    return bool(value)
+    if isinstance(score.correct, str) or score.correct not in (0, 1):
+        raise TypeError(f"a Score has the correct {score.correct!r}; it must be True or False")
+    details = {str(name): float(value) for name, value in score.details.items()}
+    return vars(score) | {"reward": float(score.reward), "correct": bool(score.correct), "details": details}

@@ -73,11 +73,10 @@ class FunctionProcess:
         show_output: bool = False,
         sealed: bool = False,
     ):
-        """path: the function, as package.module:function. options, JSON: where given, `path` is called once with them
-        as keywords and returns the function. memory_gb: address space in GiB beyond what the process has after loading.
-        show_output: what the function prints goes to this process's standard error; else it is dropped. sealed: after
-        loading, the function can only read Python's own folders, as far as the kernel grants it: no other files, no
-        network, no processes."""
+        """options, JSON: where given, `path` is called once with them and returns the function. memory_gb: address
+        space in GiB beyond what the process has after loading. show_output: what the function prints goes to this
+        process's standard error; else it is dropped. sealed: after loading, the function can only read Python's own
+        folders, as far as the kernel grants it: no other files, no network, no processes."""
         self._task = {"path": path, "options": options, "timeout_s": timeout_s, "sealed": sealed}
         self._task["memory_bytes"] = int(memory_gb * GIB)
         self._path, self._timeout_s, self._memory_gb, self._show_output = path, timeout_s, memory_gb, show_output
@@ -93,10 +92,9 @@ class FunctionProcess:
                 self._start()
 
     def call(self, arguments: Mapping[str, Any]) -> Any:
-        """The function's result for these keywords; both are JSON.
+        """The function's result for these keywords; both are JSON. A process that was killed from outside (SIGKILL) is
+        replaced once, and so is one that has answered before and ran out of memory: calls before may have kept it.
 
-        A process that was killed from outside (SIGKILL, as by the kernel where memory is short) is replaced once, and
-        so is one that has answered before and ran out of memory: calls before may have kept it.
         Raises CallError, and StartError where the process has to be started and cannot be.
         """
         question = json.dumps(arguments).encode() + b"\n"

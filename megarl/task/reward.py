@@ -1,7 +1,6 @@
 """The sorts of rewards: functions of this process, functions in processes of their own, and what is awaited."""
 
 import asyncio
-import math
 import os
 import queue
 import threading
@@ -18,29 +17,20 @@ class RewardFailedError(Exception):
     """There is no reward for a response; the message says why, in one line, without what differs between responses."""
 
 
-class AnswerFailedError(RewardFailedError):
-    """There is none for the reference answer, given as a response."""
-
-
-def find_not_finite(score: Score) -> str | None:
-    """What of a score is no finite number, as a sentence."""
-    numbers = {"reward": score.reward, **{f"details {name!r}": value for name, value in score.details.items()}}
-    # An integer may be too large for a float.
-    bad = next((name for name, value in numbers.items() if not -math.inf < value < math.inf), None)
-    return None if bad is None else f"the {bad} is {numbers[bad]}; it must be a finite number"
-
-
 class AsyncReward:
     """A reward that is awaited. Many responses are scored at the same time, on one event loop."""
+
+    is_users = False
+    """Whether it is the user's own code, which may print, start processes, and use files and the network"""
 
     async def score(self, prompt: Prompt, response: Response) -> Score:
         """Score a response. Whatever it raises costs the sample."""
         raise NotImplementedError
 
-    async def check(self, prompt: Prompt, empty: Response) -> Score | None:
-        """Before anything starts: score an empty response to one of the data's prompts, None where that needs what does
-        not run yet. Raises ValueError where the reward cannot read the prompt."""
-        return await self.score(prompt, empty)
+    async def check(self, prompt: Prompt, response: Response) -> Score | None:
+        """Before anything starts: score a response to one of the data's prompts, None where that needs what does not
+        run yet. Raises ValueError where the reward cannot read the prompt."""
+        return await self.score(prompt, response)
 
     def state(self) -> Any:
         """What it keeps from the responses that it has scored, JSON, for a checkpoint; None: nothing. It may be called
@@ -85,8 +75,9 @@ class ProcessReward(AsyncReward):
     package.module:function"""
     key = "reward"
     """The configuration key to name where the function cannot be loaded"""
-    is_users = False
-    """Whether it is the user's own code, which may print, start processes, and use files and the network"""
+    given_up: Score | None = None
+    """The score of a response whose call ran out of time or memory, or took its process down; None: it failed, as what
+    does not end is the function or the pattern"""
 
     def __init__(self, config: ProcessRewardConfig, **options: Any):
         self._config, self._options = config, options
@@ -113,11 +104,6 @@ class ProcessReward(AsyncReward):
     def read(self, answer: Any, prompt: Prompt) -> Score:
         """The score that the answer means."""
         raise NotImplementedError
-
-    def give_up(self) -> Score | None:
-        """The score of a response whose call ran out of time or memory, or took its process down; None: it failed, as
-        what does not end is the function or the pattern."""
-        return None
 
     async def score(self, prompt: Prompt, response: Response) -> Score:
         """Raises RewardFailedError, and ValueError where the prompt cannot be read."""
@@ -146,19 +132,17 @@ class ProcessReward(AsyncReward):
         question = self.ask(prompt, response)
         process = self._idle.get()
         try:
-            answer = process.call(question)
+            return self.read(process.call(question), prompt)
         except StartError as error:
             raise RewardFailedError(f"the reward's process does not start: {error}") from error
         except CallError as error:
-            score = self.give_up() if error.kind in ("time", "memory", "died") else None
-            if score is None:
-                reasons = {
-                    "raised": f"raised {error}",
-                    "time": f"took longer than reward.timeout_s={self._config.timeout_s:g} s",
-                    "memory": f"needed more memory than reward.memory_gb={self._config.memory_gb:g}",
-                }
-                raise RewardFailedError(f"the reward {reasons.get(error.kind, f'failed: {error}')}") from error
-            return score
+            if self.given_up is not None and error.kind in ("time", "memory", "died"):
+                return self.given_up
+            reasons = {
+                "raised": f"raised {error}",
+                "time": f"took longer than reward.timeout_s={self._config.timeout_s:g} s",
+                "memory": f"needed more memory than reward.memory_gb={self._config.memory_gb:g}",
+            }
+            raise RewardFailedError(f"the reward {reasons.get(error.kind, f'failed: {error}')}") from error
         finally:
             self._idle.put(process)
-        return self.read(answer, prompt)

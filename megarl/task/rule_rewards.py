@@ -4,14 +4,15 @@ import importlib.util
 import json
 import re
 from collections import deque
-from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.task import (
+    EnvironmentRewardConfig,
     FormatRewardConfig,
+    LengthRewardConfig,
     MathRewardConfig,
     NumericRewardConfig,
     ReasoningGymRewardConfig,
@@ -65,10 +66,10 @@ def parse_number(text: str) -> Fraction | None:
     text = text.strip().removesuffix("%").rstrip()
     if len(text) > MAX_CHARACTERS or not NUMBER.fullmatch(text):
         return None
-    numerator, _, denominator = text.replace(",", "").replace("$", "").replace("−", "-").partition("/")
-    if denominator:
-        return Fraction(int(numerator), int(denominator)) if int(denominator) else None
-    return Fraction(Decimal(numerator))
+    try:
+        return Fraction(text.replace(",", "").replace("$", "").replace("−", "-"))
+    except ZeroDivisionError:
+        return None
 
 
 def find_last_number(text: str) -> Fraction | None:
@@ -118,6 +119,7 @@ class MathReward(ProcessReward):
     """
 
     path = "megarl.task.process_functions:build_math_scorer"
+    given_up = Score(0.0, False, {"format": 0.0, "timeout": 1.0})
 
     def __init__(self, config: MathRewardConfig):
         """Raises ConfigError without math-verify."""
@@ -134,10 +136,6 @@ class MathReward(ProcessReward):
         correct, details = bool(answer["correct"]), {"format": float(answer["read"]), "timeout": 0.0}
         return Score(float(correct), correct, details, answer["answer"])
 
-    def give_up(self) -> Score:
-        """A response that cannot be compared in time is wrong."""
-        return Score(0.0, False, {"format": 0.0, "timeout": 1.0})
-
 
 class ReasoningGymReward(ProcessReward):
     """The score, 0 to 1, that the prompt's task gives the response (white space at its ends removed).
@@ -148,6 +146,7 @@ class ReasoningGymReward(ProcessReward):
     """
 
     path = "megarl.task.process_functions:build_reasoning_gym_scorer"
+    given_up = Score(0.0, False, {"timeout": 1.0})
 
     def __init__(self, config: ReasoningGymRewardConfig):
         """Raises ConfigError without reasoning-gym."""
@@ -171,44 +170,34 @@ class ReasoningGymReward(ProcessReward):
         reward = float(answer["score"])
         return Score(reward, reward >= self._correct_at, {"timeout": 0.0})
 
-    def give_up(self) -> Score:
-        """A response that cannot be scored in time is wrong."""
-        return Score(0.0, False, {"timeout": 1.0})
 
-
-@dataclass(frozen=True)
 class LengthReward:
     """1 for a response of min_length to max_length tokens, falling linearly to 0 at `falloff` tokens outside.
 
     Tokens are those that the policy generated. Correct within the range. details: {"tokens": their number}.
     """
 
-    min_length: int
-    max_length: int
-    falloff: int
-
-    def __post_init__(self) -> None:
+    def __init__(self, config: LengthRewardConfig):
         """Raises ConfigError for an empty range."""
-        if self.min_length > self.max_length:
-            allowed = f"at most reward.max_length ({self.max_length})"
-            raise ConfigError([f"reward.min_length: found {self.min_length}; it must be {allowed}"])
+        if config.min_length > config.max_length:
+            allowed = f"at most reward.max_length ({config.max_length})"
+            raise ConfigError([f"reward.min_length: found {config.min_length}; it must be {allowed}"])
+        self._config = config
 
     def __call__(self, prompt: Prompt, response: Response) -> Score:
-        length = int(response.generated.sum())
-        outside = max(self.min_length - length, length - self.max_length, 0)
+        length, falloff = int(response.generated.sum()), self._config.falloff
+        outside = max(self._config.min_length - length, length - self._config.max_length, 0)
         # Without a falloff everything outside is 0.
-        reward = max(0.0, 1.0 - outside / self.falloff) if self.falloff else float(outside == 0)
+        reward = max(0.0, 1.0 - outside / falloff) if falloff else float(outside == 0)
         return Score(reward, outside == 0, {"tokens": float(length)})
 
 
-@dataclass(frozen=True)
 class EnvironmentReward:
-    """Adds nothing to the rewards of the turns; correct where their sum is at least correct_at.
+    """0, as the rewards of the turns are part of every sample's reward, whatever `reward=` is; correct where their sum
+    is at least correct_at."""
 
-    The rewards of the turns are part of every sample's reward, whatever `reward=` is: the score here is 0.
-    """
-
-    correct_at: float
+    def __init__(self, config: EnvironmentRewardConfig):
+        self._correct_at = config.correct_at
 
     def __call__(self, prompt: Prompt, response: Response) -> Score:
-        return Score(0.0, sum(turn.reward for turn in response.turns) >= self.correct_at)
+        return Score(0.0, sum(turn.reward for turn in response.turns) >= self._correct_at)

@@ -1,45 +1,21 @@
 """From the `reward` group to what scores responses as they come, whatever a verifier does."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl.algo.rewards import check_score
 from megarl.config.errors import ConfigError
-from megarl.config.reward_parts import RewardPart, read_parts
-from megarl.config.schema.task import (
-    AdditionRewardConfig,
-    CodeRewardConfig,
-    EnvironmentRewardConfig,
-    ExactRewardConfig,
-    FormatRewardConfig,
-    FunctionRewardConfig,
-    HttpRewardConfig,
-    JudgeRewardConfig,
-    LengthRewardConfig,
-    LetterCountRewardConfig,
-    MathRewardConfig,
-    NumericRewardConfig,
-    ReasoningGymRewardConfig,
-    RewardConfig,
-    ScalarModelRewardConfig,
-    WeightedRewardConfig,
-)
+from megarl.config.reward_parts import read_parts
+from megarl.config.schema import task as schema
+from megarl.config.schema.task import RewardConfig, WeightedRewardConfig
+from megarl.task import rule_rewards as rules
 from megarl.task.code import CodeReward
 from megarl.task.function import FunctionReward
 from megarl.task.process import describe, load_callable
-from megarl.task.reward import AnswerFailedError, AsyncReward, DirectReward, RewardFailedError, find_not_finite
-from megarl.task.rule_rewards import (
-    EnvironmentReward,
-    FormatReward,
-    LengthReward,
-    MathReward,
-    NumericReward,
-    ReasoningGymReward,
-    score_exact,
-)
+from megarl.task.reward import AsyncReward, DirectReward, RewardFailedError
 from megarl.task.served_rewards import HttpReward, JudgeReward, ScalarModelReward
 from megarl.types import FinishReason, Prompt, Response, RewardFunction, Score
 
@@ -47,8 +23,7 @@ ROUNDING = 1e-9
 """Weights such as 0.7, 0.2 and 0.1 do not add up to 1 in binary."""
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One reward of the sum."""
 
     reward: AsyncReward
@@ -65,15 +40,16 @@ class WeightedReward(AsyncReward):
     def __init__(self, parts: Mapping[str, Part], correct_by: str | None, correct_at: float):
         self._parts = dict(parts)
         self._correct_by, self._correct_at = correct_by, correct_at
+        self.is_users = any(part.reward.is_users for part in parts.values())
 
     async def score(self, prompt: Prompt, response: Response) -> Score:
         """Raises RewardFailedError where a part fails, naming it."""
         calls = [part.reward.score(prompt, response) for part in self._parts.values()]
         return self._add([score for score in await _gather(calls, self._parts) if score is not None])
 
-    async def check(self, prompt: Prompt, empty: Response) -> Score | None:
+    async def check(self, prompt: Prompt, response: Response) -> Score | None:
         """None where a part cannot be asked yet."""
-        scores = await _gather([part.reward.check(prompt, empty) for part in self._parts.values()], self._parts)
+        scores = await _gather([part.reward.check(prompt, response) for part in self._parts.values()], self._parts)
         known = [score for score in scores if score is not None]
         return self._add(known) if len(known) == len(scores) else None
 
@@ -121,43 +97,45 @@ async def _gather(calls: Sequence[Awaitable[Score | None]], names: Iterable[str]
     return scores
 
 
-def build_reward(config: RewardConfig) -> AsyncReward:
-    """The reward of this configuration. Raises ConfigError naming the key that is wrong, or what is not installed."""
+def build_reward(config: RewardConfig, key: str = "reward") -> AsyncReward:
+    """The reward of this configuration. Raises ConfigError naming what is wrong below `key`, or not installed."""
     if isinstance(config, WeightedRewardConfig):
-        parts = {part.name: Part(_build_part(part), part.weight) for part in read_parts(config)}
+        parts = {
+            each.name: Part(build_reward(each.config, f"reward.parts.{each.name}"), each.weight)
+            for each in read_parts(config)
+        }
         return WeightedReward(parts, config.correct_by, config.correct_at)
-    reward = KINDS[type(config)](config)
+    try:
+        reward = KINDS[type(config)](config)
+    except ConfigError as error:
+        texts = error.problems
+        raise ConfigError([key + t.removeprefix("reward") if t.startswith("reward") else t for t in texts]) from error
     return reward if isinstance(reward, AsyncReward) else DirectReward(reward)
 
 
 TOYS = "megarl.examples.toys.rewards:"
 KINDS: Mapping[type[RewardConfig], Callable[[Any], AsyncReward | RewardFunction]] = {
-    AdditionRewardConfig: lambda config: load_callable(TOYS + "score_addition"),
-    CodeRewardConfig: CodeReward,
-    EnvironmentRewardConfig: lambda config: EnvironmentReward(config.correct_at),
-    ExactRewardConfig: lambda config: score_exact,
-    FormatRewardConfig: FormatReward,
-    FunctionRewardConfig: FunctionReward,
-    HttpRewardConfig: HttpReward,
-    JudgeRewardConfig: JudgeReward,
-    LengthRewardConfig: lambda config: LengthReward(config.min_length, config.max_length, config.falloff),
-    LetterCountRewardConfig: lambda config: load_callable(TOYS + "LetterCountReward")(config.tolerance, config.falloff),
-    MathRewardConfig: MathReward,
-    NumericRewardConfig: NumericReward,
-    ReasoningGymRewardConfig: ReasoningGymReward,
-    ScalarModelRewardConfig: ScalarModelReward,
+    schema.AdditionRewardConfig: lambda config: load_callable(TOYS + "score_addition"),
+    schema.CodeRewardConfig: CodeReward,
+    schema.EnvironmentRewardConfig: rules.EnvironmentReward,
+    schema.ExactRewardConfig: lambda config: rules.score_exact,
+    schema.FormatRewardConfig: rules.FormatReward,
+    schema.FunctionRewardConfig: FunctionReward,
+    schema.HttpRewardConfig: HttpReward,
+    schema.JudgeRewardConfig: JudgeReward,
+    schema.LengthRewardConfig: rules.LengthReward,
+    schema.LetterCountRewardConfig: lambda it: load_callable(TOYS + "LetterCountReward")(it.tolerance, it.falloff),
+    schema.MathRewardConfig: rules.MathReward,
+    schema.NumericRewardConfig: rules.NumericReward,
+    schema.ReasoningGymRewardConfig: rules.ReasoningGymReward,
+    schema.ScalarModelRewardConfig: ScalarModelReward,
 }
-
-
-def _build_part(part: RewardPart) -> AsyncReward:
-    """Raises ConfigError with the full key of what is wrong."""
-    try:
-        return build_reward(part.config)
-    except ConfigError as error:
-        key = f"reward.parts.{part.name}"
-        raise ConfigError(
-            [key + text.removeprefix("reward") if text.startswith("reward") else text for text in error.problems]
-        ) from error
+READ_ANSWERS = (
+    schema.AdditionRewardConfig,
+    schema.ExactRewardConfig,
+    schema.MathRewardConfig,
+    schema.NumericRewardConfig,
+)
 
 
 def reads_answers(config: RewardConfig) -> bool:
@@ -165,11 +143,20 @@ def reads_answers(config: RewardConfig) -> bool:
     if isinstance(config, WeightedRewardConfig):
         parts = {part.name: part.config for part in read_parts(config)}
         return any(map(reads_answers, [parts[config.correct_by]] if config.correct_by else parts.values()))
-    return isinstance(config, AdditionRewardConfig | ExactRewardConfig | MathRewardConfig | NumericRewardConfig)
+    return isinstance(config, READ_ANSWERS)
 
 
-EMPTY = Response((0,), "", (0.0,), (True,), (0,), FinishReason.stop)
-"""One token of empty text: the end of the sequence, sampled at once."""
+def build_short(text: str = "") -> Response:
+    """One token: without a text the end of the sequence, sampled at once."""
+    return Response((0,), text, (0.0,), (True,), (0,), FinishReason.stop)
+
+
+def check_finite(score: Score) -> None:
+    """Raises RewardFailedError naming what of a score is no finite number."""
+    numbers = {"reward": score.reward, **{f"details {name!r}": value for name, value in score.details.items()}}
+    for name, value in numbers.items():
+        if not -math.inf < value < math.inf:  # An integer may be too large for a float.
+            raise RewardFailedError(f"the {name} is {value}; it must be a finite number")
 
 
 class Scorer:
@@ -186,12 +173,11 @@ class Scorer:
         that is equal for equal causes, as far as what a verifier raises allows it."""
         try:
             score = await self._reward.score(prompt, response)
-        except RewardFailedError as error:
-            return fail(str(error))
+            check_finite(score)
+            return score
         except Exception as error:
-            return fail(f"the reward raised {describe(error)}")
-        bad = find_not_finite(score)
-        return score if bad is None else fail(bad)
+            reason = str(error) if isinstance(error, RewardFailedError) else f"the reward raised {describe(error)}"
+            return Score(0.0, False, failure=reason)
 
     def check(self, prompts: Iterable[Prompt], wrong: float = 0.0, chosen: str = "reward=... with data=...") -> None:
         """Score an empty response to each prompt, which shows whether the reward can read the data's answers; where the
@@ -204,20 +190,19 @@ class Scorer:
 
         async def check_all() -> None:
             for prompt in prompts:
-                try:
-                    score = await self._reward.check(prompt, EMPTY)
-                    if score is not None:
-                        if bad := find_not_finite(score):
-                            raise RewardFailedError(bad)
-                        check_score(score.reward, wrong)
-                except ConfigError:
-                    raise
-                except (ValueError, RewardFailedError) as error:
-                    is_answer = isinstance(error, AnswerFailedError)
-                    what = "the reference answer as a response" if is_answer else "an empty response"
-                    asked = prompt.messages[-1].content if prompt.messages else prompt.text
-                    shown = repr(asked if len(asked) <= 60 else f"{asked[:60]}...")
-                    raise ConfigError([f"{chosen}: {what} to {shown} cannot be scored: {error}"]) from error
+                asked = prompt.messages[-1].content if prompt.messages else prompt.text
+                shown = repr(asked if len(asked) <= 60 else f"{asked[:60]}...")
+                for text in ("", prompt.answer) if self._reward.is_users else ("",):
+                    try:
+                        score = await self._reward.check(prompt, build_short(text))
+                        if score is not None:
+                            check_finite(score)
+                            check_score(score.reward, wrong)
+                    except ConfigError:
+                        raise
+                    except (ValueError, RewardFailedError) as error:
+                        what = f"the reference answer {text[:60]!r} as a response" if text else "an empty response"
+                        raise ConfigError([f"{chosen}: {what} to {shown} cannot be scored: {error}"]) from error
 
         # A thread of its own: the caller's may have an event loop that runs, as in a notebook.
         with ThreadPoolExecutor(1) as thread:
@@ -234,11 +219,6 @@ class Scorer:
     def close(self) -> None:
         """End what the reward has started; what is being scored fails."""
         self._reward.close()
-
-
-def fail(reason: str) -> Score:
-    """The score of a response without a reward."""
-    return Score(0.0, False, failure=reason)
 
 
 def build_scorer(config: RewardConfig) -> Scorer:
