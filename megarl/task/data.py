@@ -58,72 +58,65 @@ class DataSplits:
     """How the data were read: columns, chat template, special tokens"""
 
 
-def build_data(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", seed: int, *options: Any) -> DataSplits:
-    """The prompts of a run, the same for the same seed. No question is on both sides, unless the source shares them.
-
-    options: of `split_problems`. Raises ConfigError for bad keys, unreadable or malformed files, and where no prompt is
-    short enough.
-    """
-    return split_problems(config, tokenizer, seed, *options)[0]
-
-
-def split_problems(
+def build_data(
     config: DataConfig,
     tokenizer: "PreTrainedTokenizerBase",
     seed: int,
     tools: ToolPrompt | None = None,
     vocab_size: int | None = None,
-) -> tuple[DataSplits, ProblemSplits]:
-    """As `build_data`, with the problems that the prompts are made of, in the prompts' order.
+) -> DataSplits:
+    """The prompts of a run, the same for the same seed. No question is on both sides, unless the source shares them.
 
-    tools: those that the prompts describe. vocab_size: rows of the model's embedding.
+    tools: those that the prompts describe. vocab_size: rows of the model's embedding. Raises ConfigError for bad keys,
+    unreadable or malformed files, and where no prompt is short enough.
     """
     problems = load_problems(config, seed)
+    train, heldout, num_too_long, num_read, notes = _split(problems, config, tokenizer, seed, tools, vocab_size)
+    num_dropped = num_read - len(train) - len(heldout)
+    train_prompts, heldout_prompts = (tuple(prompt for _, prompt in side) for side in (train, heldout))
+    return DataSplits(train_prompts, heldout_prompts, num_dropped, num_dropped - num_too_long, tuple(notes))
+
+
+def _split(
+    problems: ProblemSplits,
+    config: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    seed: int,
+    tools: ToolPrompt | None,
+    vocab_size: int | None = None,
+) -> tuple[list[Tokenized], list[Tokenized], int, int, list[str]]:
+    """(training, held-out, number of problems that are too long, number of problems that were read, notes)"""
     renderer = Renderer(config, tokenizer, tools, vocab_size)
-    notes = list(problems.notes)
+    notes, num_read = list(problems.notes), len(problems.train)
     train = tokenize_problems(problems.train, renderer, "training", notes)
     num_too_long = len(problems.train) - len(train)
     if problems.heldout is None:
-        num_read = len(problems.train)
         train, heldout = split_heldout(train, config.num_heldout, seed)
     else:
-        num_read = len(problems.train) + len(problems.heldout)
-        heldout = tokenize_problems(problems.heldout, renderer, "held-out", notes)
-        unused = len(heldout)
-        num_too_long += len(problems.heldout) - unused
+        whole = tokenize_problems(problems.heldout, renderer, "held-out", notes)
+        num_too_long += len(problems.heldout) - len(whole)
         if config.num_heldout is not None and config.num_heldout < 1:
             raise ConfigError([f"data.num_heldout: found {config.num_heldout}; it must be 1 or more"])
-        heldout = _draw(heldout, config.num_heldout, f"heldout/{seed}")
-        num_read -= unused - len(heldout)
+        heldout = _draw(whole, config.num_heldout, f"heldout/{seed}")
+        num_read += len(problems.heldout) - len(whole) + len(heldout)
         if not problems.shares_questions:
             asked = {problem.question_key for problem, _ in heldout}
             train = [item for item in train if item[0].question_key not in asked]
         if not train:
             same = "every training question is held out as well; the two files or splits must differ"
             raise ConfigError([f"data: {same}"])
-    notes.append(describe_prompts(renderer, [prompt for _, prompt in train]))
-    num_dropped = num_read - len(train) - len(heldout)
-    splits = DataSplits(
-        train=tuple(prompt for _, prompt in train),
-        heldout=tuple(prompt for _, prompt in heldout),
-        num_dropped=num_dropped,
-        num_repeated=num_dropped - num_too_long,
-        notes=tuple(notes),
-    )
-    kept = replace(problems, train=[problem for problem, _ in train], heldout=[problem for problem, _ in heldout])
-    return splits, kept
+    notes.append(describe_prompts(renderer, train))
+    return train, heldout, num_too_long, num_read, notes
 
 
-def describe_prompts(renderer: Renderer, prompts: Sequence[Prompt]) -> str:
+def describe_prompts(renderer: Renderer, items: Sequence[Tokenized]) -> str:
     """How the prompts are rendered, and the first one's answer."""
-    return f"{renderer.describe(prompts[0].token_ids)}; the first answer is {prompts[0].answer[:60]!r}"
+    first = items[0][1]
+    return f"{renderer.describe(first.token_ids)}; the first answer is {first.answer[:60]!r}"
 
 
 def load_problems(config: DataConfig, seed: int) -> ProblemSplits:
-    """All problems of this configuration; the same for the same seed.
-
-    Raises ConfigError, also for the base class, which names no source.
-    """
+    """All problems of this configuration; the same for the same seed. Raises ConfigError, also for the base class."""
     if type(config) not in SOURCES:
         raise ConfigError([f"data: {type(config).__name__} is not a source; choose one with data=letter_count, ..."])
     return SOURCES[type(config)](config, seed)
@@ -131,17 +124,14 @@ def load_problems(config: DataConfig, seed: int) -> ProblemSplits:
 
 def tokenize_problems(problems: Sequence[Problem], renderer: Renderer, side: str, notes: list[str]) -> list[Tokenized]:
     """Problems of at most data.prompt_length tokens with their prompts, in order. notes: grows by what was done.
-
-    Raises ConfigError where none is short enough, for one that has no tokens at all or does not end with a question,
-    and for tokens that the model does not have.
-    """
+    Raises ConfigError where none is short enough, and for one that a model could not answer."""
     for problem in problems:
         if (role := problem.messages[-1].role) != "user":
             found = f"{role}, {problem.messages[-1].content[:60]!r}"
             raise _refuse(problem, f"the last message is of {found}; expected one of the user, which the model answers")
     asked, problems = problems, _settle_special(problems, renderer, side, notes)
     texts = [renderer.render(problem) for problem in problems]
-    tokens = renderer.tokenize(texts, names=[_locate(problem) for problem in problems])
+    tokens = renderer.tokenize(texts, names=[each.metadata.get("location", "data") for each in problems])
     limit = renderer.config.prompt_length
     begin, end = renderer.tokenizer.bos_token_id, renderer.tokenizer.eos_token_id
     for problem, ids in zip(problems, tokens, strict=True):
@@ -158,7 +148,9 @@ def tokenize_problems(problems: Sequence[Problem], renderer: Renderer, side: str
     repeats: Counter[str] = Counter()
     kept: list[Tokenized] = []
     for own, problem, text, ids in zip(asked, problems, texts, tokens, strict=True):
-        digest = identify(own)
+        parts = [part for m in own.messages for part in (m.role, m.content)]
+        # A stable name.
+        digest = hashlib.sha256("\0".join([*parts, own.answer]).encode()).hexdigest()[:16]
         repeats[digest] += 1
         if len(ids) <= limit:
             name = digest if repeats[digest] == 1 else f"{digest}-{repeats[digest]}"
@@ -167,20 +159,13 @@ def tokenize_problems(problems: Sequence[Problem], renderer: Renderer, side: str
     return kept
 
 
-def _locate(problem: Problem) -> str:
-    return problem.metadata.get("location", "data")
-
-
 def _refuse(problem: Problem, why: str) -> ConfigError:
-    return ConfigError([f"{_locate(problem)}: {why}"])
+    return ConfigError([f"{problem.metadata.get('location', 'data')}: {why}"])
 
 
 def _settle_special(problems: Sequence[Problem], renderer: Renderer, side: str, notes: list[str]) -> Sequence[Problem]:
     """The problems without special tokens in their texts, which would end a message of a chat template; plain text may
-    have them.
-
-    Raises ConfigError where most problems have some: a chat template has been applied to them before.
-    """
+    have them. Raises ConfigError where most problems have some: a chat template has been applied to them before."""
     special = [[token for m in p.messages for token in renderer.find_special(m.content)] for p in problems]
     found = {i: tokens for i, tokens in enumerate(special) if tokens}
     if not found:
@@ -200,19 +185,11 @@ def _settle_special(problems: Sequence[Problem], renderer: Renderer, side: str, 
     ]
 
 
-def identify(problem: Problem) -> str:
-    """A stable name: 16 hex digits of the SHA-256 of messages and answer."""
-    parts = [part for m in problem.messages for part in (m.role, m.content)]
-    return hashlib.sha256("\0".join([*parts, problem.answer]).encode()).hexdigest()[:16]
-
-
 def split_heldout(
     problems: list[Tokenized], num_heldout: int | None, seed: int
 ) -> tuple[list[Tokenized], list[Tokenized]]:
-    """(training, held-out): a random part, repeats of a question kept on one side.
-
-    Raises ConfigError where `num_heldout` would leave a side empty.
-    """
+    """(training, held-out): a random part, repeats of a question kept on one side. Raises ConfigError where
+    `num_heldout` would leave a side empty."""
     keys = list(dict.fromkeys(problem.question_key for problem, _ in problems))
     if len(keys) < 2:
         needed = "one to train on and another to hold out are needed"
@@ -249,14 +226,17 @@ def build_evaluation_set(
 ) -> tuple[Tokenized, ...]:
     """The problems of data=`name`, in their order: every one, or `num_problems` drawn at random under `seed`.
 
-    path: a file or directory in place of the one the configuration names. tools: those that the prompts describe. key:
-    of the path; None: evaluate.paths.NAME. vocab_size: rows of the model's embedding. notes: grows by how the set was
-    read. Raises ConfigError that names the key, also for a prompt longer than
-    data.prompt_length: a set without its long problems is another set.
+    path: a file or directory in place of the one the configuration names. key: of the path; None:
+    evaluate.paths.NAME. notes: grows by how the set was read. Raises ConfigError that names the key, also for a prompt
+    longer than data.prompt_length: a set without its long problems is another set.
     """
     key = key or f"evaluate.paths.{name}"
     try:
-        chosen = _whole(config if path is None else use_local_path(config, path, key))
+        # The held-out part as the only one, so that the training part need not be read.
+        chosen = config if path is None else use_local_path(config, path, key)
+        for whole, part in (("split", "heldout_split"), ("path", "heldout_path")):
+            if getattr(chosen, part, None) is not None:
+                chosen = replace(chosen, **{whole: getattr(chosen, part), part: None})
         found = load_problems(chosen, seed)
     except ConfigError as error:
         hint = ""
@@ -264,16 +244,15 @@ def build_evaluation_set(
             hint = f"; {key}=FILE reads a local .jsonl or .parquet file, or a dataset's directory"
         raise ConfigError([f"data={name}: {problem}{hint}" for problem in error.problems]) from error
     problems = _draw(found.train if found.heldout is None else found.heldout, num_problems, f"evaluate/{seed}")
-    unlimited = replace(chosen, prompt_length=sys.maxsize)
-    renderer, notes = Renderer(unlimited, tokenizer, tools, vocab_size), [] if notes is None else notes
+    renderer = Renderer(replace(chosen, prompt_length=sys.maxsize), tokenizer, tools, vocab_size)
+    notes = [] if notes is None else notes
     notes += found.notes
     tokenized = tuple(tokenize_problems(problems, renderer, name, notes))
-    notes.append(describe_prompts(renderer, [prompt for _, prompt in tokenized]))
+    notes.append(describe_prompts(renderer, tokenized))
     longest = max(len(prompt.token_ids) for _, prompt in tokenized)
     if longest > config.prompt_length:
-        found_longest = f"the longest prompt of data={name} has {longest} tokens"
-        why = "and an evaluation leaves no problem out"
-        raise ConfigError([f"data.prompt_length: found {config.prompt_length}; {found_longest}, {why}"])
+        why = f"the longest prompt of data={name} has {longest} tokens, and an evaluation leaves no problem out"
+        raise ConfigError([f"data.prompt_length: found {config.prompt_length}; {why}"])
     return tokenized
 
 
@@ -283,19 +262,17 @@ def build_heldout(
     seed: int,
     *,
     most: int,
-    num_problems: int | None = None,
-    tools: ToolPrompt | None = None,
-    vocab_size: int | None = None,
-    notes: list[str] | None = None,
+    num_problems: int | None,
+    tools: ToolPrompt | None,
+    vocab_size: int | None,
+    notes: list[str],
 ) -> tuple[Tokenized, ...]:
     """The prompts of these data on which a run evaluates itself, in the run's order; of them `num_problems` at random.
 
-    most: train.num_eval_prompts. notes: gets a text for each thing to be said of how they are read. Raises ConfigError.
+    most: train.num_eval_prompts. notes: grows by how they are read. Raises ConfigError.
     """
-    splits, problems = split_problems(config, tokenizer, seed, tools, vocab_size)
-    if notes is not None:
-        notes += splits.notes
-    heldout = list(zip(problems.heldout or (), splits.heldout, strict=True))
+    _, heldout, *_, said = _split(load_problems(config, seed), config, tokenizer, seed, tools, vocab_size)
+    notes += said
     return tuple(_draw(heldout[:most], num_problems, f"evaluate/{seed}"))
 
 
@@ -313,15 +290,6 @@ def use_local_path(config: DataConfig, path: str, key: str) -> DataConfig:
         raise ConfigError([f"{key}: found {path}; it must be a .jsonl or .parquet file, or a dataset's directory"])
     names = {field.name for field in fields(kind if isinstance(config, kind) else FileDataConfig)}
     return kind(**{name: value for name, value in vars(config).items() if name in names} | {"path": path})
-
-
-def _whole(config: DataConfig) -> DataConfig:
-    """The held-out part as the only one, so that the training part need not be read."""
-    if isinstance(config, HuggingFaceDataConfig) and config.heldout_split is not None:
-        return replace(config, split=config.heldout_split, heldout_split=None)
-    if isinstance(config, JsonlDataConfig | ParquetDataConfig) and config.heldout_path is not None:
-        return replace(config, path=config.heldout_path, heldout_path=None)
-    return config
 
 
 def _draw(problems: Sequence[Each], number: int | None, seed: str) -> list[Each]:
@@ -374,9 +342,8 @@ class PromptSampler(Generic[T]):
         """Continue where `state()` was taken. Raises ValueError where the state is of other prompts or another seed."""
         for key, own in (("seed", self._seed), ("prompts", self._fingerprint)):
             if state[key] != own:
-                raise ValueError(
-                    f"the sampler's state is of another run: its {key} is {state[key]!r}, here it is {own!r}"
-                )
+                found = f"its {key} is {state[key]!r}, here it is {own!r}"
+                raise ValueError(f"the sampler's state is of another run: {found}")
         self._start_epoch(int(state["epoch"]))
         self._position = int(state["position"])
 

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,7 +57,11 @@ UNREAD = ("tool_calls", "function_call", "images", "audio")
 """Parts of a message that would be lost"""
 HASHES = re.compile(r"^####(.*)$", re.MULTILINE)
 NUMBER_BEHIND_HASHES = re.compile(r"####[ \t]*[-+]?\$?[\d,.]*\d%?")
-
+PARTS = {
+    AnswerPart.whole: "everything",
+    AnswerPart.after_hashes: "what stands behind ####",
+    AnswerPart.boxed: "what stands in the last \\boxed{}",
+}
 Located = tuple[str, Mapping[str, Any]]
 """Where a record was found ("train.jsonl:17"), and the record."""
 
@@ -70,16 +74,15 @@ def read_problems(
 
     Raises ConfigError that says where, what was found and what would be right; `if_none` where there are no records.
     """
-    located = []
-    for where, record in records:
+    located = list(records)
+    if not located:
+        raise ConfigError([if_none])
+    for where, record in located:
         for name, value in record.items():
             if MEDIA.fullmatch(str(name)) and value:
                 found = f"found {_shorten(value)}; the model reads text alone and would not see it"
                 hint = "Take the column out of the data where the questions can be answered without it"
                 raise ConfigError([f"{where}: {name}: {found}. {hint}"])
-        located.append((where, record))
-    if not located:
-        raise ConfigError([if_none])
     prompt_field, answer_field, others = find_fields(located, config)
     chats = [_read_chat(where, record, prompt_field, answer_field) for where, record in located]
     values = [
@@ -89,48 +92,53 @@ def read_problems(
     part = config.answer_part or _choose_part(located, values)
     problems: list[Problem] = []
     for (where, record), (messages, _), value in zip(located, chats, values, strict=True):
-        name = answer_field or prompt_field
         answer = read_answer(value, part)
         if not answer:
-            expected = f"a text with {PARTS[part]}" if part is not AnswerPart.whole else "a text or number"
-            raise ConfigError([_bad_field(where, record, name, f"{expected} that is not blank", "data.answer_field")])
+            expected = "a text or number" if part is AnswerPart.whole else f"a text with {PARTS[part]}"
+            needed = f"{expected} that is not blank"
+            raise _refuse_field(where, record, answer_field or prompt_field, needed, "data.answer_field")
         used = {prompt_field.split(".")[0], answer_field}
         if prompt_field == "instruction" and answer_field != "input" and isinstance(record.get("input"), str):
             used.add("input")
-        metadata = {
-            k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False, default=str)
-            for k, v in record.items()
-            if k not in used
+        others_of = {name: each for name, each in record.items() if name not in used}
+        texts = {
+            name: each if isinstance(each, str) else json.dumps(each, ensure_ascii=False, default=str)
+            for name, each in others_of.items()
         }
-        problems.append(Problem(messages, answer, {**metadata, "location": where}, record))
-    left_out = sum(last is not None for _, last in chats) if answer_field else 0
-    source = f"column {answer_field}" if answer_field else "the chats' last messages"
-    note = f"questions from column {prompt_field}, answers from {source}"
+        problems.append(Problem(messages, answer, {**texts, "location": where}, record))
+    note = f"questions from column {prompt_field}, answers from "
+    note += f"column {answer_field}" if answer_field else "the chats' last messages"
     note += "" if part is AnswerPart.whole else f", of each {PARTS[part]}"
     note += f" (not from {', '.join(others)})" if others else ""
-    if left_out:
+    if left_out := sum(last is not None for _, last in chats) if answer_field else 0:
         note += f"; the assistant's message at the end of {left_out} chats is left out as an answer"
     return problems, note
 
 
 def find_fields(records: Sequence[Located], config: FileDataConfig) -> tuple[str, str | None, list[str]]:
     """(prompt field, answer field, other fields that could be the answer's); None: the answer is the last message of
-    the chat.
-    """
-    prompt = config.prompt_field or next(_list_present(records, PROMPT_FIELDS), None)
-    if prompt is None:
-        raise ConfigError([_no_field(records, "question", PROMPT_FIELDS, "data.prompt_field")])
-    names = [name for name in ANSWER_FIELDS if name != prompt]
+    the chat."""
+
+    def find(names: list[str]) -> list[str]:
+        return [name for name in names if any(get_field(record, name) is not None for _, record in records)]
+
+    def refuse(what: str, names: list[str], key: str) -> ConfigError:
+        where, record = records[0]
+        found = ", ".join(map(str, record)) or "no fields"
+        return ConfigError(
+            [f"{where}: found {found}; expected a field with the {what} ({', '.join(names)}), or set {key}"]
+        )
+
+    prompts = [config.prompt_field] if config.prompt_field else find(PROMPT_FIELDS)
+    if not prompts:
+        raise refuse("question", PROMPT_FIELDS, "data.prompt_field")
     if config.answer_field is not None:
-        return prompt, config.answer_field, []
-    found = list(_list_present(records, names))
-    if not found and not any(isinstance(_decode_chat(get_field(record, prompt)), list) for _, record in records):
-        raise ConfigError([_no_field(records, "answer", names, "data.answer_field")])
-    return prompt, found[0] if found else None, found[1:]
-
-
-def _list_present(records: Sequence[Located], names: Iterable[str]) -> Iterator[str]:
-    return (name for name in names if any(get_field(record, name) is not None for _, record in records))
+        return prompts[0], config.answer_field, []
+    names = [name for name in ANSWER_FIELDS if name != prompts[0]]
+    found = find(names)
+    if not found and not any(isinstance(_decode_chat(get_field(record, prompts[0])), list) for _, record in records):
+        raise refuse("answer", names, "data.answer_field")
+    return prompts[0], found[0] if found else None, found[1:]
 
 
 def _read_chat(
@@ -140,27 +148,25 @@ def _read_chat(
 
     Raises ConfigError where there is no question, or no such message and no answer field.
     """
-    value = _decode_chat(get_field(record, prompt_field))
+    value, place = _decode_chat(get_field(record, prompt_field)), f"{where}: {prompt_field}"
     if isinstance(value, list):
-        messages = read_messages(where, prompt_field, value)
+        messages = read_messages(place, value)
     elif isinstance(value, str) and value.strip():
         if prompt_field == "instruction" and isinstance(record.get("input"), str) and answer_field != "input":
             value = f"{value}\n\n{record['input']}".strip()
         messages = (Message("user", value),)
     else:
-        expected = "a text that is not blank, or messages"
-        raise ConfigError([_bad_field(where, record, prompt_field, expected, "data.prompt_field")])
+        raise _refuse_field(where, record, prompt_field, "a text that is not blank, or messages", "data.prompt_field")
     last = messages[-1] if messages[-1].role == "assistant" else None
     if last is None and answer_field is None:
-        role = messages[-1].role
-        raise ConfigError([f"{where}: {prompt_field}: the last message is of {role}; expected the assistant's answer"])
+        raise ConfigError([f"{place}: the last message is of {messages[-1].role}; expected the assistant's answer"])
     messages = messages if last is None else messages[:-1]
     if not any(m.role == "user" for m in messages):
-        raise ConfigError([f"{where}: {prompt_field}: found no user message; expected one before the answer"])
+        raise ConfigError([f"{place}: found no user message; expected one before the answer"])
     return messages, last
 
 
-def read_messages(where: str, field: str, value: list[Any]) -> tuple[Message, ...]:
+def read_messages(where: str, value: list[Any]) -> tuple[Message, ...]:
     """A chat: records of role and content (or from and value)."""
     messages = []
     for number, item in enumerate(value):
@@ -171,10 +177,10 @@ def read_messages(where: str, field: str, value: list[Any]) -> tuple[Message, ..
         if role not in ("system", "user", "assistant") or not isinstance(content, str) or unread:
             needed = '{"role": "system", "user" or "assistant", "content": text}'
             needed += f" without {' and '.join(unread)}" if unread else ""
-            raise ConfigError([f"{where}: {field}[{number}]: found {_shorten(item)}; expected {needed}"])
+            raise ConfigError([f"{where}[{number}]: found {_shorten(item)}; expected {needed}"])
         messages.append(Message(role, content))
     if not messages:
-        raise ConfigError([f"{where}: {field}: found no messages; expected one or more"])
+        raise ConfigError([f"{where}: found no messages; expected one or more"])
     return tuple(messages)
 
 
@@ -186,17 +192,13 @@ def _decode_chat(value: Any) -> Any:
         decoded = parse_json(value)
     except ValueError:
         return value
-    forms = ({"role", "content"}, {"from", "value"})
-    chat = isinstance(decoded, list) and all(
-        isinstance(item, dict) and any(form <= item.keys() for form in forms) for item in decoded
-    )
-    return decoded if chat and decoded else value
+    is_chat = all(isinstance(item, dict) and item.keys() & {"role", "from"} for item in decoded)
+    return decoded if decoded and is_chat else value
 
 
 def read_answer(value: Any, part: AnswerPart = AnswerPart.whole) -> str:
     """The answer as text: the only element of a list, 27.0 as 27, of texts the part. "" for a value that is no answer,
-    and for a text that has no such part.
-    """
+    and for a text that has no such part."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, float) and value.is_integer():
@@ -208,8 +210,7 @@ def read_answer(value: Any, part: AnswerPart = AnswerPart.whole) -> str:
         return text
     if part is AnswerPart.boxed:
         return find_boxed(text) or ""
-    final: list[str] = HASHES.findall(text)
-    text = final[-1].strip() if final else ""
+    text = HASHES.findall(text)[-1].strip() if HASHES.search(text) else ""
     return text.replace(",", "") if re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?", text) else text
 
 
@@ -218,13 +219,11 @@ def _choose_part(records: Sequence[Located], values: Sequence[Any]) -> AnswerPar
     texts = [value if isinstance(value, str) else "" for value in values]
     # One line of hashes, which ends the text: headings of Markdown look otherwise.
     lines = [text.rstrip().splitlines()[-1:] if len(HASHES.findall(text)) == 1 else [] for text in texts]
-    found = {
-        AnswerPart.after_hashes: [bool(line and NUMBER_BEHIND_HASHES.fullmatch(line[0])) for line in lines],
-        AnswerPart.boxed: [find_boxed(text) is not None for text in texts],
-    }
-    if all(found[AnswerPart.after_hashes]):
+    hashes = [bool(line and NUMBER_BEHIND_HASHES.fullmatch(line[0])) for line in lines]
+    if all(hashes):
         return AnswerPart.after_hashes
-    for part, has in found.items():
+    boxes = [find_boxed(text) is not None for text in texts]
+    for part, has in ((AnswerPart.after_hashes, hashes), (AnswerPart.boxed, boxes)):
         if 2 * sum(has) >= len(has):
             count = f"{sum(has)} of {len(has)} answers, as that of {records[has.index(True)][0]}, have {PARTS[part]}"
             hint = f"{part.value} takes that part, whole takes the answer as it is"
@@ -232,24 +231,14 @@ def _choose_part(records: Sequence[Located], values: Sequence[Any]) -> AnswerPar
     return AnswerPart.whole
 
 
-PARTS = {
-    AnswerPart.whole: "everything",
-    AnswerPart.after_hashes: "what stands behind ####",
-    AnswerPart.boxed: "what stands in the last \\boxed{}",
-}
-
-
 def find_boxed(text: str) -> str | None:
     """The content of the last \\boxed{...} with balanced braces."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    start += len("\\boxed{")
+    _, box, rest = text.rpartition("\\boxed{")
     depth = 1
-    for end in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
+    for end, character in enumerate(rest if box else ""):
+        depth += {"{": 1, "}": -1}.get(character, 0)
         if depth == 0:
-            return text[start:end].strip()
+            return rest[:end].strip()
     return None
 
 
@@ -263,13 +252,7 @@ def get_field(record: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def _no_field(records: Sequence[Located], what: str, names: Iterable[str], key: str) -> str:
-    where, record = records[0]
-    found = ", ".join(map(str, record)) or "no fields"
-    return f"{where}: found {found}; expected a field with the {what} ({', '.join(names)}), or set {key}"
-
-
-def _bad_field(where: str, record: Mapping[str, Any], name: str, expected: str, key: str) -> str:
+def _refuse_field(where: str, record: Mapping[str, Any], name: str, expected: str, key: str) -> ConfigError:
     value, hint = get_field(record, name), ""
     if value is not None:
         found = f"found {_shorten(value)}"
@@ -277,7 +260,7 @@ def _bad_field(where: str, record: Mapping[str, Any], name: str, expected: str, 
         found, hint = "found null", f"; take such rows out of the data, or name another column with {key}"
     else:
         found = f"found only {', '.join(map(str, record))}"
-    return f"{where}: {name}: {found}; expected {expected}{hint}"
+    return ConfigError([f"{where}: {name}: {found}; expected {expected}{hint}"])
 
 
 def _shorten(value: Any) -> str:

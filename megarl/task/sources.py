@@ -1,4 +1,4 @@
-"""Problems from files, one JSON object a line or parquet, and from Hugging Face datasets."""
+"""Problems from files, Hugging Face datasets, the user's own function and reasoning-gym."""
 
 import dataclasses
 import inspect
@@ -20,18 +20,31 @@ from megarl.config.user_code import describe_error, load_named
 from megarl.files import parse_json
 from megarl.task.problems import Located, Problem, ProblemSplits, ask, read_problems
 
-Reader = Callable[[Path], Iterator[Located]]
+Read = tuple[list[Problem], str]
+"""Problems, and a note on how they were read"""
 
 
 def load_files(config: JsonlDataConfig | ParquetDataConfig, seed: int) -> ProblemSplits:
     """The problems of data.path and, where it is given, data.heldout_path. Raises ConfigError."""
     read = read_jsonl if isinstance(config, JsonlDataConfig) else read_parquet
-    train = _load_file(config, "data.path", config.path, read)
-    name = config.heldout_path
-    return _join(train, None if name is None else _load_file(config, "data.heldout_path", name, read))
+
+    def load(key: str, name: str | None) -> Read:
+        if not name:
+            raise ConfigError([f"{key}: found nothing; it must be a file, {key}=FILE"])
+        path = Path(name).expanduser()
+        if not path.is_file():
+            what = "is a directory" if path.is_dir() else f"does not exist (from {Path.cwd()})"
+            raise ConfigError([f"{key}: {name} {what}; it must be a file"])
+        try:
+            return read_problems(read(path), config, f"{key}: {name} holds no problems; expected one or more records")
+        except OSError as error:
+            raise ConfigError([f"{key}: {name} cannot be read: {error}"]) from error
+
+    train, name = load("data.path", config.path), config.heldout_path
+    return _join(train, None if name is None else load("data.heldout_path", name))
 
 
-def _join(train: tuple[list[Problem], str], heldout: tuple[list[Problem], str] | None) -> ProblemSplits:
+def _join(train: Read, heldout: Read | None) -> ProblemSplits:
     """Both parts, each with its note; one note where they are alike."""
     (problems, note), (others, other) = train, heldout or (None, train[1])
     notes = (note,) if note == other else (f"for training {note}", f"held out {other}")
@@ -65,40 +78,24 @@ def read_parquet(path: Path) -> Iterator[Located]:
 
     try:
         with parquet.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches(batch_size=1024):
-                for record in batch.to_pylist():
-                    yield f"{path}: row {number}", record
-                    number += 1
+            rows = (record for batch in file.iter_batches(batch_size=1024) for record in batch.to_pylist())
+            yield from ((f"{path}: row {number}", record) for number, record in enumerate(rows))
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError([f"{path}: expected a parquet file: {error}"]) from error
 
 
-def _load_file(config: FileDataConfig, key: str, name: str | None, read: Reader) -> tuple[list[Problem], str]:
-    if not name:
-        raise ConfigError([f"{key}: found nothing; it must be a file, {key}=FILE"])
-    path = Path(name).expanduser()
-    if not path.is_file():
-        what = "is a directory" if path.is_dir() else f"does not exist (from {Path.cwd()})"
-        raise ConfigError([f"{key}: {name} {what}; it must be a file"])
-    try:
-        return read_problems(read(path), config, f"{key}: {name} holds no problems; expected one or more records")
-    except OSError as error:
-        raise ConfigError([f"{key}: {name} cannot be read: {error}"]) from error
-
-
 def load_dataset(config: HuggingFaceDataConfig, seed: int) -> ProblemSplits:
     """The problems of data.split and, where it is given, data.heldout_split. Raises ConfigError."""
-    train, name = _load_split(config, "data.split", config.split), config.heldout_split
-    return _join(train, None if name is None else _load_split(config, "data.heldout_split", name))
-
-
-def _load_split(config: HuggingFaceDataConfig, key: str, split: str) -> tuple[list[Problem], str]:
     if not config.path:
         raise ConfigError(["data.path: found nothing; it must be a dataset's name or directory"])
-    records = enumerate(open_dataset(config.path, config.subset, split, key))
-    located = ((f"{config.path}[{split}]: row {number}", record) for number, record in records)
-    return read_problems(located, config, f"{key}: {split!r} of {config.path} holds no problems")
+
+    def load(key: str, split: str) -> Read:
+        records = enumerate(open_dataset(str(config.path), config.subset, split, key))
+        located = ((f"{config.path}[{split}]: row {number}", record) for number, record in records)
+        return read_problems(located, config, f"{key}: {split!r} of {config.path} holds no problems")
+
+    train, name = load("data.split", config.split), config.heldout_split
+    return _join(train, None if name is None else load("data.heldout_split", name))
 
 
 def open_dataset(path: str, subset: str | None, split: str, key: str) -> Any:
@@ -118,14 +115,11 @@ def open_dataset(path: str, subset: str | None, split: str, key: str) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # the library raises its own, the hub's and the network's
+        reason = f"cannot read {split!r} (data.subset {subset})"
+        if not local and not isinstance(error, ValueError):
+            reason = "no directory here, not in the local cache, and the hub was not reached or does not have it;"
+            reason += " offline, give a local directory, or a file with data=jsonl or data=parquet"
         detail = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        if local or isinstance(error, ValueError):
-            reason = f"cannot read {split!r} (data.subset {subset})"
-        else:
-            reason = (
-                "no directory here, not in the local cache, and the hub was not reached or does not have it;"
-                " offline, give a local directory, or a file with data=jsonl or data=parquet"
-            )
         raise ConfigError([f"data.path: {path}: {reason}: {detail}"]) from error
 
 
@@ -134,24 +128,31 @@ def load_made(config: FunctionDataConfig, seed: int) -> ProblemSplits:
 
     Raises ConfigError for a function that cannot be found or called so, and with what it raises.
     """
-    path, options = config.path, config.options
+    path = config.path
     make = load_named("data.path", path)
     if not callable(make):
         raise ConfigError([f"data.path: found {path!r}, a {type(make).__name__}; a function was expected"])
     parameters = inspect.signature(make).parameters
-    if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
-        _check_names("data.options.", options, list(parameters), f"such parameter of {path}")
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        _check_names("data.options.", config.options, list(parameters), f"such parameter of {path}")
     try:
-        found = make(seed, config.num_heldout, **options)
+        found = make(seed, config.num_heldout, **config.options)
     except ConfigError:
         raise
     except Exception as error:  # The user's own code.
         raise ConfigError([f"data.path: {path} raised {describe_error(error, path)}"]) from error
     if isinstance(found, ProblemSplits):
         return found
+
+    def read(records: Any, side: str) -> Read:
+        located = [(f"{path}: {side} record {number}", each) for number, each in enumerate(records)]
+        for where, record in located:
+            if not isinstance(record, Mapping):
+                raise ConfigError([f"{where}: found {record!r}; expected a dict with question and answer"])
+        return read_problems(located, FileDataConfig(), f"data.path: {path} made no {side} problems")
+
     train, heldout = found if isinstance(found, tuple) else (found, None)
-    read = _read_made(path, train, "training")
-    return _join(read, None if heldout is None else _read_made(path, heldout, "held-out"))
+    return _join(read(train, "training"), None if heldout is None else read(heldout, "held-out"))
 
 
 def _check_names(key: str, names: Iterable[str], known: list[str], what: str) -> None:
@@ -160,14 +161,6 @@ def _check_names(key: str, names: Iterable[str], known: list[str], what: str) ->
             nearest = find_nearest_key(name, known)
             hint = f"did you mean {nearest}?" if nearest else f"there are {', '.join(known)}"
             raise ConfigError([f"{key}{name}: no {what}; {hint}"])
-
-
-def _read_made(path: str, records: Any, side: str) -> tuple[list[Problem], str]:
-    located = [(f"{path}: {side} record {number}", each) for number, each in enumerate(records)]
-    for where, record in located:
-        if not isinstance(record, Mapping):
-            raise ConfigError([f"{where}: found {record!r}; expected a dict with question and answer"])
-    return read_problems(located, FileDataConfig(), f"data.path: {path} made no {side} problems")
 
 
 TRIES_PER_PROBLEM = 10
@@ -182,63 +175,51 @@ def load_reasoning_gym(config: ReasoningGymDataConfig, seed: int) -> ProblemSpli
     metadata["reasoning_gym"] is JSON of {"task": name, "entry": problem, "config": data.options}, for the scorer.
     Raises ConfigError.
     """
-    num_heldout = 256 if config.num_heldout is None else config.num_heldout
-    seen: set[str] = set()
-    first_seed = seed * 1_000_003 % HELDOUT_SEED_OFFSET
-    heldout = _generate(config, num_heldout, "num_heldout", first_seed + HELDOUT_SEED_OFFSET, seen)
-    return ProblemSplits(_generate(config, config.size, "size", first_seed, seen), heldout)
-
-
-def _generate(config: ReasoningGymDataConfig, number: int, key: str, seed: int, seen: set[str]) -> list[Problem]:
-    """`number` problems of questions that are not in `seen`, which grows by them."""
-    if number < 1:
-        raise ConfigError([f"data.{key}: found {number}; it must be 1 or more"])
-    task, tries = config.task, number * TRIES_PER_PROBLEM
-    dataset = create_dataset(task, seed, tries, config.options)
-    problems: list[Problem] = []
-    for i in range(tries):
-        entry = dataset[i]
-        problem = to_problem(task, entry, config.options)
-        if problem.question_key in seen:
-            continue
-        seen.add(problem.question_key)
-        problems.append(problem)
-        if len(problems) == 1:
-            check_scorer(task, entry, dataset)
-        if len(problems) == number:
-            return problems
-    found = f"{tries} tries of reasoning-gym's {task} with these data.options gave only {len(problems)} new questions"
-    raise ConfigError([f"data.{key}: found {number}; {found}; that many are possible"])
-
-
-def create_dataset(task: str, seed: int, size: int, options: dict[str, Any]) -> Any:
-    """reasoning-gym's dataset. Raises ConfigError for an unknown task or option and for a refused value."""
     from reasoning_gym import factory  # takes a second, which other sources need not wait
 
+    task, options = config.task, config.options
     # "composite" mixes other datasets, and its entries do not say how to score them alone.
     known = sorted(name for name in factory.DATASETS if name != "composite")
     _check_names("data.task=", [task], known, "such task of reasoning-gym")
     fields = {f.name for f in dataclasses.fields(factory.DATASETS[task][1])} - {"seed", "size"}
     _check_names("data.options.", options, sorted(fields), f"such option of {task}")
-    try:
-        return factory.create_dataset(task, seed=seed, size=size, **options)
-    except (AssertionError, ValueError, TypeError) as error:
-        raise ConfigError([f"data.options: {task} refuses {options}: {error}"]) from error
+    seen: set[str] = set()
+
+    def generate(number: int, key: str, first_seed: int) -> list[Problem]:
+        """Of questions that are not in `seen`, which grows by them."""
+        if number < 1:
+            raise ConfigError([f"data.{key}: found {number}; it must be 1 or more"])
+        tries, problems = number * TRIES_PER_PROBLEM, list[Problem]()
+        try:
+            dataset = factory.create_dataset(task, seed=first_seed, size=tries, **options)
+        except (AssertionError, ValueError, TypeError) as error:
+            raise ConfigError([f"data.options: {task} refuses {options}: {error}"]) from error
+        for entry in (dataset[i] for i in range(tries)):
+            stored = json.dumps({"task": task, "entry": entry, "config": options}, default=str)
+            answer = "" if entry["answer"] is None else str(entry["answer"])  # Some tasks have only a scorer.
+            problem = ask(entry["question"], answer, {"reasoning_gym": stored})
+            if problem.question_key in seen:
+                continue
+            seen.add(problem.question_key)
+            problems.append(problem)
+            if len(problems) == 1:
+                _check_scorer(task, entry, dataset.score_answer)
+            if len(problems) == number:
+                return problems
+        found = f"{tries} tries of reasoning-gym's {task} with these data.options gave only {len(problems)}"
+        raise ConfigError([f"data.{key}: found {number}; {found} new questions; that many are possible"])
+
+    first_seed = seed * 1_000_003 % HELDOUT_SEED_OFFSET
+    num_heldout = 256 if config.num_heldout is None else config.num_heldout
+    heldout = generate(num_heldout, "num_heldout", first_seed + HELDOUT_SEED_OFFSET)
+    return ProblemSplits(generate(config.size, "size", first_seed), heldout)
 
 
-def to_problem(task: str, entry: dict[str, Any], options: dict[str, Any]) -> Problem:
-    """One of reasoning-gym's entries. The answer is "" for tasks that have only a scorer."""
-    answer = entry["answer"]
-    metadata = {"reasoning_gym": json.dumps({"task": task, "entry": entry, "config": options}, default=str)}
-    return ask(entry["question"], "" if answer is None else str(answer), metadata)
-
-
-def check_scorer(task: str, entry: dict[str, Any], dataset: Any) -> None:
+def _check_scorer(task: str, entry: dict[str, Any], score: Callable[..., float]) -> None:
     """Raises ConfigError where the task's own answer loses its score on the way through JSON."""
-    answer, stored = entry["answer"], json.loads(json.dumps(entry, default=str))
+    answer, stored, reason = entry["answer"], json.loads(json.dumps(entry, default=str)), ""
     try:
-        is_same = answer is None or dataset.score_answer(answer, stored) >= dataset.score_answer(answer, entry)
-        reason = ""
+        is_same = answer is None or score(answer, stored) >= score(answer, entry)
     except Exception as error:  # the scorers are other people's and raise anything
         is_same, reason = False, f": {type(error).__name__}: {error}"
     if not is_same:
