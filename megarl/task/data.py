@@ -21,8 +21,9 @@ from megarl.config.schema.task import (
     VerifiersDataConfig,
 )
 from megarl.task.problems import Problem, ProblemSplits
+from megarl.task.process import load_callable
 from megarl.task.render import Renderer
-from megarl.task.sources import load_dataset, load_files, load_made, load_reasoning_gym
+from megarl.task.sources import load_dataset, load_files, load_made
 from megarl.task.tools import ToolPrompt
 from megarl.task.verifiers import load_rows
 from megarl.types import Message, Prompt
@@ -33,9 +34,10 @@ if TYPE_CHECKING:
 
 MOST_HELDOUT_BY_DEFAULT = 256
 
+GYM = "megarl.examples.reasoning_gym.gym:"
 SOURCES: Mapping[type[DataConfig], Callable[[Any, int], ProblemSplits]] = {
     FunctionDataConfig: load_made,
-    ReasoningGymDataConfig: load_reasoning_gym,
+    ReasoningGymDataConfig: lambda config, seed: load_callable(GYM + "load_reasoning_gym")(config, seed),
     JsonlDataConfig: load_files,
     ParquetDataConfig: load_files,
     HuggingFaceDataConfig: load_dataset,

@@ -8,15 +8,12 @@ seconds.
 import ast
 import json
 import re
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from megarl.task.process import call, load_callable
 from megarl.task.sandbox import find_protections, python
 
-SCORERS_WITH_EVAL = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
-"""reasoning-gym modules (last part of the name) that call eval() on an answer, to read a list."""
 TEXT_TAKERS = frozenset({"Float", "Function", "Integer", "Rational", "Symbol"})
 """The only calls that may hold a string: sympy's own way of writing a name or a number."""
 FUNCTIONS = TEXT_TAKERS | {
@@ -84,28 +81,6 @@ def build_math_scorer() -> Scorer:
     def score(gold: str, text: str, mode: str, thinking: bool) -> dict[str, Any]:
         verdict = grade(gold, text, mode, thinking=thinking)
         return {"correct": verdict.is_right, "read": verdict.is_read, "answer": verdict.answer}
-
-    return score
-
-
-def build_reasoning_gym_scorer() -> Scorer:
-    """(task, entry, config, text) -> {"score"}."""
-    from reasoning_gym.factory import DATASETS, create_dataset
-
-    guard_sympy()
-    datasets: dict[str, Any] = {}
-
-    def score(task: str, entry: dict[str, Any], config: dict[str, Any], text: str) -> dict[str, Any]:
-        if task not in DATASETS:
-            raise ValueError(f"reasoning-gym has no task {task!r}; it has {', '.join(sorted(DATASETS))}")
-        options = {"seed": 0, "size": 1, **config}
-        key = json.dumps([task, options], sort_keys=True)
-        if key not in datasets:
-            module = sys.modules[DATASETS[task][0].__module__]
-            if module.__name__.rsplit(".", 1)[-1] in SCORERS_WITH_EVAL:
-                module.eval = ast.literal_eval  # type: ignore[attr-defined]
-            datasets[key] = create_dataset(task, **options)
-        return {"score": float(datasets[key].score_answer(answer=text, entry=entry))}
 
     return score
 

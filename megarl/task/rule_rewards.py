@@ -1,7 +1,6 @@
 """Rewards by a rule: equality of texts, numbers and mathematics, form, length, and the environment's own."""
 
 import importlib.util
-import json
 import re
 from collections import deque
 from decimal import Decimal
@@ -15,7 +14,6 @@ from megarl.config.schema.task import (
     LengthRewardConfig,
     MathRewardConfig,
     NumericRewardConfig,
-    ReasoningGymRewardConfig,
 )
 from megarl.task.math_text import ends_in_open_thinking
 from megarl.task.reward import ProcessReward
@@ -135,40 +133,6 @@ class MathReward(ProcessReward):
     def read(self, answer: Any, prompt: Prompt) -> Score:
         correct, details = bool(answer["correct"]), {"format": float(answer["read"]), "timeout": 0.0}
         return Score(float(correct), correct, details, answer["answer"])
-
-
-class ReasoningGymReward(ProcessReward):
-    """The score, 0 to 1, that the prompt's task gives the response (white space at its ends removed).
-
-    prompt.metadata["reasoning_gym"] is JSON: {"task": its name, "entry": the generated item, "config": the
-    task's options (may be absent)}. Correct from reward.correct_at on. details: "timeout" is 1 where time or memory ran
-    out, which scores 0.
-    """
-
-    path = "megarl.task.process_functions:build_reasoning_gym_scorer"
-    given_up = Score(0.0, False, {"timeout": 1.0})
-
-    def __init__(self, config: ReasoningGymRewardConfig):
-        """Raises ConfigError without reasoning-gym."""
-        if importlib.util.find_spec("reasoning_gym") is None:
-            raise ConfigError(["reward: reasoning_gym found, but it is not installed; `make install` brings it"])
-        super().__init__(config)
-        self._correct_at = config.correct_at
-
-    def ask(self, prompt: Prompt, response: Response) -> dict[str, Any]:
-        """Raises ValueError, naming the prompt, where it was not made by reasoning-gym."""
-        try:
-            stored = json.loads(prompt.metadata["reasoning_gym"])
-            asked = {"task": stored["task"], "entry": stored["entry"], "config": stored.get("config") or {}}
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            found = f"no reasoning-gym task in its metadata ({type(error).__name__}: {error})"
-            needed = "reward=reasoning_gym goes with data=reasoning_gym"
-            raise ValueError(f"prompt {prompt.id!r}: {found}; {needed}") from error
-        return {**asked, "text": response.text.strip()}
-
-    def read(self, answer: Any, prompt: Prompt) -> Score:
-        reward = float(answer["score"])
-        return Score(reward, reward >= self._correct_at, {"timeout": 0.0})
 
 
 class LengthReward:

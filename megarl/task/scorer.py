@@ -13,6 +13,7 @@ from megarl.config.schema import task as schema
 from megarl.config.schema.task import RewardConfig, WeightedRewardConfig
 from megarl.task import rule_rewards as rules
 from megarl.task.code import CodeReward
+from megarl.task.data import GYM
 from megarl.task.function import FunctionReward
 from megarl.task.process import describe, load_callable
 from megarl.task.reward import AsyncReward, DirectReward, RewardFailedError
@@ -127,7 +128,7 @@ KINDS: Mapping[type[RewardConfig], Callable[[Any], AsyncReward | RewardFunction]
     schema.LetterCountRewardConfig: lambda it: load_callable(TOYS + "LetterCountReward")(it.tolerance, it.falloff),
     schema.MathRewardConfig: rules.MathReward,
     schema.NumericRewardConfig: rules.NumericReward,
-    schema.ReasoningGymRewardConfig: rules.ReasoningGymReward,
+    schema.ReasoningGymRewardConfig: lambda config: load_callable(GYM + "ReasoningGymReward")(config),
     schema.ScalarModelRewardConfig: ScalarModelReward,
 }
 READ_ANSWERS = (

@@ -1,9 +1,7 @@
-"""Problems from files, Hugging Face datasets, the user's own function and reasoning-gym."""
+"""Problems from files, Hugging Face datasets and functions, the user's own or those of examples/."""
 
-import dataclasses
 import inspect
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +12,10 @@ from megarl.config.schema.task import (
     HuggingFaceDataConfig,
     JsonlDataConfig,
     ParquetDataConfig,
-    ReasoningGymDataConfig,
 )
 from megarl.config.user_code import describe_error, load_named
 from megarl.files import parse_json
-from megarl.task.problems import Located, Problem, ProblemSplits, ask, read_problems
+from megarl.task.problems import Located, Problem, ProblemSplits, read_problems
 
 Read = tuple[list[Problem], str]
 """Problems, and a note on how they were read"""
@@ -134,7 +131,7 @@ def load_made(config: FunctionDataConfig, seed: int) -> ProblemSplits:
         raise ConfigError([f"data.path: found {path!r}, a {type(make).__name__}; a function was expected"])
     parameters = inspect.signature(make).parameters
     if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-        _check_names("data.options.", config.options, list(parameters), f"such parameter of {path}")
+        check_names("data.options.", config.options, list(parameters), f"such parameter of {path}")
     try:
         found = make(seed, config.num_heldout, **config.options)
     except ConfigError:
@@ -155,72 +152,9 @@ def load_made(config: FunctionDataConfig, seed: int) -> ProblemSplits:
     return _join(read(train, "training"), None if heldout is None else read(heldout, "held-out"))
 
 
-def _check_names(key: str, names: Iterable[str], known: list[str], what: str) -> None:
+def check_names(key: str, names: Iterable[str], known: list[str], what: str) -> None:
     for name in names:
         if name not in known:
             nearest = find_nearest_key(name, known)
             hint = f"did you mean {nearest}?" if nearest else f"there are {', '.join(known)}"
             raise ConfigError([f"{key}{name}: no {what}; {hint}"])
-
-
-TRIES_PER_PROBLEM = 10
-"""Problems generated at most for each one wanted: small tasks repeat themselves."""
-HELDOUT_SEED_OFFSET = 1_000_000_000
-"""The package seeds problem i with seed + i; this keeps the ranges of the two sides apart."""
-
-
-def load_reasoning_gym(config: ReasoningGymDataConfig, seed: int) -> ProblemSplits:
-    """`size` and `num_heldout` problems of different questions.
-
-    metadata["reasoning_gym"] is JSON of {"task": name, "entry": problem, "config": data.options}, for the scorer.
-    Raises ConfigError.
-    """
-    from reasoning_gym import factory  # takes a second, which other sources need not wait
-
-    task, options = config.task, config.options
-    # "composite" mixes other datasets, and its entries do not say how to score them alone.
-    known = sorted(name for name in factory.DATASETS if name != "composite")
-    _check_names("data.task=", [task], known, "such task of reasoning-gym")
-    fields = {f.name for f in dataclasses.fields(factory.DATASETS[task][1])} - {"seed", "size"}
-    _check_names("data.options.", options, sorted(fields), f"such option of {task}")
-    seen: set[str] = set()
-
-    def generate(number: int, key: str, first_seed: int) -> list[Problem]:
-        """Of questions that are not in `seen`, which grows by them."""
-        if number < 1:
-            raise ConfigError([f"data.{key}: found {number}; it must be 1 or more"])
-        tries, problems = number * TRIES_PER_PROBLEM, list[Problem]()
-        try:
-            dataset = factory.create_dataset(task, seed=first_seed, size=tries, **options)
-        except (AssertionError, ValueError, TypeError) as error:
-            raise ConfigError([f"data.options: {task} refuses {options}: {error}"]) from error
-        for entry in (dataset[i] for i in range(tries)):
-            stored = json.dumps({"task": task, "entry": entry, "config": options}, default=str)
-            answer = "" if entry["answer"] is None else str(entry["answer"])  # Some tasks have only a scorer.
-            problem = ask(entry["question"], answer, {"reasoning_gym": stored})
-            if problem.question_key in seen:
-                continue
-            seen.add(problem.question_key)
-            problems.append(problem)
-            if len(problems) == 1:
-                _check_scorer(task, entry, dataset.score_answer)
-            if len(problems) == number:
-                return problems
-        found = f"{tries} tries of reasoning-gym's {task} with these data.options gave only {len(problems)}"
-        raise ConfigError([f"data.{key}: found {number}; {found} new questions; that many are possible"])
-
-    first_seed = seed * 1_000_003 % HELDOUT_SEED_OFFSET
-    num_heldout = 256 if config.num_heldout is None else config.num_heldout
-    heldout = generate(num_heldout, "num_heldout", first_seed + HELDOUT_SEED_OFFSET)
-    return ProblemSplits(generate(config.size, "size", first_seed), heldout)
-
-
-def _check_scorer(task: str, entry: dict[str, Any], score: Callable[..., float]) -> None:
-    """Raises ConfigError where the task's own answer loses its score on the way through JSON."""
-    answer, stored, reason = entry["answer"], json.loads(json.dumps(entry, default=str)), ""
-    try:
-        is_same = answer is None or score(answer, stored) >= score(answer, entry)
-    except Exception as error:  # the scorers are other people's and raise anything
-        is_same, reason = False, f": {type(error).__name__}: {error}"
-    if not is_same:
-        raise ConfigError([f"data.task: {task} cannot be scored from stored problems{reason}; choose another"])
