@@ -1,8 +1,8 @@
 """A process of its own for a function that may hang, use up memory or take its process down: both ends of it.
 
-Its time limit holds in any thread and inside C code (a power of powers), which a signal handler's would not.
-Only JSON goes between the two processes. The other end is python -m megarl.task.process: it reads the task and then one
-call a line from standard input, and writes one answer a line, until its input ends or its parent does.
+Its time limit holds in any thread and inside C code (a power of powers), which a signal handler's would not. The other
+end is python -m megarl.task.process: it reads the task and then one call a line (JSON) from standard input, and writes
+one answer a line, until its input ends or its parent does.
 """
 
 import asyncio
@@ -22,6 +22,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from megarl.config.errors import ConfigError
 from megarl.config.user_code import DescribedError, load_named
@@ -97,7 +99,7 @@ class FunctionProcess:
 
         Raises CallError, and StartError where the process has to be started and cannot be.
         """
-        question = json.dumps(arguments).encode() + b"\n"
+        question = json.dumps(arguments).encode()
         with self._lock:
             try:
                 answer = self._ask(question)
@@ -122,32 +124,36 @@ class FunctionProcess:
         # Beside a call only the kill: the pipes are the call's until it has noticed.
         if (process := self._process) is not None and process.poll() is None:
             kill_group(process)
-        with self._lock:
-            if self._process is not None:
-                self._stop()
+        self.stop()
 
     def _ask(self, question: bytes) -> dict[str, Any]:
         self._check_open()
         process = self._process or self._start()
+        answer, status = self._exchange(process, question, self._timeout_s + GRACE_S)
+        if answer is not None:
+            self._has_answered = True
+            return answer
+        kind, text = {
+            -signal.SIGALRM: ("time", f"it took longer than {self._timeout_s:g} s"),
+            OUT_OF_MEMORY: ("memory", f"it needed more than {self._memory_gb:g} GiB of memory"),
+            -signal.SIGKILL: ("killed", "its process was killed (SIGKILL) twice"),
+        }.get(status, ("died", f"its process died ({describe_status(status)})"))
+        raise CallError(kind, text)
+
+    def _exchange(
+        self, process: "subprocess.Popen[bytes]", question: bytes, seconds: float
+    ) -> tuple[dict[str, Any] | None, int]:
+        """The answer, or None and the status of the process, which is then ended: SIGALRM's where time ran out."""
         try:
-            line = exchange(process, question, self._timeout_s + GRACE_S)
+            line = exchange(process, question + b"\n", seconds)
         except TimeoutError:
             self._stop()
-            status = -signal.SIGALRM
-        else:
-            if line is not None:
-                answer: dict[str, Any] = json.loads(line)
-                self._has_answered = True
-                return answer
-            status = self._stop()
-            self._check_open()
-        if status == -signal.SIGALRM:
-            raise CallError("time", f"it took longer than {self._timeout_s:g} s")
-        if status == OUT_OF_MEMORY:
-            raise CallError("memory", f"it needed more than {self._memory_gb:g} GiB of memory")
-        if status == -signal.SIGKILL:
-            raise CallError("killed", "its process was killed (SIGKILL) twice")
-        raise CallError("died", f"its process died ({describe_status(status)})")
+            return None, -signal.SIGALRM
+        if line is not None:
+            return json.loads(line), 0
+        status = self._stop()
+        self._check_open()
+        return None, status
 
     def _check_open(self) -> None:
         if self._closed:
@@ -168,18 +174,13 @@ class FunctionProcess:
         if self._closed:  # `close` may have looked before there was a process to kill.
             self._stop()
             self._check_open()
-        try:
-            # The same modules are found as here.
-            task = json.dumps({**self._task, "sys_path": [os.path.abspath(entry) for entry in sys.path]})
-            line = exchange(process, task.encode() + b"\n", START_DEADLINE_S)
-        except TimeoutError:
-            self._stop()
-            raise StartError(f"loading {self._path} took longer than {START_DEADLINE_S:.0f} s") from None
-        if line is None:
-            status = self._stop()
-            self._check_open()
+        # The same modules are found as here.
+        task = json.dumps({**self._task, "sys_path": [os.path.abspath(entry) for entry in sys.path]})
+        message, status = self._exchange(process, task.encode(), START_DEADLINE_S)
+        if message is None and status == -signal.SIGALRM:
+            raise StartError(f"loading {self._path} took longer than {START_DEADLINE_S:.0f} s")
+        if message is None:
             raise StartError(f"the process that loads {self._path} died ({describe_status(status)})")
-        message = json.loads(line)
         if "error" in message:
             self._stop()
             raise StartError(message["error"])
@@ -275,26 +276,6 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def limit_memory(more: int) -> None:
-    """Limits the address space to what the process has and `more` bytes."""
-    with open("/proc/self/statm") as statm:
-        now = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = now + more if hard == resource.RLIM_INFINITY else min(now + more, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def seal() -> None:
-    """From now on this thread reads Python's own folders and megarl's, and nothing else of the machine.
-
-    What the kernel does not grant is left out: it was said before the start (`megarl.task.sandbox.list_gaps`).
-    """
-    with contextlib.suppress(OSError):
-        confinement.allow_files([*list_readable(), str(ROOT / "megarl")], None)
-    with contextlib.suppress(OSError):
-        confinement.refuse_calls(os.getpid(), own_files=False)
-
-
 def list_readable() -> list[str]:
     """The folders that a program may read, none within another."""
     own = {sys.prefix, sys.base_prefix, sys.exec_prefix, *PACKAGES, os.path.dirname(os.path.realpath(sys.executable))}
@@ -304,18 +285,6 @@ def list_readable() -> list[str]:
         if not any(path == other or path.startswith(f"{other}/") for other in found):
             found.append(path)
     return found
-
-
-def end_with_parent(descriptor: int) -> None:
-    """Kill this process's group as soon as the other end of this pipe is closed."""
-
-    def watch() -> None:
-        poll = select.poll()
-        poll.register(descriptor, 0)  # POLLHUP is always reported, whatever there is to read.
-        poll.poll()
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def call(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
@@ -336,7 +305,15 @@ def main() -> None:
     # What functions read must not be the calls.
     questions = os.fdopen(os.dup(0), "r")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    end_with_parent(questions.fileno())
+
+    def end_with_parent() -> None:
+        """Kill this process's group as soon as the other end of the pipe is closed."""
+        poll = select.poll()
+        poll.register(questions.fileno(), 0)  # POLLHUP is always reported, whatever there is to read.
+        poll.poll()
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     # No handler: the kernel ends the process, also where Python would not come to run one.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
@@ -353,9 +330,15 @@ def main() -> None:
     except Exception as error:
         write({"error": " ".join(str(error).split()) if isinstance(error, ValueError) else describe(error)})
         return
-    limit_memory(task["memory_bytes"])
-    if task["sealed"]:
-        seal()
+    memory = psutil.Process().memory_info().vms + task["memory_bytes"]
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    memory = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    if task["sealed"]:  # What the kernel does not grant is left out: it was said before the start.
+        with contextlib.suppress(OSError):
+            confinement.allow_files([*list_readable(), str(ROOT / "megarl")], None)
+        with contextlib.suppress(OSError):
+            confinement.refuse_calls(os.getpid(), own_files=False)
     write({"ready": True})
     served_by = os.getpid()
     for line in questions:

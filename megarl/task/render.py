@@ -2,17 +2,14 @@
 
 The latter is data.critic_prompt with a prompt's answer and metadata in it. A critic may know what the policy does not
 (BPCO 2608.23566; Le Critique 2608.16739, section 3): V(h_t, z) remains a baseline that does not bias the policy
-gradient where z does not depend on the response (its equation 5). The fields are therefore those of the prompt, which
-are fixed before a response is sampled.
-
-The papers do not say where z stands. The implementation of the second one (prime-values) puts a closed system message
-in front of the conversation, behind a token that begins every text, and so does this; without a chat template the text
-stands there as it is. All tokens of prompt and response then attend to it, and they are the policy's own, so that V of
-response token t stands at the same response position.
+gradient where z does not depend on the response (its equation 5), as the fields of a prompt do not. As in the second
+one's implementation (prime-values), z is a closed system message in front of the conversation, behind a token that
+begins every text; without a chat template it stands there as it is. All tokens of prompt and response then attend to
+it, and they are the policy's own, so that V of response token t stands at the same response position.
 """
 
+import contextlib
 import re
-import string
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
@@ -35,14 +32,10 @@ SEPARATOR = "\n\n"
 DATE = datetime(2024, 7, 26)
 """What a chat template is told that asks for the date, so that a run reads the same prompts on the day that it is
 resumed, and an evaluation those of its run. It is the date that Llama 3's templates have where they are told none"""
-RANDOM = re.compile(r"\|\s*random\b|\blipsum\b")
-"""What Jinja has of chance"""
 
 
 class Renderer:
-    """Renders problems for one tokenizer. Raises ConfigError for an instruction without {question}, and for a chat
-    template with chance in it.
-    """
+    """Renders problems for one tokenizer. Raises ConfigError for an instruction without {question}."""
 
     def __init__(
         self,
@@ -63,9 +56,6 @@ class Renderer:
         self._asks_date = False
         self._left_out = ""
         """What the tokenizer would add at the end of a text"""
-        if self.uses_template and RANDOM.search(str(tokenizer.chat_template)):
-            why = "the template has random or lipsum in it; a resumed run would read other prompts"
-            raise ConfigError([f"data.chat_template: {why}"])
 
     def render(self, problem: Problem) -> str:
         """The text whose tokens are the prompt, with what the assistant's turn begins with; the policy continues it."""
@@ -86,11 +76,8 @@ class Renderer:
         return messages if self.tools is None else self.tools.add_to(messages)
 
     def render_messages(self, messages: Sequence[Message], for_answer: bool = True) -> str:
-        """The text of the messages, up to where the assistant's next one begins.
-
-        for_answer: whether one follows them; False: the text ends with the last message.
-        Raises ConfigError where the chat template refuses them.
-        """
+        """The text of the messages, up to where the assistant's next one begins, or without `for_answer` to the end of
+        the last message. Raises ConfigError where the chat template refuses them."""
         if not self.uses_template:
             return SEPARATOR.join(m.content for m in messages if m.content)
         chat = [{"role": m.role, "content": m.content} for m in messages]
@@ -131,10 +118,9 @@ class Renderer:
     ) -> list[tuple[int, ...]]:
         """Token ids of each text.
 
-        add_special_tokens: those that the tokenizer adds in front of a text; None: where no chat template is used. A
-        chat template writes its own special tokens; plain text gets those the tokenizer adds by itself, except for
-        those behind the text, where the response begins, and those that it begins with already. names: where each text
-        is from, for messages. Raises ConfigError for a text that cannot be read, or not by the model.
+        add_special_tokens: those that the tokenizer adds in front of a text, unless it begins with them; None: where no
+        chat template is used, which writes its own. Those behind the text, where the response begins, are left out.
+        names: where each text is from, for messages. Raises ConfigError for a text that the model cannot read.
         """
         if not texts:
             return []
@@ -178,9 +164,8 @@ class Renderer:
 
     @cached_property
     def special_tokens(self) -> tuple[str, ...]:
-        """The texts that the tokenizer reads as special tokens, the longest first; the chat template's tokens around a
-        message are among them, also where the tokenizer does not call them special.
-        """
+        """The texts that the tokenizer reads as special tokens, the longest first, with those that the chat template
+        puts around a message, also where the tokenizer does not call them special."""
         added = self.tokenizer.added_tokens_decoder
         found = {str(token) for token in added.values() if token.special} | set(self.tokenizer.all_special_tokens)
         if self.uses_template:
@@ -192,29 +177,23 @@ class Renderer:
         return tuple(sorted((token for token in found if len(token.strip()) > 1), key=len, reverse=True))
 
     @cached_property
-    def _beginnings(self) -> frozenset[str]:
-        return frozenset(token[0] for token in self.special_tokens)
+    def _special(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self.special_tokens)) or "(?!)")
 
     def find_special(self, content: str) -> list[str]:
         """The special tokens that a text has."""
-        # Some tokenizers have thousands.
-        may_have = any(character in content for character in self._beginnings)
-        return [token for token in self.special_tokens if token in content] if may_have else []
+        return list(dict.fromkeys(self._special.findall(content)))
 
     def defuse(self, content: str) -> str:
         """The content with a space in what the tokenizer would read as a special token: it may not end its message."""
-        for token in self.special_tokens:
-            content = content.replace(token, f"{token[0]} {token[1:]}")
-        return content
+        return self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", content)
 
     def describe(self, prompt: Sequence[int]) -> str:
         """Which template and which special tokens the prompts have. prompt: the tokens of one that was rendered."""
-        text = "prompts in the tokenizer's chat template"
+        text = f"prompts in the chat template of {self.config.chat_template_path or 'the tokenizer'}"
         if not self.uses_template:
             why = "data.chat_template is false" if self.tokenizer.chat_template else "the tokenizer has none"
             text = f"prompts without a chat template ({why})"
-        elif self.config.chat_template_path is not None:
-            text = f"prompts in the chat template of {self.config.chat_template_path}"
         names = dict.fromkeys(self.tokenizer.convert_ids_to_tokens(list(prompt)))
         special = ", ".join(name for name in names if name in self.special_tokens)
         text += f"; special tokens of the first: {special or 'none'}"
@@ -250,17 +229,13 @@ class Renderer:
 
 def use_chat_template(config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
     """Give the tokenizer the chat template of data.chat_template_path, where that is set. Raises ConfigError."""
-    if config.chat_template_path is None:
+    key, name = "data.chat_template_path", config.chat_template_path
+    if name is None:
         return
     if not config.chat_template:
-        raise ConfigError(["data.chat_template_path: has no effect with data.chat_template=false"])
-    tokenizer.chat_template = read_text("data.chat_template_path", config.chat_template_path)
-
-
-def read_text(key: str, name: str) -> str:
-    """The text of the file that this key names. Raises ConfigError."""
+        raise ConfigError([f"{key}: has no effect with data.chat_template=false"])
     try:
-        return Path(name).expanduser().read_text(encoding="utf-8")
+        tokenizer.chat_template = Path(name).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{key}: {name} cannot be read (from {Path.cwd()}): {error}"]) from error
 
@@ -274,17 +249,20 @@ NUM_CACHED = 4096
 """Texts whose tokens are kept: the responses to one prompt have the same one"""
 ROLES = ("system", "user")
 """Roles of the message, by preference: some chat templates refuse or leave out a system message without a question"""
+FIELD = re.compile(r"\{\{|\}\}|\{([^{}]+)\}|([{}])")
+"""A brace that is text, the name of a field (never evaluated: dots and brackets are part of it), or a lone brace"""
 
 
 class CriticPrompt:
     """What the critic reads of a prompt: the text's tokens, then the prompt's."""
 
     def __init__(self, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", vocab_size: int | None = None):
-        """vocab_size: rows of the critic's embedding. Raises ConfigError where data.critic_prompt is blank or no
-        template.
-        """
-        self._parts = parse(config.critic_prompt or "")
-        self._limit = config.critic_prompt_length
+        """vocab_size: rows of the critic's embedding. Raises ConfigError for a blank data.critic_prompt or a lone brace
+        in it."""
+        self._template, self._limit = config.critic_prompt or "", config.critic_prompt_length
+        if not self._template.strip() or any(found[2] for found in FIELD.finditer(self._template)):
+            needed = "it must be a text such as 'Reference answer: {answer}', and a brace that is text is written twice"
+            raise ConfigError([f"{KEY}: found {self._template!r}; {needed}"])
         # Without the policy's tools.
         self._renderer = Renderer(config, tokenizer, vocab_size=vocab_size)
         self._first_token = tokenizer.bos_token_id
@@ -293,24 +271,25 @@ class CriticPrompt:
     def fill(self, prompt: Prompt) -> str:
         """The text for this prompt. Raises ConfigError for a field that the prompt does not have."""
         values = {**prompt.metadata, "answer": prompt.answer}
-        for _, name in self._parts:
-            if name is not None and name not in values:
+
+        def replace_field(found: re.Match[str]) -> str:
+            name = found[1]
+            if name is None:
+                return found[0][0]
+            if name not in values:
                 where = prompt.metadata.get("location", f"prompt {prompt.id}")
                 raise ConfigError([f"{KEY}: found {{{name}}}; the fields of {where} are {', '.join(sorted(values))}"])
-        if self._renderer.uses_template:
-            values = {name: self._renderer.defuse(value) for name, value in values.items()}
-        return "".join(text + ("" if name is None else values[name]) for text, name in self._parts)
+            return self._renderer.defuse(values[name]) if self._renderer.uses_template else values[name]
+
+        return FIELD.sub(replace_field, self._template)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The text's tokens. Raises ConfigError as `fill` and where they are above data.critic_prompt_length."""
-        tokens = self._encode(self.fill(prompt))
-        self._check_length(len(tokens))
-        return tokens
+        return self._encode(self.fill(prompt))
 
     def extend(self, prompt: Prompt) -> tuple[int, ...]:
         """The text's tokens and then the prompt's, with one token in front of both that begins every text. Raises as
-        `encode`.
-        """
+        `encode`."""
         own, first = self.encode(prompt), (self._first_token,)
         # Of some models it begins every message.
         if prompt.token_ids[:1] == first and prompt.token_ids.count(self._first_token) == 1:
@@ -319,51 +298,27 @@ class CriticPrompt:
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Check all prompts that are trained on. Raises ConfigError as `encode`."""
-        texts = list(dict.fromkeys(map(self.fill, prompts)))
-        self._check_length(max(map(len, self._tokenize(texts)), default=0))
-
-    def _check_length(self, found: int) -> None:
-        if found > self._limit:
-            longest = f"the longest text that {KEY} gives has {found} tokens, and none is cut"
-            raise ConfigError([f"data.critic_prompt_length: found {self._limit}; {longest}"])
+        self._tokenize(list(dict.fromkeys(map(self.fill, prompts))))
 
     def _tokenize(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Tokens of each text, also one that begins every text where a chat template writes it."""
         rendered = list(map(self._render, texts))
         try:
-            return self._renderer.tokenize(rendered, add_special_tokens=False)
+            found = self._renderer.tokenize(rendered, add_special_tokens=False)
         except ConfigError as error:
             raise ConfigError([f"{KEY}: {problem.removeprefix('data: ')}" for problem in error.problems]) from error
+        if (most := max(map(len, found), default=0)) > self._limit:
+            longest = f"the longest text that {KEY} gives has {most} tokens, and none is cut"
+            raise ConfigError([f"data.critic_prompt_length: found {self._limit}; {longest}"])
+        return found
 
     def _render(self, text: str) -> str:
         if not self._renderer.uses_template:
             return text
         for role in ROLES:
-            try:
+            with contextlib.suppress(ConfigError):
                 rendered = self._renderer.render_messages([Message(role, text)], for_answer=False)
-            except ConfigError:
-                continue
-            if text.strip() in rendered:
-                return rendered
+                if text.strip() in rendered:
+                    return rendered
         found = "the tokenizer's chat template shows neither a system message nor a user message that stands alone"
         raise ConfigError([f"{KEY}: {found}; data.chat_template=false does without it"])
-
-
-def parse(template: str) -> list[tuple[str, str | None]]:
-    """(text, name of the field after it) of each part, as Python's templates are written; None: no field follows.
-
-    A name is never evaluated: dots and brackets are part of it. Raises ConfigError naming data.critic_prompt for what
-    is no template.
-    """
-    if not template.strip():
-        raise ConfigError([f"{KEY}: found {template!r}; it must be a text, for example 'Reference answer: {{answer}}'"])
-    parts: list[tuple[str, str | None]] = []
-    try:
-        for text, name, specification, conversion in string.Formatter().parse(template):
-            if name == "" or specification or conversion:
-                raise ValueError("a field is a name between braces and nothing else")
-            parts.append((text, name))
-    except ValueError as error:
-        needed = "a field is {answer} or another one of the prompt's, and a brace that is text is written twice"
-        raise ConfigError([f"{KEY}: found {template!r}: {error}; {needed}"]) from error
-    return parts

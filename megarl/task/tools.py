@@ -3,7 +3,7 @@
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
@@ -24,8 +24,7 @@ ToolSchema = Mapping[str, Any]
 """A tool's description for a chat template: {"type": "function", "function": {"name", "description", "parameters"}}"""
 
 
-@dataclass(frozen=True)
-class ToolResult:
+class ToolResult(NamedTuple):
     text: str
     """What the policy reads"""
     failed: bool
@@ -41,13 +40,11 @@ class Toolbox:
         """Loads the tools. Raises ConfigError naming environment.tools."""
         paths = find_tools(config.tools)
         self.schemas: tuple[ToolSchema, ...] = tuple(describe_tool(path) for path in paths)
-        by_name = {schema["function"]["name"]: path for schema, path in zip(self.schemas, paths, strict=True)}
+        functions = [schema["function"] for schema in self.schemas]
+        by_name = {function["name"]: path for function, path in zip(functions, paths, strict=True)}
         if len(by_name) < len(paths):
             raise ConfigError([f"environment.tools: found {', '.join(config.tools)}; two tools have the same name"])
-        self._validators = {
-            schema["function"]["name"]: Draft202012Validator(schema["function"]["parameters"])
-            for schema in self.schemas
-        }
+        self._validators = {each["name"]: Draft202012Validator(each["parameters"]) for each in functions}
         # The last one used is the first one taken: further ones start only where they are needed.
         self._free: queue.LifoQueue[FunctionProcess] = queue.LifoQueue()
         self._processes = [
@@ -77,22 +74,19 @@ class Toolbox:
         wrong = best_match(self._validators[name].iter_errors(given))
         if wrong is not None:
             return _fail(f"{name}: wrong arguments: {_shorten_line(wrong.message)}")
-        return self._run(name, given)
-
-    def close(self) -> None:
-        """End the processes."""
-        for process in self._processes:
-            process.close()
-
-    def _run(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         process = self._free.get()
         try:
-            return ToolResult(str(process.call({"name": name, "arguments": arguments})), failed=False)
+            return ToolResult(str(process.call({"name": name, "arguments": given})), failed=False)
         except (CallError, StartError) as error:
             is_said = isinstance(error, CallError) and error.kind in ("raised", "time", "memory")
             return _fail(f"{name}: {_shorten_line(str(error)) if is_said else 'its process ended'}")
         finally:
             self._free.put(process)
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.close()
 
 
 def find_tools(names: Sequence[str]) -> list[str]:
@@ -109,8 +103,7 @@ def find_tools(names: Sequence[str]) -> list[str]:
 def describe_tool(path: str) -> ToolSchema:
     """The schema of the function "package.module:function", from its signature and its docstring.
 
-    Raises ConfigError naming environment.tools where it has none: types for all arguments and, in the docstring, a
-    description and an entry under "Args:" for each argument are needed.
+    Raises ConfigError naming environment.tools where it has none.
     """
     from transformers.utils import chat_template_utils as templates
 
@@ -120,13 +113,10 @@ def describe_tool(path: str) -> ToolSchema:
         raise ConfigError([f"environment.tools: {found}; a function was expected"])
     try:
         schema: ToolSchema = templates.get_json_schema(function)
-    except (
-        *(templates.DocstringParsingException, templates.TypeHintParsingException),
-        *(AttributeError, TypeError, ValueError),
-    ) as error:
+        return schema
+    except Exception as error:  # It has classes of its own for docstrings and types, and raises others.
         needed = 'an argument needs a type, and the docstring a description and "Args:" with a line for each argument'
         raise ConfigError([f"environment.tools: {path} cannot be described: {error} ({needed})"]) from error
-    return schema
 
 
 def _fail(reason: str) -> ToolResult:
@@ -174,8 +164,7 @@ class ToolPrompt:
         return (Message("user", "\n".join(results)),)
 
 
-@dataclass(frozen=True)
-class FoundCalls:
+class FoundCalls(NamedTuple):
     """The tool calls of one action."""
 
     calls: tuple[tuple[str, str], ...]
@@ -210,17 +199,14 @@ class ToolsEnvironment(Environment):
         if not num_calls:
             return Step(done=True, details={"tool_calls": 0.0, "tool_errors": 0.0})
         limit = self._config.max_calls
-        results, num_errors = [], 0
-        for name, arguments in found.calls[:limit]:
-            result = self._toolbox.call(name, arguments)
-            results.append(result.text)
-            num_errors += result.failed
-        if len(found.calls) > limit:
-            results.append(f"error: {len(found.calls) - limit} calls were not run; {limit} at most are run at a time")
+        answers = [self._toolbox.call(name, arguments) for name, arguments in found.calls[:limit]]
+        results, num_left = [answer.text for answer in answers], max(0, len(found.calls) - limit)
+        if num_left:
+            results.append(f"error: {num_left} calls were not run; {limit} at most are run at a time")
         if found.num_malformed:
             needed = "a call is the tool's name and its arguments, in the format that was described"
             results.append(f"error: {found.num_malformed} of the calls could not be read; {needed}")
-        num_errors += max(0, len(found.calls) - limit) + found.num_malformed
+        num_errors = sum(answer.failed for answer in answers) + num_left + found.num_malformed
         is_first = not num_errors and not self._rewarded
         self._rewarded |= is_first
         reward = self._config.call_reward if is_first else 0.0

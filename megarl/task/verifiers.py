@@ -12,7 +12,7 @@ import inspect
 import json
 import signal
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from megarl.config.schema.task import VerifiersDataConfig
 from megarl.config.user_code import load_named
 from megarl.environment import Action, Environment, EpisodeSetting, Observation, Step
 from megarl.task.problems import Problem, ProblemSplits
-from megarl.task.tools import FindCalls, FoundCalls, ToolPrompt
+from megarl.task.tools import FindCalls, ToolPrompt
 from megarl.types import FinishReason, Message
 
 METADATA = "verifiers"
@@ -67,31 +67,29 @@ def _load(env_id: str, args: str) -> Any:
             signal.signal(number, handler)
     if not isinstance(found, verifiers.Environment):
         raise ConfigError([f"environment.id: {env_id} gives a {type(found).__name__}, no verifiers.Environment"])
-    _prepare(env_id, found)
+    if wrong := _prepare(found):
+        raise ConfigError([f"environment.id: {env_id} {wrong}"])
     return found
 
 
-def _prepare(env_id: str, env: Any) -> None:
-    """Let `raised_by_rewards` have what rubrics raise. Raises ConfigError for what megarl does not take."""
+def _prepare(env: Any) -> str | None:
+    """Let `raised_by_rewards` have what rubrics raise; what of the environment megarl does not take."""
     members = getattr(env, "envs", ())  # Of an EnvGroup
     if env.message_type != "chat":
-        raise ConfigError([f"environment.id: {env_id} is for {env.message_type}; megarl takes those of messages"])
+        return f"is for {env.message_type}; megarl takes those of messages"
     if any(member.oai_tools for member in members):
-        why = "is a group with tools; megarl takes an environment with tools alone"
-        raise ConfigError([f"environment.id: {env_id} {why}"])
+        return "is a group with tools; megarl takes an environment with tools alone"
     rubrics = [env.rubric]
     for rubric in rubrics:  # Grows by those of a group of rubrics.
         rubrics += getattr(rubric, "rubrics", None) or []
         for number, function in enumerate(() if hasattr(rubric, "rubrics") else rubric.funcs):
             if rubric._is_group_func(function):
                 name = getattr(function, "__name__", function)
-                why = f"rewards a group of responses by {name}; megarl rewards each by itself"
-                raise ConfigError([f"environment.id: {env_id} {why}"])
+                return f"rewards a group of responses by {name}; megarl rewards each by itself"
             rubric.funcs[number] = _recording(function)
     # Tokens are the rollout's own.
     env.set_interleaved_rollouts(False)
-    for member in members:
-        _prepare(env_id, member)
+    return next(filter(None, map(_prepare, members)), None)
 
 
 def _recording(function: Any) -> Any:
@@ -132,19 +130,16 @@ def load_rows(config: VerifiersDataConfig, seed: int) -> ProblemSplits:
         raise ConfigError([f"data.id: the dataset of {config.id} raised {type(error).__name__}: {error}"]) from error
     if train is None:
         raise ConfigError([f"data.id: {config.id} has no dataset to train on"])
-    others = None if heldout is None else list(_read_rows(config.id, HELDOUT, heldout))
-    return ProblemSplits(list(_read_rows(config.id, TRAIN, train)), others)
 
-
-def _read_rows(env_id: str, part: str, rows: Any) -> Iterator[Problem]:
-    for number, row in enumerate(rows):
+    def read(part: str, number: int, row: Any) -> Problem:
         try:
-            messages = tuple(Message(str(message["role"]), read_text(message)) for message in row["prompt"])
+            messages = _to_messages(row["prompt"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError([f"data.id: {env_id}, {part} row {number}: {error}"]) from error
-        if not any(message.role == "user" for message in messages):
-            raise ConfigError([f"data.id: {env_id}, {part} row {number}: no message of the user"])
-        yield Problem(messages, str(row.get("answer") or ""), {METADATA: json.dumps([part, number])})
+            raise ConfigError([f"data.id: {config.id}, {part} row {number}: {error}"]) from error
+        return Problem(messages, str(row.get("answer") or ""), {METADATA: json.dumps([part, number])})
+
+    others = None if heldout is None else [read(HELDOUT, number, row) for number, row in enumerate(heldout)]
+    return ProblemSplits([read(TRAIN, number, row) for number, row in enumerate(train)], others)
 
 
 T = TypeVar("T")
@@ -260,30 +255,25 @@ class _Policy:
     async def create(self, *, messages: Messages, **options: Any) -> Any:
         """The action as a ChatCompletion; as a server does, an error where the conversation has become too long."""
         from openai import BadRequestError
+        from openai.types.chat import ChatCompletion
 
         self.asked.put_nowait(copy.deepcopy(messages))
         action = await self.answers.get()
         if action is None:
             request = httpx.Request("POST", "http://policy")
             raise BadRequestError(OVERLONG, response=httpx.Response(400, text=OVERLONG, request=request), body=None)
+        # An answer without any text is taken for a server's fault and not for the policy's.
+        message: dict[str, Any] = {"role": "assistant", "content": action.text or " "}
         found = None if self._find_calls is None else await asyncio.to_thread(self._find_calls, action.raw_text)
-        return _to_completion(action, found)
-
-
-def _to_completion(action: Action, found: FoundCalls | None) -> Any:
-    from openai.types.chat import ChatCompletion
-
-    # An answer without any text is taken for a server's fault and not for the policy's.
-    message: dict[str, Any] = {"role": "assistant", "content": action.text or " "}
-    if found is not None and found.calls:
-        message["tool_calls"] = [
-            {"id": f"call-{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
-            for number, (name, arguments) in enumerate(found.calls)
-        ]
-    reason = "length" if action.finish_reason is FinishReason.length else "stop"
-    choice = {"index": 0, "message": message, "finish_reason": reason}
-    fields = {"id": f"turn-{action.turn}", "object": "chat.completion", "created": 0, "model": "policy"}
-    return ChatCompletion.model_validate({**fields, "choices": [choice]})
+        if found is not None and found.calls:
+            message["tool_calls"] = [
+                {"id": f"call-{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+                for number, (name, arguments) in enumerate(found.calls)
+            ]
+        reason = "length" if action.finish_reason is FinishReason.length else "stop"
+        choice = {"index": 0, "message": message, "finish_reason": reason}
+        fields = {"id": f"turn-{action.turn}", "object": "chat.completion", "created": 0, "model": "policy"}
+        return ChatCompletion.model_validate({**fields, "choices": [choice]})
 
 
 def _to_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:

@@ -381,7 +381,7 @@ class HttpRewardConfig(ServerRewardConfig):
 
 class Verdict(Enum):
     score = "score"
-    """it explains, then gives a number from 0 to max_score in a box; the reward is number / max_score"""
+    """it explains, then gives a number from 0 to 10 in a box; the reward is a tenth of it"""
     word = "word"
     """its next token says yes or no; the reward is p(yes) / (p(yes) + p(no)); also for small models"""
 
@@ -397,8 +397,6 @@ class JudgeRewardConfig(ServerRewardConfig):
     expected answer."""
     verdict: Verdict = Verdict.score
     """How the judge says what it thinks."""
-    max_score: int = key(10, low=1, high=10**6)
-    """The best number that the judge may give with verdict=score; the worst is 0."""
     yes: str = "yes"
     """The word of a good response with verdict=word. It must be one token of the judge, as no."""
     no: str = "no"
