@@ -3,9 +3,6 @@
 `megarl.task.sandbox` starts the launcher and holds the other end of its standard input: one line of JSON comes from
 there, and when it closes, because the owner is done or dead, the program is killed. One line of JSON goes back.
 
-The filter of system calls (x86-64 and aarch64) refuses new processes (threads are not), sockets, signals to others, and
-calls that change the machine, look into other processes, make files without a name, or get around such a filter.
-
 Standard library only, so that the launcher starts at once. Linux only; each function raises OSError where the kernel or
 its administrator refuses.
 """
@@ -52,42 +49,39 @@ def set_parent_death_signal(number: int) -> None:
 
 def enter_namespaces() -> None:
     """User, mount, network, IPC and host name of this process become its own, and its children's process numbers."""
-    uid, gid = os.getuid(), os.getgid()
-    go_read, go_write = os.pipe()
-    done_read, done_write = os.pipe()
+    uid, gid, kinds = os.getuid(), os.getgid(), _USER | _PID | _NET | _IPC | _UTS | _MOUNTS
+    if uid != 0:
+        _check(_LIBRARY.unshare(kinds))
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{INSIDE_ID} {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"{INSIDE_ID} {gid} 1")
+        return
     # Only a process outside may map two users; root's program shall run as nobody.
-    helper = os.fork() if uid == 0 else None
+    go_read, go_write = os.pipe()
+    helper = os.fork()
     if helper == 0:
+        status = 1
         try:
-            os.read(go_read, 1)
-            for kind in ("uid", "gid"):
-                Path(f"/proc/{os.getppid()}/{kind}_map").write_text(f"0 0 1\n{INSIDE_ID} {NOBODY} 1\n")
-            os.write(done_write, b"1")
+            os.close(go_write)
+            if os.read(go_read, 1):
+                for kind in ("uid", "gid"):
+                    Path(f"/proc/{os.getppid()}/{kind}_map").write_text(f"0 0 1\n{INSIDE_ID} {NOBODY} 1\n")
+                status = 0
         finally:
-            os._exit(0)
+            os._exit(status)
     try:
-        _check(_LIBRARY.unshare(_USER | _PID | _NET | _IPC | _UTS | _MOUNTS))
-        if helper is None:
-            Path("/proc/self/setgroups").write_text("deny")
-            Path("/proc/self/uid_map").write_text(f"{INSIDE_ID} {uid} 1")
-            Path("/proc/self/gid_map").write_text(f"{INSIDE_ID} {gid} 1")
+        _check(_LIBRARY.unshare(kinds))
+        os.write(go_write, b"1")
     finally:
-        if helper is not None:
-            os.write(go_write, b"1")
-            os.close(done_write)
-            done = os.read(done_read, 1)
-            os.waitpid(helper, 0)
-        for descriptor in (go_read, go_write, done_read, *(() if helper is not None else (done_write,))):
-            os.close(descriptor)
-    if helper is not None and not done:
+        os.close(go_read)
+        os.close(go_write)
+        _, status = os.waitpid(helper, 0)
+    if status:
         raise OSError("the users of the namespace could not be mapped")
 
 
 def build_root(readable: Iterable[str], files_mb: int) -> None:
-    """A file system with nothing but `readable`, some devices, and an empty /tmp of files_mb MiB.
-
-    In a mount namespace of this process's own.
-    """
+    """A file system with nothing but `readable`, some devices, and an empty /tmp of files_mb MiB, for this process."""
     _LIBRARY.unshare(_MOUNTS)
     root = "/sys"  # Any directory that is everywhere and of which the program needs nothing.
     _mount(None, "/", None, _RECURSIVE | _PRIVATE)
@@ -220,7 +214,11 @@ class _Program(ctypes.Structure):
 
 
 def build_filter(machine: str, pid: int, own_files: bool) -> bytes:
-    """The filter's instructions (classic BPF, 8 bytes each). Raises KeyError for a machine without a table."""
+    """The filter's instructions (classic BPF, 8 bytes each). Raises KeyError for a machine without a table.
+
+    It refuses new processes (threads are not), sockets, signals to others, and calls that change the machine, look into
+    other processes, make files without a name, or get around such a filter.
+    """
     column, architecture = _ARCHITECTURES[machine]
     refuse = _ERRNO | errno.EPERM
     code = [_emit(_LOAD, _ARCHITECTURE), _emit(_EQUAL, architecture, 1, 0), _emit(_RETURN, _KILL)]
@@ -244,7 +242,7 @@ def refuse_calls(pid: int, own_files: bool) -> None:
     """Put the filter on this process and what it becomes; it cannot be taken off.
 
     pid: the number under which the process knows itself. own_files: it has a file system of its own; else it may not
-    change owner, rights and times of files. Raises OSError where the kernel has no such filters.
+    change owner, rights and times of files.
     """
     try:
         instructions = build_filter(platform.machine(), pid, own_files)

@@ -28,6 +28,16 @@ def build_reward(config: RewardConfig) -> Callable[[Prompt, Response], Score]:
     return lambda prompt, response: asyncio.run(reward.score(prompt, response))
 
 
+def ask(scorer: scorer.Scorer, *texts: str, answer: str = "85", prompt: Prompt | None = None) -> list[Score]:
+    """The scores of responses with these texts, at the same time."""
+
+    async def run() -> list[Score]:
+        given = prompt or build_prompt(answer)
+        return await asyncio.gather(*(scorer.score(given, build_response(text)) for text in texts))
+
+    return asyncio.run(run())
+
+
 def wait_until_gone(*pids: int) -> None:
     """Adopted processes are reaped by init, a moment later or never."""
     deadline = time.monotonic() + 60

@@ -12,8 +12,7 @@ from pyarrow import parquet
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema.task import SCHEMAS, HuggingFaceDataConfig, JsonlDataConfig, ParquetDataConfig
-from megarl.task import data as evaluation_set
-from megarl.task.data import SOURCES, PromptSampler, build_data
+from megarl.task.data import SOURCES, PromptSampler, build_data, build_evaluation_set
 from megarl.types import Prompt
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
@@ -35,48 +34,41 @@ def write_jsonl(path: Path, records: list[dict[str, Any]]) -> Path:
     return path
 
 
+def read(path: Path, records: list[dict[str, Any]] = RECORDS, **keys: Any) -> Any:
+    return build_data(jsonl_config(write_jsonl(path / "a.jsonl", records), **keys), build_byte_tokenizer(), 1)
+
+
 def test_a_file_is_split_into_disjoint_sides_that_hold_everything(tmp_path: Path) -> None:
-    data = build_data(
-        jsonl_config(write_jsonl(tmp_path / "a.jsonl", RECORDS), num_heldout=7), build_byte_tokenizer(), 1
-    )
+    data = read(tmp_path, num_heldout=7)
     assert (len(data.train), len(data.heldout), data.num_dropped) == (33, 7, 0)
-    texts = [p.text for p in (*data.train, *data.heldout)]
-    assert sorted(texts) == sorted(record["question"] for record in RECORDS)
-
-
-def test_repeats_of_a_question_stay_on_one_side_under_ids_of_their_own(tmp_path: Path) -> None:
+    assert sorted(p.text for p in (*data.train, *data.heldout)) == sorted(record["question"] for record in RECORDS)
+    # Repeats of a question stay on one side, under ids of their own.
     repeated = [*RECORDS, *({**r, "question": r["question"].replace(" ", "  ")} for r in RECORDS), *RECORDS]
-    config = jsonl_config(write_jsonl(tmp_path / "a.jsonl", repeated), num_heldout=20)
-    data = build_data(config, build_byte_tokenizer(), 1)
+    data = read(tmp_path, repeated, num_heldout=20)
     train, heldout = ({" ".join(p.text.split()) for p in split} for split in (data.train, data.heldout))
     assert not train & heldout
-    assert (len(data.train), len(data.heldout)) == (60, 20)
-    assert len({p.id for p in data.train}) == 60
+    assert (len(data.train), len(data.heldout), len({p.id for p in data.train})) == (60, 20, 60)
 
 
 def test_a_heldout_file_is_used_whole_and_its_questions_leave_training(tmp_path: Path) -> None:
-    train, heldout = write_jsonl(tmp_path / "a", RECORDS), write_jsonl(tmp_path / "b", RECORDS[:5])
-    tokenizer = build_byte_tokenizer()
-    data = build_data(jsonl_config(train, heldout_path=str(heldout)), tokenizer, 1)
-    assert (len(data.train), len(data.heldout), data.num_dropped) == (35, 5, 5)
-    some = build_data(jsonl_config(train, heldout_path=str(heldout), num_heldout=2), tokenizer, 1)
-    assert (len(some.train), len(some.heldout), some.num_dropped) == (38, 2, 2)
-    # Short enough, all of them: what is missing is a repeat.
-    assert (data.num_repeated, some.num_repeated) == (5, 2)
+    heldout = str(write_jsonl(tmp_path / "b", RECORDS[:5]))
+    for num_heldout, sizes in ((None, (35, 5, 5, 5)), (2, (38, 2, 2, 2))):
+        data = read(tmp_path, heldout_path=heldout, num_heldout=num_heldout)
+        # Short enough, all of them: what is missing is a repeat.
+        assert (len(data.train), len(data.heldout), data.num_dropped, data.num_repeated) == sizes
     with pytest.raises(ConfigError, match="every training question is held out"):
-        build_data(jsonl_config(train, heldout_path=str(train)), tokenizer, 1)
+        read(tmp_path, heldout_path=str(tmp_path / "a.jsonl"))
 
 
 def test_prompts_over_the_length_are_dropped_and_counted(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a", [*RECORDS, {"question": "x" * 30, "answer": "1"}])
-    tokenizer = build_byte_tokenizer()
-    data = build_data(jsonl_config(path, prompt_length=30), tokenizer, 1)
+    records = [*RECORDS, {"question": "x" * 30, "answer": "1"}]
+    data = read(tmp_path, records, prompt_length=30)
     assert (data.num_dropped, data.num_repeated) == (1, 0)
     assert max(len(p.token_ids) for p in (*data.train, *data.heldout)) <= 30
-    assert build_data(jsonl_config(path, prompt_length=31), tokenizer, 1).num_dropped == 0
+    assert read(tmp_path, records, prompt_length=31).num_dropped == 0
     shortest = len("What is 0 + 0?") + 1
     with pytest.raises(ConfigError, match=f"data.prompt_length: found 3; .*shortest has {shortest} tokens"):
-        build_data(jsonl_config(path, prompt_length=3), tokenizer, 1)
+        read(tmp_path, records, prompt_length=3)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +89,8 @@ def test_a_bad_line_is_located(tmp_path: Path, content: bytes, expected: str) ->
         build_data(jsonl_config(path), build_byte_tokenizer(), 1)
 
 
-def test_a_missing_file_names_its_key(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("offline")
+def test_what_cannot_be_read_names_its_key(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a", RECORDS)
     for config, expected in (
         (jsonl_config(tmp_path / "none"), "data.path: .*none does not exist"),
@@ -105,6 +98,7 @@ def test_a_missing_file_names_its_key(tmp_path: Path) -> None:
         (jsonl_config(""), "data.path: found nothing"),
         (jsonl_config(path, heldout_path=str(tmp_path / "no")), "data.heldout_path: .*no does not exist"),
         (HuggingFaceDataConfig(), "data.path: found nothing"),
+        (HuggingFaceDataConfig(path="nobody/nothing"), "data.path: nobody/nothing: .*hub was not reached.*data=jsonl"),
         (ParquetDataConfig(path=str(path)), "expected a parquet file"),
     ):
         with pytest.raises(ConfigError, match=expected):
@@ -142,13 +136,6 @@ def test_a_dataset_directory_of_either_kind_is_read(tmp_path: Path) -> None:
         build_data(config, tokenizer, 1)
 
 
-@pytest.mark.usefixtures("offline")
-def test_a_hub_name_offline_says_so_and_what_to_do_instead() -> None:
-    config = HuggingFaceDataConfig(path="nobody/nothing")
-    with pytest.raises(ConfigError, match=r"data.path: nobody/nothing: .*hub was not reached.*data=jsonl"):
-        build_data(config, build_byte_tokenizer(), 1)
-
-
 OF_SETS = {
     "gsm8k": {"question": "How many eggs?", "answer": "16 - 7 = <<16-7=9>>9 eggs.\n#### 1,009"},
     "aime24": {"id": 60, "problem": "Find $m+n$.", "solution": "It is $\\framebox{33}$.", "answer": "033", "url": "u"},
@@ -157,51 +144,42 @@ OF_SETS = {
 ANSWERS = {"gsm8k": "1009", "aime24": "033", "amc23": "36"}
 
 
-def build_evaluation_set(*given, **keys):
+def build_set(config, path=None, seed=1, **keys):
     """The prompts of the set."""
-    return tuple(prompt for _, prompt in evaluation_set.build_evaluation_set(*given, **keys))
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_byte_tokenizer()
+    keys = {"name": "s", "path": path and str(path), **keys}
+    return [prompt for _, prompt in build_evaluation_set(config, build_byte_tokenizer(), seed, **keys)]
 
 
 @pytest.mark.parametrize("name", sorted(OF_SETS))
-def test_the_presets_read_files_of_the_sets_own_format(tmp_path, tokenizer, name):
+def test_the_presets_read_files_of_the_sets_own_format(tmp_path, name):
     config = load_config([f"data={name}", "reward=math"], "evaluate").data
-    path = write_jsonl(tmp_path / "test.jsonl", [OF_SETS[name]])
-    prompts = build_evaluation_set(config, tokenizer, 1, name=name, path=path)
-    assert [prompt.answer for prompt in prompts] == [ANSWERS[name]]
+    (prompt,) = build_set(config, write_jsonl(tmp_path / "test.jsonl", [OF_SETS[name]]))
+    assert prompt.answer == ANSWERS[name]
     question = OF_SETS[name].get("question") or OF_SETS[name]["problem"]
-    assert prompts[0].text.endswith(f"{question}\n\nReason step by step, and put your final answer within \\boxed{{}}.")
+    assert prompt.text.endswith(f"{question}\n\nReason step by step, and put your final answer within \\boxed{{}}.")
 
 
-def test_every_problem_is_taken_in_order_and_fewer_are_drawn_alike_for_the_same_seed(tmp_path, tokenizer):
-    records = [{"question": f"What is {i}?", "answer": str(i)} for i in range(50)]
-    path = write_jsonl(tmp_path / "test.jsonl", records)
+def test_every_problem_is_taken_in_order_and_fewer_are_drawn_alike_for_the_same_seed(tmp_path):
+    config = JsonlDataConfig(path=write_jsonl(tmp_path / "test.jsonl", RECORDS))
 
-    def ask(seed, num_problems):
-        config = JsonlDataConfig(path=path)
-        found = build_evaluation_set(config, tokenizer, seed, name="jsonl", num_problems=num_problems)
-        return [int(prompt.answer) for prompt in found]
+    def draw(seed, num_problems):
+        return [int(prompt.answer) for prompt in build_set(config, seed=seed, num_problems=num_problems)]
 
-    assert ask(1, None) == list(range(50)) == ask(2, 99)
-    some = ask(1, 10)
+    assert draw(1, None) == list(range(0, 80, 2)) == draw(2, 99)
+    some = draw(1, 10)
     assert len(set(some)) == 10
-    assert some == sorted(some) == ask(1, 10)
-    assert some != ask(2, 10)
+    assert some == sorted(some) == draw(1, 10)
+    assert some != draw(2, 10)
 
 
-def test_the_held_out_part_is_the_set_where_there_is_one(tmp_path, tokenizer):
+def test_the_held_out_part_is_the_set_where_there_is_one(tmp_path):
     heldout = write_jsonl(tmp_path / "test.jsonl", [{"question": "a", "answer": "1"}])
     config = JsonlDataConfig(path=str(tmp_path / "no_training_part.jsonl"), heldout_path=heldout)
-    assert [prompt.answer for prompt in build_evaluation_set(config, tokenizer, 1, name="jsonl")] == ["1"]
-    addition = build_evaluation_set(load_toy("addition", 7), tokenizer, 1, name="addition")
-    assert len(addition) == 7
+    assert [prompt.answer for prompt in build_set(config)] == ["1"]
+    assert len(build_set(load_toy("addition", 7))) == 7
 
 
-def test_a_parquet_file_and_a_datasets_directory_serve_as_well(tmp_path, tokenizer):
+def test_a_parquet_file_and_a_datasets_directory_serve_as_well(tmp_path):
     import datasets
 
     records = [OF_SETS["gsm8k"]] * 3
@@ -209,29 +187,27 @@ def test_a_parquet_file_and_a_datasets_directory_serve_as_well(tmp_path, tokeniz
     datasets.DatasetDict({"test": datasets.Dataset.from_list(records)}).save_to_disk(str(tmp_path / "saved"))
     config = HuggingFaceDataConfig(path="openai/gsm8k", subset="main", heldout_split="test")
     for name in ("test.parquet", "saved"):
-        found = build_evaluation_set(config, tokenizer, 1, name="gsm8k", path=str(tmp_path / name))
-        assert [prompt.answer for prompt in found] == ["1009"] * 3
-
-
-def test_a_prompt_that_is_too_long_is_an_error_and_not_left_out(tmp_path, tokenizer):
-    records = [{"question": "a", "answer": "1"}, {"question": "word " * 200, "answer": "1"}]
-    config = JsonlDataConfig(path=write_jsonl(tmp_path / "test.jsonl", records), prompt_length=50)
-    with pytest.raises(ConfigError, match=r"data\.prompt_length: found 50; the longest prompt of data=jsonl has \d+"):
-        build_evaluation_set(config, tokenizer, 1, name="jsonl")
+        assert [prompt.answer for prompt in build_set(config, tmp_path / name)] == ["1009"] * 3
 
 
 @pytest.mark.parametrize(
     ("config", "path", "message"),
     [
+        (
+            JsonlDataConfig(prompt_length=10),
+            "long.jsonl",
+            r"data\.prompt_length: found 10; the longest prompt of data=s",
+        ),
         (HuggingFaceDataConfig(), "gone.jsonl", r"evaluate\.paths\.s: .*gone\.jsonl does not exist"),
         (HuggingFaceDataConfig(), "notes.txt", r"evaluate\.paths\.s: .*notes\.txt; it must be a \.jsonl or \.parquet"),
         (load_toy("addition"), "notes.txt", r"evaluate\.paths\.s: .*this set is generated"),
     ],
 )
-def test_a_path_that_cannot_be_used_is_named_with_its_key(tmp_path, tokenizer, config, path, message):
+def test_a_set_that_cannot_be_read_whole_is_named_with_its_key(tmp_path, config, path, message):
     (tmp_path / "notes.txt").write_text("")
+    write_jsonl(tmp_path / "long.jsonl", RECORDS)
     with pytest.raises(ConfigError, match=message):
-        build_evaluation_set(config, tokenizer, 1, name="s", path=str(tmp_path / path))
+        build_set(config, tmp_path / path)
 
 
 def make_prompts(n: int, name: str = "p") -> list[Prompt]:
@@ -248,22 +224,13 @@ def test_an_epoch_holds_every_prompt_once_though_batches_span_epochs() -> None:
 
 @pytest.mark.parametrize("num_batches", [0, 1, 4, 5, 13])
 def test_a_restored_sampler_goes_on_as_the_first_would(num_batches: int) -> None:
-    first = PromptSampler(make_prompts(20), seed=5)
+    first, second, other = (PromptSampler(make_prompts(20), seed=seed) for seed in (5, 5, 6))
     for _ in range(num_batches):
         first.next_batch(4)
-    state = json.loads(json.dumps(first.state()))
-    second = PromptSampler(make_prompts(20), seed=5)
     second.next_batch(3)
-    second.restore(state)
-    assert [first.next_batch(6) for _ in range(10)] == [second.next_batch(6) for _ in range(10)]
-
-
-def test_the_order_depends_on_the_seed_alone() -> None:
-    def draw(seed: int) -> list[Prompt]:
-        return PromptSampler(make_prompts(30), seed).next_batch(60)
-
-    assert draw(1) == draw(1)
-    assert draw(1) != draw(2)
+    second.restore(json.loads(json.dumps(first.state())))
+    batches = [[sampler.next_batch(6) for _ in range(10)] for sampler in (first, second, other)]
+    assert batches[0] == batches[1] != batches[2]
 
 
 @pytest.mark.parametrize(("change", "expected"), [({"seed": 8}, "seed"), ({"prompts": "other"}, "prompts")])

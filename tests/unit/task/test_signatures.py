@@ -1,6 +1,5 @@
 """Reward functions of one's own: in a file, with megarl's, TRL's or verl's parameters, and what they may return."""
 
-import asyncio
 import contextlib
 import math
 from decimal import Decimal
@@ -9,66 +8,64 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from reward_cases import ask
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.task import FunctionRewardConfig, JsonlDataConfig
+from megarl.config.schema.task import FunctionRewardConfig
 from megarl.task.function import adapt, decode_question, encode_question, encode_score, read_result
 from megarl.task.scorer import build_scorer
-from megarl.task.sources import load_files
-from megarl.types import FinishReason, Message, Prompt, Response, Score
+from megarl.types import FinishReason, Message, Prompt, Response, RoutedExperts, Score, Turn
 
 RECORD = {"question": "6 * 7?", "solution": "so #### 42", "level": 3, "tags": ["a", "b"]}
+CHAT = {"prompt": [{"role": "user", "content": "6 * 7?"}], "answer": "42"}
+OF_VERL = {
+    "data_source": "openai/gsm8k",
+    "reward_model": {"style": "rule", "ground_truth": "forty-two"},
+    "extra_info": {"index": 7},
+}
 
 
-def build_prompt(record=RECORD, question="6 * 7?"):
-    return Prompt("p", "<user>6 * 7?", (1,), "42", {}, (Message("user", question),), record)
+def build_prompt(record=RECORD):
+    return Prompt("p", "<user>6 * 7?", (1,), "42", {"k": "v"}, (Message("user", "6 * 7?"),), record)
 
 
-def build_response(text):
-    return Response((1, 2), text, (0.0, 0.0), (True, True), (0, 0), FinishReason.stop)
+def score(function, record=RECORD, text="42"):
+    response = Response((1, 2), text, (0.0, 0.0), (True, True), (0, 0), FinishReason.stop)
+    return adapt("mine.py:score", function)(build_prompt(record), response)
 
 
-def score(function, text="42", prompt=None):
-    return adapt("mine.py:score", function)(prompt or build_prompt(), build_response(text))
+def reward_as_trl(prompts, completions, solution, **columns):
+    assert (prompts, completions, solution) == (["6 * 7?"], ["42"], ["so #### 42"])
+    assert (columns["level"], columns["tags"], columns["answer"]) == ([3], [["a", "b"]], ["42"])
+    assert columns["completion_ids"] == [[1, 2]]
+    return [0.5]
 
 
-def test_trl_gets_lists_of_one_and_the_columns_as_the_data_have_them():
-    seen = {}
-
-    def reward(prompts, completions, solution, **columns):
-        seen.update(columns, prompts=prompts, completions=completions, solution=solution)
-        return [0.5 for _ in completions]
-
-    assert score(reward) == Score(0.5, False)
-    assert (seen["prompts"], seen["completions"], seen["solution"]) == (["6 * 7?"], ["42"], ["so #### 42"])
-    assert (seen["level"], seen["tags"], seen["answer"], seen["completion_ids"]) == (
-        [3],
-        [["a", "b"]],
-        ["42"],
-        [[1, 2]],
-    )
+def reward_as_trl_with_chats(prompts, completions):
+    assert prompts == [[{"role": "user", "content": "6 * 7?"}]]
+    return [completions[0][0]["content"] == "42"]
 
 
-def test_trl_gets_chats_where_the_data_are_chats():
-    def reward(prompts, completions):
-        assert prompts == [[{"role": "user", "content": "6 * 7?"}]]
-        return [completions[0][0]["content"] == "42"]
-
-    prompt = build_prompt({"prompt": [{"role": "user", "content": "6 * 7?"}], "answer": "42"})
-    assert score(reward, prompt=prompt) == Score(1.0, True)
+async def reward_later(prompt, response):
+    return prompt.answer == response.text
 
 
-def test_verl_gets_its_four_arguments_from_its_own_columns():
-    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-        assert (data_source, ground_truth, extra_info) == ("openai/gsm8k", "forty-two", {"index": 7})
-        return {"score": float(solution_str == "42"), "acc": solution_str == "42", "pred": solution_str}
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert (data_source, ground_truth, extra_info) == ("openai/gsm8k", "forty-two", {"index": 7})
+    return {"score": float(solution_str == "42"), "acc": solution_str == "42", "pred": solution_str}
 
-    columns = {
-        "data_source": "openai/gsm8k",
-        "reward_model": {"style": "rule", "ground_truth": "forty-two"},
-        "extra_info": {"index": 7},
-    }
-    assert score(compute_score, prompt=build_prompt(columns)) == Score(1.0, True, {"acc": 1.0})
+
+@pytest.mark.parametrize(
+    ("function", "record", "expected"),
+    [
+        (reward_as_trl, RECORD, Score(0.5, False)),
+        (reward_as_trl_with_chats, CHAT, Score(1.0, True)),
+        (compute_score, OF_VERL, Score(1.0, True, {"acc": 1.0})),
+        (reward_later, RECORD, Score(1.0, True)),
+    ],
+)
+def test_a_function_gets_what_its_parameters_ask_for_with_the_columns_as_the_data_have_them(function, record, expected):
+    assert score(function, record) == expected
 
 
 @pytest.mark.parametrize(
@@ -81,25 +78,18 @@ def test_verl_gets_its_four_arguments_from_its_own_columns():
         ({"score": 0.5, "correct": True, "brief": 1}, Score(0.5, True, {"brief": 1.0})),
         ({"reward": 1.0, "note": "text"}, Score(1.0, True)),
         (Score(0.1, True, {"a": 2.0}), Score(0.1, True, {"a": 2.0})),
+        ({"score": 1.0, "style": np.float32(0.5), "long": np.bool_(True)}, Score(1.0, True, {"style": 0.5, "long": 1})),
+        ({"score": 1.0, "style": torch.tensor(0.5), "one": np.array([2])}, Score(1.0, True, {"style": 0.5, "one": 2})),
+        ({"score": 1.0, "a": Decimal("0.5"), "third": Fraction(1, 2)}, Score(1.0, True, {"a": 0.5, "third": 0.5})),
+        ({"score": 1.0, "huge": 10**400}, Score(1.0, True, {"huge": math.inf})),
+        ({"score": 1.0, "pred": "42", "note": None}, Score(1.0, True)),
+        ({"score": 1.0, "acc": 0.5}, Score(1.0, False, {"acc": 0.5})),
+        ({"score": 1.0, "acc": np.True_}, Score(1.0, True, {"acc": 1.0})),
+        ({"score": 1.0, "acc": None}, Score(1.0, True)),
     ],
-)
+)  # fmt: skip
 def test_a_number_a_truth_value_a_dict_or_a_score_is_a_score(result, expected):
-    assert read_result("mine.py:score", result) == expected
     assert score(lambda prompt, response: result) == expected
-
-
-@pytest.mark.parametrize(
-    ("entries", "details"),
-    [
-        ({"style": np.float32(0.5), "long": np.bool_(True)}, {"style": 0.5, "long": 1.0}),
-        ({"style": torch.tensor(0.5), "one": np.array([2])}, {"style": 0.5, "one": 2.0}),
-        ({"style": Decimal("0.5"), "third": Fraction(1, 2)}, {"style": 0.5, "third": 0.5}),
-        ({"huge": 10**400}, {"huge": math.inf}),
-        ({"pred": "42", "note": None}, {}),
-    ],
-)
-def test_every_number_of_a_dict_is_a_detail_whatever_its_type(entries, details):
-    assert read_result("mine.py:score", {"score": 1.0, **entries}) == Score(1.0, True, details)
 
 
 @pytest.mark.parametrize(
@@ -118,91 +108,82 @@ def test_correct_is_a_truth_value_and_nothing_that_is_one_to_python(value):
         encode_score(Score(0.0, value))
 
 
-@pytest.mark.parametrize(
-    ("acc", "correct"), [(0.5, False), (1.0, True), (np.True_, True), (None, True), (False, False)]
-)
-def test_verls_acc_says_correct_from_one_on(acc, correct):
-    assert read_result("mine.py:score", {"score": 1.0, "acc": acc}).correct is correct
-
-
-@pytest.mark.parametrize("result", ["1.0", None, [1.0], {"value": 1.0}, {"score": "good"}])
-def test_another_result_is_refused_with_what_may_be_returned(result):
-    with pytest.raises(TypeError, match=r'mine\.py:score returned .*; it must return a number, .*"score"'):
-        score(lambda prompt, response: result)
-
-
-def test_a_trl_function_that_returns_a_number_is_told_to_return_a_list():
-    with pytest.raises(TypeError, match=r"returned 1\.0 \(float\) for one completion; TRL's functions return a list"):
-        score(lambda completions, **columns: 1.0)
+ACCEPTED = r"mine\.py:score takes \(.*accepted are \(prompt, response\), TRL's .*verl's"
+NO_RESULT = r'mine\.py:score returned .*; it must return a number, .*"score"'
 
 
 @pytest.mark.parametrize(
-    "function",
-    [lambda response: 1.0, lambda prompt, response, truth: 1.0, lambda solution_str, truth: 1.0, lambda: 1.0],
-)
-def test_other_parameters_are_refused_with_those_found_and_the_three_signatures(function):
-    with pytest.raises(ValueError, match=r"mine\.py:score takes \(.*accepted are \(prompt, response\), TRL's .*verl's"):
-        adapt("mine.py:score", function)
-
-
-def test_a_column_that_the_data_do_not_have_is_named_with_those_they_have():
-    with pytest.raises(ValueError, match="asks for gold; the columns of the data are answer, level, question, "):
-        score(lambda completions, gold: [1.0])
-
-
-def test_columns_reach_the_functions_process_with_their_types(tmp_path):
-    path = tmp_path / "train.jsonl"
-    path.write_text('{"question": "6 * 7?", "answer": "so #### 42", "level": 3, "tags": ["a"]}\n')
-    (problem,) = load_files(JsonlDataConfig(path=str(path)), 0).train
-    prompt = Prompt("p", "", (1,), problem.answer, problem.metadata, problem.messages, problem.columns)
-    assert decode_question(encode_question(prompt, build_response("")))[0].columns == {
-        "question": "6 * 7?", "answer": "so #### 42", "level": 3, "tags": ["a"]
-    }  # fmt: skip
-
-
-def check(path, *prompts):
-    scorer = build_scorer(FunctionRewardConfig(path, num_workers=1))
-    try:
-        return scorer.check(prompts or [build_prompt()], chosen="mine")
-    finally:
-        scorer.close()
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
+    ("function", "error", "message"),
     [
-        ("def score(prompt, response):\n    return 1 / 0\n", r"ZeroDivisionError.*my_reward\.py, line 2: return 1 / 0"),
+        (lambda response: 1.0, ValueError, ACCEPTED),
+        (lambda prompt, response, truth: 1.0, ValueError, ACCEPTED),
+        (lambda solution_str, truth: 1.0, ValueError, ACCEPTED),
+        (lambda: 1.0, ValueError, ACCEPTED),
+        (lambda completions, gold: [1.0], ValueError, "'gold'; the columns of the data are answer, level, question, "),
+        (lambda completions, **columns: 1.0, TypeError, r"returned 1\.0 \(float\) for one completion; TRL's functions"),
+        *[(lambda prompt, response, it=it: it, TypeError, NO_RESULT) for it in ("1.0", None, [1.0], {"value": 1.0})],
+        (lambda prompt, response: {"score": "good"}, TypeError, NO_RESULT),
+    ],
+)
+def test_other_parameters_columns_and_results_are_refused_with_what_is_accepted(function, error, message):
+    with pytest.raises(error, match=message):
+        score(function)
+
+
+def test_prompts_and_responses_are_the_same_in_the_other_process():
+    experts = RoutedExperts(b"\x00\xff", 1, 1, 4)
+    turns = (Turn(0, 2, "one", 0.5, {"calls": 1.0}), Turn(3, 4, "two"))
+    response = Response(
+        (5, 6, 7, 8), "two", (-0.1, -0.2, 0, -0.3), (True, True, False, True), (3, 3, 4, 4),
+        FinishReason.max_turns, experts, turns,
+    )  # fmt: skip
+    same, rebuilt = decode_question(encode_question(build_prompt(), response))
+    assert (same, same.messages, same.columns) == (build_prompt(), build_prompt().messages, RECORD)
+    assert rebuilt == response
+    assert rebuilt.rollout_logprobs.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return 1 / 0", r"ZeroDivisionError.*my_reward\.py, line 2: return 1 / 0"),
+        ("return '42' in response", r"line 2: .* in response\); the texts are prompt\.text and response\.text"),
+        (None, r"SyntaxError: .*my_reward\.py, line 1: def score\(prompt, response:"),
+        ("import torchh", r"No module named 'torchh' \(my_reward\.py, line 2: import torchh\)"),
+        ("=reward", r"my_reward\.py has no score, it has reward"),
+        ("=number", r"a int; a callable was expected"),
         (
-            "def score(prompt, response):\n    return '42' in response\n",
-            r"line 2: return '42' in response\); the texts are prompt\.text and response\.text",
+            "return int(response.text or 0) / (len(response.text) - 2)",
+            r"mine: the reference answer '42' as a response to '6 \* 7\?' cannot be scored: .*line 2: ",
         ),
-        ("def score(prompt, response:\n", r"SyntaxError: .*my_reward\.py, line 1: def score\(prompt, response:"),
-        ("import torchh\n", r"No module named 'torchh' \(my_reward\.py, line 1: import torchh\)"),
-        ("def reward(prompt, response):\n    return 1\n", r"my_reward\.py has no score, it has reward"),
-        ("score = 3\n", r"a int; a callable was expected"),
         (
-            "def score(prompt, response):\n    return int(response.text or 0) / (len(response.text) - 2)\n",
-            r"mine: the reference answer as a response to '6 \* 7\?' cannot be scored: .*line 2: .* response '42'",
-        ),
-        (
-            "def score(prompt, response):\n    return prompt.columns['gold']\n",
+            "return prompt.columns['gold']",
             r"mine: an empty response to .*KeyError: 'gold' \(.*\); the columns of the data are level, qu",
         ),
         (
-            "def score(prompt, response):\n    return {'score': 1.0, 'style': float('nan')}\n",
+            "return {'score': 1.0, 'style': float('nan')}",
             r"mine: an empty response to .* cannot be scored: the details 'style' is nan; it must be a finite number",
         ),
         (
-            "def score(prompt, response):\n    return float('inf') if response.text else 0.0\n",
-            r"mine: the reference answer .* cannot be scored: the reward is inf; .*, with the response '42'",
+            "return float('inf') if response.text else 0.0",
+            r"mine: the reference answer '42' .* cannot be scored: the reward is inf; it must",
         ),
     ],
 )
-def test_what_fails_is_shown_with_its_own_line_before_the_run(tmp_path, monkeypatch, source, message):
+def test_what_fails_is_shown_with_its_own_line_before_the_run(tmp_path, monkeypatch, body, message):
+    sources = {
+        None: "def score(prompt, response:\n",
+        "=reward": "def reward(prompt, response):\n    return 1\n",
+        "=number": "score = 3\n",
+    }
+    source = sources.get(body, f"def score(prompt, response):\n    {body}\n")
     (tmp_path / "my_reward.py").write_text(source)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=message) as raised:
-        check("my_reward.py:score")
+    with (
+        contextlib.closing(build_scorer(FunctionRewardConfig("my_reward.py:score", num_workers=1))) as scorer,
+        pytest.raises(ConfigError, match=message) as raised,
+    ):
+        scorer.check([build_prompt()], chosen="mine")
     assert "Traceback" not in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -235,25 +216,23 @@ def keeping(tmp_path):
     return lambda name="score", **keys: build_scorer(FunctionRewardConfig(path=f"{tmp_path}/novelty.py:{name}", **keys))
 
 
-def ask(scorer, *texts):
-    async def score_all():
-        return [await scorer.score(build_prompt(), build_response(text)) for text in texts]
-
-    return [score.reward if score.failure is None else score.failure for score in asyncio.run(score_all())]
+def read(scorer, *texts):
+    scores = [ask(scorer, text, prompt=build_prompt())[0] for text in texts]
+    return [score.reward if score.failure is None else score.failure for score in scores]
 
 
 def test_what_a_reward_keeps_is_saved_and_goes_on_in_another_process(keeping):
     with contextlib.closing(keeping()) as scorer:
-        assert ask(scorer, "a", "a", "b") == [1.0, 0.5, 1.0]
+        assert read(scorer, "a", "a", "b") == [1.0, 0.5, 1.0]
         state = scorer.state()
         assert state == {"a": 2, "b": 1}
         # Its process is lost: the next one goes on from the state that was read last.
-        assert "its process died" in ask(scorer, "a", "die")[1]
-        assert ask(scorer, "a") == [1 / 3]
+        assert "its process died" in read(scorer, "a", "die")[1]
+        assert read(scorer, "a") == [1 / 3]
     with contextlib.closing(keeping()) as scorer:
         scorer.load_state(state)
         assert scorer.state() == state
-        assert ask(scorer, "a", "b") == [1 / 3, 0.5]
+        assert read(scorer, "a", "b") == [1 / 3, 0.5]
 
 
 @pytest.mark.parametrize(
