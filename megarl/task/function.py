@@ -5,15 +5,18 @@ It takes megarl's (prompt, response), TRL's or verl's parameters, told apart by 
 
 import base64
 import inspect
+import json
 import math
-import pickle
 import re
 import threading
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
 from decimal import Decimal
 from numbers import Real
 from typing import Any
+
+import numpy as np
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.task import FunctionRewardConfig
@@ -21,7 +24,7 @@ from megarl.config.user_code import DescribedError, describe_error
 from megarl.files import check_state
 from megarl.task.process import CallError, StartError, call, load_callable
 from megarl.task.reward import ProcessReward
-from megarl.types import Prompt, Response, Score
+from megarl.types import FinishReason, Message, Prompt, Response, RoutedExperts, Score, Turn, WeightVersions
 
 RESERVED_NAMES = {"mean", "std", "min", "max", "correct", "positive_frac", "shaped_mean", "equal_groups_frac"}
 RESERVED_NAMES |= {"failed_frac", "heldout"}
@@ -267,14 +270,35 @@ def _show(value: Any) -> str:
 
 
 def encode_question(prompt: Prompt, response: Response) -> str:
-    """All that a prompt and a response have, the columns of the data with their types."""
-    return base64.b64encode(pickle.dumps((prompt, response))).decode()
+    """All that a prompt and a response have, as JSON; of the prompt's columns what JSON has no type for is a text."""
+
+    def encode(value: Any) -> Any:
+        match value:
+            case np.ndarray():
+                return value.tolist()
+            case bytes():
+                return base64.b64encode(value).decode()
+            case FinishReason():
+                return value.value
+            case Mapping():
+                return dict(value)
+        return vars(value) if is_dataclass(value) else str(value)
+
+    return json.dumps([prompt, response], default=encode)
 
 
 def decode_question(text: str) -> tuple[Prompt, Response]:
-    """The prompt and the response that `encode_question` was given: it comes from the process that trains."""
-    found: tuple[Prompt, Response] = pickle.loads(base64.b64decode(text))
-    return found
+    """The prompt and the response that `encode_question` was given."""
+    prompt, response = json.loads(text)
+    experts, versions = response["routed_experts"], response["weight_versions"]
+    prompt |= {"token_ids": tuple(prompt["token_ids"]), "messages": tuple(Message(**m) for m in prompt["messages"])}
+    response |= {
+        "weight_versions": WeightVersions(**{name: tuple(values) for name, values in versions.items()}),
+        "finish_reason": FinishReason(response["finish_reason"]),
+        "routed_experts": experts and RoutedExperts(**{**experts, "data": base64.b64decode(experts["data"])}),
+        "turns": tuple(Turn(**turn) for turn in response["turns"]),
+    }
+    return Prompt(**prompt), Response(**response)
 
 
 def encode_score(score: Score) -> dict[str, Any]:

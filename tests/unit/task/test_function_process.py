@@ -48,9 +48,6 @@ def reach(path):
         except OSError as error: found.append(type(error).__name__)
     import json.tool
     return found
-class Adder:
-    def __init__(self, more): self.more = more
-    def __call__(self, a): return a + self.more
 """
 
 
@@ -70,67 +67,46 @@ def make(tmp_path, monkeypatch):
         process.close()
 
 
-def test_a_function_is_called_with_keywords_and_its_result_comes_back(make):
-    assert make("add").call({"a": [1], "b": ["é"]}) == [1, "é"]
+@pytest.mark.parametrize(
+    ("name", "memory_gb", "calls"),
+    [
+        ("add", 1.0, [({"a": [1], "b": ["é"]}, [1, "é"])]),
+        ("wait", 1.0, [({}, "waited")]),
+        # What a function prints and reads does not mix with the answers,
+        ("chatter", 1.0, [({}, "")]),
+        ("flood", 1.0, [({}, True)]),
+        # one that forks gives one answer to each call,
+        ("fork", 1.0, [({"n": n}, n) for n in range(6)]),
+        # and what calls before have leaked is a new process's to answer.
+        ("leak", 0.35, [({"n": n}, n) for n in range(8)]),
+    ],
+)
+def test_a_function_is_called_with_keywords_and_its_result_comes_back(make, name, memory_gb, calls):
+    process = make(name, memory_gb=memory_gb)
+    assert [process.call(arguments) for arguments, _ in calls] == [result for _, result in calls]
 
 
-def test_a_coroutine_function_is_awaited(make):
-    assert make("wait").call({}) == "waited"
-
-
-def test_what_a_function_prints_and_reads_does_not_mix_with_the_answers(make):
-    assert make("chatter").call({}) == ""
-
-
-def test_an_exception_is_one_line_and_the_process_goes_on(make):
-    process = make("raise_error")
+@pytest.mark.parametrize(
+    ("name", "kind", "text"),
+    [
+        ("raise_error", "raised", r"^ValueError: a text of two lines$"),
+        ("get_bytes", "raised", r"TypeError.*bytes"),
+        ("hang", "time", r"longer than 0\.5 s"),
+        ("hang_in_c", "time", r"longer than 0\.5 s"),
+        ("backtrack", "time", r"longer than 0\.5 s"),
+        ("ignore_signals", "time", r"longer than 0\.5 s"),
+        ("fill", "memory", "more than 1 GiB"),
+        ("crash", "died", "SIGABRT"),
+        ("leave", "died", "exit status 3"),
+    ],
+)
+def test_a_call_without_a_result_ends_and_says_why_and_so_does_the_next_one(make, monkeypatch, name, kind, text):
+    monkeypatch.setattr(function_process, "GRACE_S", 0.5 if name == "ignore_signals" else 20.0)
+    process = make(name, timeout_s=0.5 if kind == "time" else 30.0)
     for _ in range(2):
-        with pytest.raises(CallError, match=r"^ValueError: a text of two lines$"):
+        with pytest.raises(CallError, match=text) as raised:
             process.call({})
-
-
-def test_a_result_that_json_cannot_hold_is_an_error(make):
-    with pytest.raises(CallError, match=r"TypeError.*bytes"):
-        make("get_bytes").call({})
-
-
-@pytest.mark.parametrize("name", ["hang", "hang_in_c", "backtrack"])
-def test_a_call_that_takes_too_long_ends_and_the_next_one_is_answered(make, name):
-    process = make(name, timeout_s=0.5)
-    for _ in range(2):
-        with pytest.raises(CallError, match=r"longer than 0\.5 s"):
-            process.call({})
-
-
-def test_a_call_that_needs_too_much_memory_ends(make):
-    with pytest.raises(CallError, match="more than 1 GiB"):
-        make("fill").call({})
-
-
-def test_a_call_that_runs_out_of_what_calls_before_have_leaked_is_answered_by_a_new_process(make):
-    process = make("leak", memory_gb=0.35)
-    assert [process.call({"n": n}) for n in range(8)] == list(range(8))
-
-
-def test_a_function_that_forks_gives_one_answer_to_each_call(make):
-    process = make("fork")
-    assert [process.call({"n": n}) for n in range(6)] == list(range(6))
-
-
-def test_a_gigabyte_on_standard_output_is_no_answer_and_dropped(make):
-    assert make("flood").call({}) is True
-
-
-def test_a_function_that_ignores_the_signals_to_end_is_ended_all_the_same(make, monkeypatch):
-    monkeypatch.setattr(function_process, "GRACE_S", 0.5)
-    with pytest.raises(CallError, match=r"longer than 0\.5 s"):
-        make("ignore_signals", timeout_s=0.5).call({})
-
-
-@pytest.mark.parametrize(("name", "reason"), [("crash", "SIGABRT"), ("leave", "exit status 3")])
-def test_a_function_that_takes_its_process_down_is_an_error_that_says_how(make, name, reason):
-    with pytest.raises(CallError, match=reason):
-        make(name).call({})
+        assert raised.value.kind == kind
 
 
 def test_a_process_that_was_killed_from_outside_is_replaced(make):
@@ -164,23 +140,14 @@ def test_closing_ends_a_call_that_has_just_begun_or_is_in_the_middle(make, start
         process.call({})
 
 
-def test_a_process_ends_with_its_owner(make):
+def test_a_process_and_what_it_started_end_with_their_owner(make, tmp_path):
     process = FunctionProcess(make("get_pid")._path, timeout_s=30.0, memory_gb=1.0)
     pid = process.call({})
     del process
     gc.collect()
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-
-
-def test_what_a_function_started_ends_with_its_process(make):
-    process = make("spawn")
-    pid = process.call({})
-    process.close()
-    wait_until_gone(pid)
-
-
-def test_a_call_and_what_it_started_end_when_the_parent_is_killed(tmp_path, make):
+    closed = make("spawn")
+    started = closed.call({})
+    closed.close()
     path = tmp_path / "pid"
     code = (
         "from megarl.task.process import FunctionProcess\n"
@@ -194,7 +161,7 @@ def test_a_call_and_what_it_started_end_when_the_parent_is_killed(tmp_path, make
         time.sleep(0.02)
     parent.kill()
     parent.wait()
-    wait_until_gone(int(path.read_text()))
+    wait_until_gone(pid, started, int(path.read_text()))
 
 
 @pytest.mark.skipif(not {"landlock", "seccomp"} <= set(find_protections()), reason="needs Landlock and seccomp")
