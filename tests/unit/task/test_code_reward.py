@@ -16,62 +16,43 @@ PAIRS = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]})
 ASSERTS = json.dumps(["assert add(1, 2) == 3", "assert add(0, 0) == 0"])
 
 
-@pytest.fixture(scope="module")
-def reward():
-    return CodeReward(CodeRewardConfig(timeout_s=20.0, num_workers=1))
-
-
-@pytest.fixture(scope="module")
-def partial():
-    return CodeReward(CodeRewardConfig(timeout_s=20.0, num_workers=1, partial=True))
-
-
 def fence(source, language="python"):
     return f"Here it is:\n```{language}\n{source}\n```\nDone."
 
 
-@pytest.mark.parametrize(
-    ("source", "passed"),
-    [
-        ("print(sum(map(int, input().split())))", 1.0),
-        ("print(sum(map(int, input().split())), '  \\n')", 1.0),
-        ("print(3)", 0.5),
-        ("print(1 + int(input().split()[1]))", 0.5),
-        ("print('3'); print(1 / 0)", 0.0),
-        ("import sys; print(3); sys.exit(1)", 0.0),
-        ("syntax error", 0.0),
-    ],
-)
-def test_pairs_of_input_and_output_are_compared_line_by_line(partial, source, passed):
-    score = partial.run_tests(build_prompt(PAIRS), fence(source))
-    assert (score.reward, score.correct) == (passed, passed == 1)
-    assert score.details == {"block": 1.0, "passed": passed, "timeout": 0.0}
+ADD = "def add(a, b):\n    return a + b"
 
 
 @pytest.mark.parametrize(
-    ("source", "passed"),
+    ("tests", "source", "passed"),
     [
-        ("def add(a, b):\n    return a + b", 1.0),
-        ("def add(a, b):\n    return a + b\nif __name__ == '__main__':\n    raise SystemExit", 1.0),
-        ("def add(a, b):\n    return 0", 0.5),
-        ("def add(a, b):\n    return a +", 0.0),
-        ("raise SystemExit(0)", 0.0),
-        ("import os\nos._exit(0)", 0.0),
-        ("def add(a, b):\n    import sys\n    sys.exit(0)", 0.0),
-        ("print('passed 0'); print('passed 1'); print(0); print(1)", 0.0),
-        ("import os\nos.close(1)\ndef add(a, b):\n    return a + b", 0.0),
+        # Pairs of input and output are compared line by line.
+        (PAIRS, "print(sum(map(int, input().split())))", 1.0),
+        (PAIRS, "print(sum(map(int, input().split())), '  \\n')", 1.0),
+        (PAIRS, "print(3)", 0.5),
+        (PAIRS, "print(1 + int(input().split()[1]))", 0.5),
+        (PAIRS, "print('3'); print(1 / 0)", 0.0),
+        (PAIRS, "import sys; print(3); sys.exit(1)", 0.0),
+        (PAIRS, "syntax error", 0.0),
+        # Statements pass where they are reached and raise nothing.
+        (ASSERTS, ADD, 1.0),
+        (ASSERTS, f"{ADD}\nif __name__ == '__main__':\n    raise SystemExit", 1.0),
+        (ASSERTS, "def add(a, b):\n    return 0", 0.5),
+        (ASSERTS, "def add(a, b):\n    return a +", 0.0),
+        (ASSERTS, "raise SystemExit(0)", 0.0),
+        (ASSERTS, "import os\nos._exit(0)", 0.0),
+        (ASSERTS, "def add(a, b):\n    import sys\n    sys.exit(0)", 0.0),
+        (ASSERTS, "print('passed 0'); print('passed 1'); print(0); print(1)", 0.0),
+        (ASSERTS, f"import os\nos.close(1)\n{ADD}", 0.0),
     ],
 )
-def test_statements_pass_where_they_are_reached_and_raise_nothing(partial, source, passed):
-    assert partial.run_tests(build_prompt(ASSERTS), fence(source)).reward == passed
-
-
-def test_without_partial_all_tests_must_pass(reward):
-    scores = [
-        reward.run_tests(build_prompt(PAIRS), fence(source))
-        for source in ("print(3)", "a, b = input().split(); print(int(a) + int(b))")
-    ]
-    assert [(score.reward, score.correct) for score in scores] == [(0.0, False), (1.0, True)]
+def test_a_program_is_scored_by_the_tests_that_it_passes_or_with_partial_by_all(tests, source, passed):
+    for partial in (True, False):
+        config = CodeRewardConfig(timeout_s=20.0, num_workers=1, partial=partial)
+        score = CodeReward(config).run_tests(build_prompt(tests), fence(source))
+        assert (score.reward, score.correct) == (passed if partial else float(passed == 1), passed == 1)
+        if partial:
+            assert score.details == {"block": 1.0, "passed": passed, "timeout": 0.0}
 
 
 def test_a_program_that_does_not_end_fails_its_tests():

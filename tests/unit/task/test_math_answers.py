@@ -27,8 +27,7 @@ def test_a_response_that_states_the_answer_is_right(gold, text):
 
 @pytest.mark.parametrize(("gold", "text"), WRONG)
 def test_a_response_that_does_not_state_the_answer_is_wrong(gold, text):
-    for mode in ("boxed", "final"):
-        assert not grade(gold, text, mode).is_right
+    assert not any(grade(gold, text, mode).is_right for mode in ("boxed", "final"))
 
 
 def test_the_table_has_enough_of_both_and_none_twice():
@@ -123,15 +122,9 @@ def test_majority_votes_count_what_was_graded(math_reward):
     assert (votes.num_correct, votes.wrong, votes.num_silent) == (1, (2, 1), 1)
 
 
-def test_a_gold_that_is_no_mathematics_is_compared_as_text():
-    gold = "n \\equiv 3"
-    assert grade(gold, "\\boxed{n\\equiv 3}", "final").is_right
-    assert not grade(gold, "\\boxed{n\\equiv 2}", "final").is_right
-
-
 def test_an_escaped_brace_is_no_brace_of_a_box():
     text = "The set is \\boxed{\\left\\{ 1, 2 \\right.} and with it 12."
-    assert list(extract_statements(text, "boxed") or []) == ["\\left\\{ 1, 2 \\right."]
+    assert extract_statements(text, "boxed") == ["\\left\\{ 1, 2 \\right."]
 
 
 HOSTILE = [

@@ -56,6 +56,7 @@ while True: os.fork()
 """
 GROW = "x = []\nwhile True: x.append(bytearray(2 ** 20))"
 TOO_LONG, TOO_MUCH = "it took longer than 1 s", "it printed more than 64 KiB"
+EXIT_7 = "it ended with exit status 7"
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ TOO_LONG, TOO_MUCH = "it took longer than 1 s", "it printed more than 64 KiB"
         ("import mmap; mmap.mmap(-1, 2 ** 30)", LIMITS, "", "OSError: [Errno 12] Cannot allocate memory"),
         ("with open('big', 'wb') as f:\n    while True: f.write(bytes(2 ** 20)); f.flush()", LIMITS, "", None),
         ("import sys\nfor _ in range(1024): sys.stdout.write('x' * 2 ** 20)", LIMITS, "x" * 64 * 1024, TOO_MUCH),
-        ("import os, time\nos.closerange(0, 999)\ntime.sleep(0.1)\nos._exit(7)", LIMITS, "", "it ended with exit status 7"),
+        ("import os, time\nos.closerange(0, 999)\ntime.sleep(0.1)\nos._exit(7)", LIMITS, "", EXIT_7),
     ],
 )  # fmt: skip
 def test_a_program_ends_at_its_limits_and_starts_no_process(means, source, limits, stdout, ended):

@@ -20,7 +20,7 @@ from megarl.config.schema.task import (
 )
 from megarl.task.reward import RewardFailedError
 from megarl.task.rule_rewards import find_last_number, format_number, parse_number
-from megarl.types import FinishReason, Response, Score, Turn
+from megarl.types import FinishReason, Response, Turn
 
 
 def build_turns(rewards: tuple[float, ...]) -> Response:
