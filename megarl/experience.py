@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megarl.algo.algorithm import build_pretraining_algo
 from megarl.algo.diagnostics import compute_batch_metrics
 from megarl.algo.registry import reads_old_logprobs
 from megarl.algo.targets import measure_old_logprobs
-from megarl.algo.value_pretraining import build_pretraining_algo
 from megarl.config.schema.algo import KLEstimator, needs_reference
 from megarl.config.schema.root import Config
 from megarl.interfaces import Pending, TrainBackend, wait_all

@@ -13,9 +13,8 @@ import math
 import time
 from dataclasses import dataclass
 
-from megarl.algo.algorithm import Algorithm
+from megarl.algo.algorithm import Algorithm, describe_end
 from megarl.algo.registry import reuses_logprobs
-from megarl.algo.value_pretraining import describe_end
 from megarl.config.schema.root import Config
 from megarl.experience import Roles
 from megarl.run.checkpoint import LoopSaver, TrainerState

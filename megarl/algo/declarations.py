@@ -1,6 +1,6 @@
 """What an advantage estimator, a policy loss or a term of the loss declares beside its function.
 
-Importing this file, `advantages.py`, `policy_losses.py` or `loss_terms.py` imports no torch: a configuration is checked
+Importing this file, `advantages.py`, `policy_losses.py` or `objective.py` imports no torch: a configuration is checked
 and its objective printed without it. Their functions import it when they run.
 Suffixes: B samples, T response positions, R flat response tokens of a micro-batch.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megarl.algo.blocks import Block
-    from megarl.algo.tokens import LossCounts, PolicyTokens
+    from megarl.algo.losses import LossCounts, PolicyTokens
 
 Check = Callable[[AlgoConfig, int, int], Iterable[str]]
 """(algo, responses per prompt, optimizer steps per iteration) -> one message per contradiction: the key, what was found

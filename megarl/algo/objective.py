@@ -1,9 +1,198 @@
-"""The effective objective of a configuration, printed as formulas with its numbers in them."""
+"""Further terms of the policy's loss, and the effective objective of a configuration: its formulas with its numbers."""
 
-from megarl.algo.loss_terms import LOSS_TERMS, format_kl
-from megarl.algo.registry import find_advantage, find_policy_loss, needs_critic
-from megarl.config.schema.algo import AlgoConfig, LossAggMode, MismatchCorrection, NormScope
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megarl.algo.declarations import LossTerm
+from megarl.algo.registry import find_advantage, find_policy_loss, name_advantages, needs_critic
+from megarl.config.schema.algo import (
+    AlgoConfig,
+    KLEstimator,
+    LossAggMode,
+    MismatchCorrection,
+    NormScope,
+    PositiveLMMean,
+    RatioLevel,
+    ToprConfig,
+    needs_entropy,
+    uses_topr,
+)
 from megarl.config.schema.roles import CriticConfig, PolicyConfig, Trainable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megarl.algo.losses import LossCounts, PolicyTokens
+
+_ZERO, _ONE = 0.01, 0.99
+"""A taper below the first is logged as 0, one above the second as 1."""
+
+_RATIOS = {RatioLevel.token: "pi/mu", RatioLevel.sequence: "prod_t pi/mu", RatioLevel.geometric: "(prod_t pi/mu)^(1/l)"}
+
+
+def compute_topr(
+    logprobs_R: Tensor, log_rho_R: Tensor, advantages_R: Tensor, positive_coef: float, negative_coef: float
+) -> Tensor:
+    """-w_pos A lp where A >= 0; -w_neg clip(rho, 0, 1) A lp where A < 0, no gradient through rho; float [R].
+
+    log_rho_R: log of the ratio to the sampling policy, of the token or of its whole sequence.
+    """
+    import torch
+
+    weight = torch.where(advantages_R >= 0, positive_coef, negative_coef * compute_taper(log_rho_R))
+    return -weight * advantages_R * logprobs_R
+
+
+def compute_taper(log_rho_R: Tensor) -> Tensor:
+    """clip(rho, 0, 1), the weight of a token of negative advantage, without a gradient; float [R]."""
+    return log_rho_R.detach().clamp(max=0.0).exp()
+
+
+def _compute_topr(tokens: PolicyTokens, algo: AlgoConfig) -> Tensor:
+    topr, log_rho = algo.topr, _compute_log_rho(tokens, algo.topr)
+    return compute_topr(tokens.logprobs, log_rho, tokens.advantages, topr.positive_loss_coef, topr.negative_loss_coef)
+
+
+def _compute_log_rho(tokens: PolicyTokens, topr: ToprConfig) -> Tensor:
+    from megarl.algo.losses import compute_log_ratio
+
+    targets = tokens.targets
+    sampling = tokens.require("sampling_logprobs", targets.sampling_logprobs)
+    log_rho = tokens.logprobs.detach() - sampling
+    return compute_log_ratio(log_rho, targets.rows, targets.row_lengths, topr.ratio_level)
+
+
+def _measure_topr(tokens: PolicyTokens, algo: AlgoConfig, counts: LossCounts) -> dict[str, Tensor]:
+    if counts.num_negative_tokens == 0:
+        return {}
+    taper = compute_taper(_compute_log_rho(tokens, algo.topr))
+    taper = taper[tokens.targets.loss_mask & (tokens.advantages < 0)]
+    return {
+        "topr/taper_mean": taper.sum() / counts.num_negative_tokens,
+        "topr/taper_zero_frac": (taper < _ZERO).to(taper.dtype).sum() / counts.num_negative_tokens,
+        "topr/taper_one_frac": (taper > _ONE).to(taper.dtype).sum() / counts.num_negative_tokens,
+    }
+
+
+def _format_topr(algo: AlgoConfig) -> str:
+    return (
+        f"{algo.topr.positive_loss_coef:g} * [A >= 0] * -A log pi"
+        f" + {algo.topr.negative_loss_coef:g} * [A < 0] * -clip({_RATIOS[algo.topr.ratio_level]}, 0, 1) A log pi"
+    )
+
+
+def _check_topr(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps: int) -> Iterator[str]:
+    # The reward to go is the reward itself, at every token, without a discount and a KL.
+    undiscounted = algo.advantage == "reinforce" and algo.gamma == 1 and not algo.kl.in_reward
+    if not (find_advantage(algo.advantage).per_response or undiscounted):
+        yield (
+            f"algo.advantage: {algo.advantage} found; the topr terms split the responses by the sign of their"
+            f" advantage, one for all tokens: must be {name_advantages(per_response=True)}, or reinforce with"
+            " algo.gamma=1 and algo.kl.in_reward=false"
+        )
+
+
+TOPR = LossTerm(
+    uses_topr, _format_topr, _compute_topr, weight=lambda algo: 1.0, measure=_measure_topr, check=_check_topr
+)
+
+
+# The KL of policy and reference as a part of the loss (GRPO 2402.03300).
+
+_FORMULAS = {"k1": "d", "abs": "|d|", "k2": "d^2/2", "k3": "(exp(-d) + d - 1)"}
+
+
+def format_kl(estimator: KLEstimator, policy: str) -> str:
+    """The estimate of KL(policy, reference) per token, as the objective is printed."""
+    if estimator is KLEstimator.full:
+        return f"sum_v {policy}(v) (log {policy}(v) - log pi_ref(v))"
+    return f"{_FORMULAS[estimator.name]} with d = log {policy} - log pi_ref"
+
+
+def _compute_reference_kl(tokens: PolicyTokens, algo: AlgoConfig) -> Tensor:
+    from megarl.algo.rewards import compute_kl
+
+    if algo.kl.loss_estimator is KLEstimator.full:
+        return tokens.require("full_kl", tokens.full_kl)
+    ref = tokens.require("ref_logprobs", tokens.targets.ref_logprobs)
+    return compute_kl(tokens.logprobs, ref, algo.kl.loss_estimator)
+
+
+def _format_reference_kl(algo: AlgoConfig) -> str:
+    return f"{algo.kl.loss_coef:g} * {format_kl(algo.kl.loss_estimator, 'pi')}"
+
+
+def _check_reference_kl(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps: int) -> Iterator[str]:
+    if algo.kl.loss_estimator is KLEstimator.k1:
+        yield (
+            "algo.kl.loss_estimator: k1 found; as a loss its expected gradient on-policy is zero, so that it holds"
+            " nothing near the reference: must be k2, k3, abs or full"
+        )
+
+
+REFERENCE_KL = LossTerm(
+    lambda algo: algo.kl.in_loss,
+    _format_reference_kl,
+    _compute_reference_kl,
+    weight=lambda algo: algo.kl.loss_coef,
+    metric="policy/kl_loss",
+    check=_check_reference_kl,
+)
+
+
+# The entropy bonus.
+
+
+def _compute_entropy(tokens: PolicyTokens, algo: AlgoConfig) -> Tensor:
+    return tokens.require("entropy", tokens.entropy)
+
+
+ENTROPY = LossTerm(
+    needs_entropy,
+    lambda algo: f"- {algo.entropy_coef:g} * H",
+    _compute_entropy,
+    weight=lambda algo: -algo.entropy_coef,
+    metric="policy/entropy",
+)
+
+
+# The language-model loss of the correct responses (VAPO 2504.05118).
+
+
+def _compute_positive_lm(tokens: PolicyTokens, algo: AlgoConfig) -> Tensor:
+    import torch
+
+    return torch.where(tokens.targets.positive, -tokens.logprobs, 0.0)
+
+
+def _format_positive_lm(algo: AlgoConfig) -> str:
+    positive = f"responses with reward >= {algo.positive_threshold:g}"
+    if _over_all_tokens(algo):
+        return f"{algo.positive_lm_coef:g} * 1/N_tok sum over the tokens of {positive}[ -log pi ]"
+    return f"{algo.positive_lm_coef:g} * mean over the tokens of {positive}[ -log pi ]"
+
+
+def _over_all_tokens(algo: AlgoConfig) -> bool:
+    return algo.positive_lm_mean_over is PositiveLMMean.all_tokens
+
+
+def _count_positive_lm(counts: LossCounts, algo: AlgoConfig) -> int:
+    return counts.num_tokens if _over_all_tokens(algo) else counts.num_positive_tokens
+
+
+POSITIVE_LM = LossTerm(
+    lambda algo: algo.positive_lm_coef != 0.0,
+    _format_positive_lm,
+    _compute_positive_lm,
+    weight=lambda algo: algo.positive_lm_coef,
+    metric="policy/positive_lm",
+    count=_count_positive_lm,
+)
+
+LOSS_TERMS = (TOPR, REFERENCE_KL, ENTROPY, POSITIVE_LM)
+"""In the order in which they are added up and printed"""
 
 
 def format_objective(

@@ -11,7 +11,7 @@ from megarl.config.schema.algo import AlgoConfig, RatioLevel
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megarl.algo.tokens import PolicyTokens
+    from megarl.algo.losses import PolicyTokens
 
 
 def compute_clipped(
@@ -58,7 +58,7 @@ CLIP = PolicyLoss(format_clipped, _compute_clip_loss)
 
 def _compute_gspo_loss(tokens: PolicyTokens, algo: AlgoConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """As `compute_clipped`, with the geometric mean s = exp(mean_t (logprobs - old_logprobs)) of a response as w."""
-    from megarl.algo.tokens import compute_log_ratio
+    from megarl.algo.losses import compute_log_ratio
 
     targets = tokens.targets
     mean = compute_log_ratio(tokens.log_ratio, targets.rows, targets.row_lengths, RatioLevel.geometric)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megarl.algo.blocks import allocate_zeros
-from megarl.algo.tokens import LossCounts, count_minibatch
+from megarl.algo.losses import LossCounts, count_minibatch
 from megarl.cluster.calls import PendingCall, RayLostError, ask, wait_for
 from megarl.cluster.opened import Cluster
 from megarl.cluster.process import Gpu, agree_on_nccl, redirect_output, resolve_host, use_gpus, use_interface

@@ -25,7 +25,7 @@ from megarl.types import Prompt, Response, RewardFunction, Score
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megarl.algo.tokens import PolicyTokens
+    from megarl.algo.losses import PolicyTokens
 
 LETTERS = "abcdefgh"
 RIGHT_HALF = "abcd"
@@ -210,7 +210,7 @@ def write_biased_checkpoint(source: Path, target: Path, biases: Mapping[str, flo
 
 
 def _compute_sequence_is(tokens: PolicyTokens, algo: AlgoConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    from megarl.algo.tokens import compute_log_ratio
+    from megarl.algo.losses import compute_log_ratio
 
     targets = tokens.targets
     log_ratio = compute_log_ratio(tokens.log_ratio, targets.rows, targets.row_lengths, RatioLevel.sequence)

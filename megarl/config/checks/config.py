@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from math import isfinite, isqrt
 from typing import Any
 
-from megarl.algo.loss_terms import LOSS_TERMS
+from megarl.algo.objective import LOSS_TERMS
 from megarl.algo.registry import (
     find_advantage,
     find_policy_loss,

@@ -19,8 +19,7 @@ from algo_cases import (
 )
 
 from megarl.algo.blocks import NonFiniteError
-from megarl.algo.losses import count_minibatch, critic_loss, policy_loss
-from megarl.algo.tokens import LossCounts, compute_mismatch_weight
+from megarl.algo.losses import LossCounts, compute_mismatch_weight, count_minibatch, critic_loss, policy_loss
 from megarl.config.schema.algo import KLEstimator, MismatchCorrection, PositiveLMMean
 
 

@@ -146,7 +146,7 @@ def test_a_configuration_is_checked_and_its_objective_printed_without_torch():
     code = """
 import sys
 from megarl.algo.advantages import ADVANTAGES
-from megarl.algo.loss_terms import LOSS_TERMS
+from megarl.algo.objective import LOSS_TERMS
 from megarl.algo.objective import format_objective
 from megarl.algo.policy_losses import POLICY_LOSSES
 from megarl.config.errors import ConfigError

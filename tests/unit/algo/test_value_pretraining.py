@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megarl.algo.value_pretraining import build_pretraining_algo, find_end, fit_rise
+from megarl.algo.algorithm import build_pretraining_algo, find_end, fit_rise
 from megarl.config.load import load_config
 from megarl.config.schema.algo import ValuePretrainConfig
 
