@@ -5,7 +5,7 @@ A checkpoint is loaded and exported as a role loads and exports its weights, by 
 
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,15 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megarl.config.brought import MODEL_FILE, RUN_FILE
 from megarl.config.errors import ConfigError
 from megarl.config.schema.roles import Dtype, LoraConfig, LoraLayers, ParallelConfig
-from megarl.files import (
-    MANIFEST,
-    CheckpointError,
-    find_free,
-    load_json_object,
-    load_manifest,
-    verify_files,
-    write_manifest,
-)
+from megarl.files import MANIFEST, CheckpointError, load_json_object, load_manifest, verify_files, write_manifest
 from megarl.mcore import bridge
 from megarl.mcore.batch import build_batch
 from megarl.mcore.checkpoint_format import (
@@ -99,11 +91,15 @@ class Source:
 
     def choose_dtype(self, wanted: Dtype | None) -> Dtype:
         """Raises CheckpointError where the checkpoint has several and none is wanted."""
-        found = [dtype for dtype, each in DTYPES.items() if self.dtypes == {each}]
-        if not (wanted or found):
-            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in self.dtypes))
+        found = wanted or next((dtype for dtype, each in DTYPES.items() if self.dtypes == {each}), None)
+        if found is None:
+            names = ", ".join(sorted(map(name_dtype, self.dtypes)))
             raise CheckpointError(f"{self.directory}: tensors of {names}; --dtype must choose one for all")
-        return wanted or found[0]
+        return found
+
+
+def name_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def list_roles(directory: Path) -> list[Path]:
@@ -158,24 +154,20 @@ def _open_megatron(directory: Path) -> Source:
         is_role = False
     if not is_role:
         raise CheckpointError(f"{directory / MANIFEST}: is not of a role's weights: {dict(about)}")
-    arch = read_architecture(directory / DESCRIPTION)
-    shapes = list_shapes(directory)
+    arch, shapes = read_architecture(directory / DESCRIPTION), list_shapes(directory)
     adapters = [key for key in shapes if key.startswith(PREFIX)]
     expected = compute_global_shapes(list_entries(arch, with_value_head=role is Role.critic), arch, tp)
-    found = {key: shape for key, shape in shapes.items() if key not in adapters}
-    if problems := compare_shapes(found, expected):
+    if problems := compare_shapes({key: shapes[key] for key in shapes.keys() - set(adapters)}, expected):
         raise CheckpointError(f"{directory}: {'; '.join(problems)}")
-    lora = _read_lora(directory, adapters) if adapters else None
+    lora = None
+    if adapters:
+        kinds = {LoraLayers.attention if "-self_attention-" in key else LoraLayers.mlp for key in adapters}
+        try:
+            fields = load_json_object(directory / DESCRIPTION / FOLDER / CONFIG)
+            lora = LoraConfig(int(fields["r"]), float(fields["lora_alpha"]), [x for x in LoraLayers if x in kinds])
+        except (ValueError, OSError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{directory}: how to merge its adapters cannot be read: {error}") from None
     return Source(directory, directory / DESCRIPTION, role, arch, frozenset({dtype}), about, lora)
-
-
-def _read_lora(directory: Path, adapters: Iterable[str]) -> LoraConfig:
-    kinds = {LoraLayers.attention if "-self_attention-" in key else LoraLayers.mlp for key in adapters}
-    try:
-        fields = load_json_object(directory / DESCRIPTION / FOLDER / CONFIG)
-        return LoraConfig(int(fields["r"]), float(fields["lora_alpha"]), [kind for kind in LoraLayers if kind in kinds])
-    except (ValueError, OSError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{directory}: has adapters, and how to merge them cannot be read: {error}") from None
 
 
 @contextmanager
@@ -193,10 +185,10 @@ def load_model(source: Source, dtype: Dtype) -> Iterator[list[PackedGPT]]:
                 bridge.load_hf(chunks, source.directory, source.arch)
             else:
                 load_weights(source.directory, chunks)
-        except ConfigError as error:
-            raise CheckpointError(str(error)) from None
         except (OSError, CheckpointError):
             raise
+        except ConfigError as error:
+            raise CheckpointError(str(error)) from None
         except (Exception, CheckpointException) as error:  # What is raised for a damaged file is anything.
             last = (str(error).strip().splitlines() or [""])[-1]
             raise CheckpointError(f"{source.directory}: cannot be read: {type(error).__name__}: {last}") from None
@@ -218,38 +210,30 @@ def convert(source: Source, target: Path, *, dtype: Dtype | None = None, overwri
     dtype: by default the source's. Raises CheckpointError for tensors that are not what they should be, OSError where
     there is no room; `target` is then as it was.
     """
-    chosen = source.choose_dtype(dtype)
-    _check_target(source.directory, target, overwrite, source.num_parameters * DTYPES[chosen].itemsize)
+    chosen, (there, here) = source.choose_dtype(dtype), (source.directory.resolve(), target.resolve())
+    if there == here or there in here.parents or here in there.parents:
+        raise ValueError(f"{target}: is {there}, in it or around it; the target must be apart from the source")
+    if target.exists() and not overwrite:
+        raise FileExistsError(f"{target}: is there already; --overwrite replaces it")
     value_head = DTYPES[chosen] if source.role is Role.critic else None
     with replace_directory(target) as building, load_model(source, chosen) as chunks:
+        description = building
         if source.about is None:
             begin_save(building, TrainingState(chunks, None, None, ALONE)).finish()
-            copy_description(source.description, building / DESCRIPTION, value_head, dtype=DTYPES[chosen])
+            description = building / DESCRIPTION
         else:
             write_safetensors(building, export_tensors(source, chunks))
-            copy_description(source.description, building, value_head, dtype=DTYPES[chosen])
-            if source.lora is not None:
-                fields = load_json_object(source.description / FOLDER / CONFIG)
-                if (adapter := export_peft(chunks, source.arch, fields)) is not None:
-                    adapter.write(building)
+        copy_description(source.description, description, value_head, dtype=DTYPES[chosen])
+        if source.lora is not None:
+            fields = load_json_object(source.description / FOLDER / CONFIG)
+            if (adapter := export_peft(chunks, source.arch, fields)) is not None:
+                adapter.write(building)
         # The configuration of the run that wrote the model stays with it.
         files = [source.directory.resolve().parent / RUN_FILE, source.directory / MODEL_FILE]
         for file in [file for file in files if file.is_file()][:1]:
             shutil.copyfile(file, building / MODEL_FILE)
         if source.about is None:
             write_manifest(building, describe_role(source.role, chosen, ALONE, None))
-
-
-def _check_target(source: Path, target: Path, overwrite: bool, num_bytes: int) -> None:
-    """Raises FileExistsError, ValueError where one holds the other, or OSError where the file system is too full."""
-    there, here = source.resolve(), target.resolve()
-    if there == here or there in here.parents or here in there.parents:
-        raise ValueError(f"{target}: is {source}, in it or around it; the target must be apart from the source")
-    if target.exists() and not overwrite:
-        raise FileExistsError(f"{target}: is there already; --overwrite replaces it")
-    parent, free = find_free(target.absolute().parent)
-    if free < num_bytes:
-        raise OSError(f"{parent}: {free / 1e9:.2f} GB free, {num_bytes / 1e9:.2f} GB needed for {target.name}")
 
 
 def read_tensors(source: Source) -> dict[str, Tensor]:
@@ -271,8 +255,7 @@ def compare_tensors(a: Source, b: Source) -> list[str]:
     for name, own in read_tensors(a).items():
         other = others.pop(name)
         if own.dtype != other.dtype or not torch.equal(own, other):
-            dtypes = (str(x.dtype).removeprefix("torch.") for x in (own, other))
-            note = "" if own.dtype == other.dtype else f"; {' against '.join(dtypes)}"
+            note = "" if own.dtype == other.dtype else f"; {name_dtype(own.dtype)} against {name_dtype(other.dtype)}"
             largest = float((own.float() - other.float()).abs().max())
             differences.append(f"{name}: differs by up to {largest:.3g}{note}")
     return differences
@@ -292,31 +275,24 @@ def compute_outputs(source: Source, tokens: Tensor) -> Tensor:
     Face's form by transformers, Megatron's by Megatron.
     """
     if len(tokens) < 2 or int(tokens.max()) >= source.arch.vocab_size:
-        raise ValueError(
-            f"{source.directory}: token ids {tokens.tolist()}; two or more within the vocabulary of"
-            f" {source.arch.vocab_size} are needed"
-        )
-    critic = source.role is Role.critic
+        found = f"{source.directory}: token ids {tokens.tolist()}"
+        raise ValueError(f"{found}; two or more within the vocabulary of {source.arch.vocab_size} are needed")
+    is_critic = source.role is Role.critic
     with torch.inference_mode():
         if source.about is None:
-            return _run_transformers(source.directory, critic, tokens)
+            import transformers
+
+            transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+            name = "AutoModelForSequenceClassification" if is_critic else "AutoModelForCausalLM"
+            load = getattr(transformers, name).from_pretrained
+            model = load(source.directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False).eval()
+            if not is_critic:
+                logits: Tensor = model(tokens[None, :-1]).logits[0]
+                return logits
+            values: Tensor = model.base_model(tokens[None, :-1]).last_hidden_state[0] @ model.score.weight[0]
+            return values
         with load_model(source, Dtype.float32) as chunks:
-            (model,) = wrap_chunks(chunks, chunks[0].config, None)
+            (stage,) = wrap_chunks(chunks, chunks[0].config, None)
             sequences = Sequences(tokens, torch.tensor([len(tokens)]), torch.tensor([1]))
-            out = run_stage(model, build_batch(sequences, [0])).float().cpu()
-    return out if critic else out[:, : source.arch.vocab_size]
-
-
-def _run_transformers(directory: Path, critic: bool, tokens: Tensor) -> Tensor:
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    kind = transformers.AutoModelForSequenceClassification if critic else transformers.AutoModelForCausalLM
-    model: Any = kind.from_pretrained(directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False)
-    model.eval()
-    if critic:
-        states = model.base_model(tokens[None, :-1]).last_hidden_state[0]
-        values: Tensor = (states @ model.score.weight.T).squeeze(1)
-        return values
-    logits: Tensor = model(tokens[None, :-1]).logits[0]
-    return logits
+            out = run_stage(stage, build_batch(sequences, [0])).float().cpu()
+    return out if is_critic else out[:, : source.arch.vocab_size]

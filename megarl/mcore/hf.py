@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ PIECE = 1 << 20
 """Elements that are looked at together where a whole tensor would need memory of its own size"""
 
 
-class CheckpointReader:
+class CheckpointReader(ExitStack):
     """The tensors of DIRECTORY/model.safetensors, or of the files that its index names.
 
     Raises FileNotFoundError where there is neither, ValueError for an index that is none, KeyError that names a tensor
@@ -41,28 +41,18 @@ class CheckpointReader:
     """
 
     def __init__(self, directory: Path) -> None:
+        super().__init__()
         self._directory = directory
-        self._stack = ExitStack()
-        self._files: dict[str, str]
+        self._handles: dict[str, Any] = {}
         if (directory / INDEX).is_file():
             self._files = _read_index(directory / INDEX)
         elif (directory / SINGLE).is_file():
-            with _open(directory / SINGLE) as handle:
-                self._files = dict.fromkeys(handle.keys(), SINGLE)
+            self._files = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
         else:
             other = name_some(sorted(file.name for file in directory.glob("*.safetensors")))
             raise FileNotFoundError(
                 f"{directory}: found neither {SINGLE} nor {INDEX}, which says what is in {other or 'other files'}"
             )
-        self._open: dict[str, safe_open] = {}
-
-    def __enter__(self) -> "CheckpointReader":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -71,36 +61,33 @@ class CheckpointReader:
     def names(self) -> tuple[str, ...]:
         return tuple(self._files)
 
-    def find_misplaced(self, expected: Collection[str]) -> Iterator[str]:
+    def find_misplaced(self, expected: Collection[str] | None = None) -> Iterator[str]:
         """How the files differ from the index that names them, and weights that servers would load beside them.
 
-        expected: the tensors that the model needs; of others that are in the files alone nothing is said.
+        expected: the tensors that the model needs; of others that are in the files alone nothing is said. None: those
+        of the index.
         """
-        found = {file.name for file in self._directory.glob("*.safetensors")}
-        if not (self._directory / INDEX).is_file():
-            if further := found - {SINGLE, CONSOLIDATED}:
-                yield (
-                    f"has {name_some(sorted(further))} beside {SINGLE} and no {INDEX}; servers would load all of them:"
-                    " remove those that are not of the model"
-                )
-            return
-        files = sorted(set(self._files.values()))
+        found, files = {file.name for file in self._directory.glob("*.safetensors")}, sorted(set(self._files.values()))
+        has_index = (self._directory / INDEX).is_file()
+        if not has_index and (further := found - {SINGLE, CONSOLIDATED}):
+            yield (
+                f"has {name_some(sorted(further))} beside {SINGLE} and no {INDEX}; servers would load all of them:"
+                " remove those that are not of the model"
+            )
         if missing := [file for file in files if file not in found]:
             yield f"lacks {name_some(missing)}, of {len(files)} files that {INDEX} names"
+        if missing or not has_index:
             return
         if SINGLE in found.difference(files):
             yield f"has {SINGLE} and {INDEX}, which names other files; remove those that are not of the model"
-        holders: dict[str, list[str]] = {}
+        holders: dict[str, list[str]] = {name: [] for name in (self.names if expected is None else expected)}
         for file in files:
-            with _open(self._directory / file) as handle:
-                for name in handle.keys():  # noqa: SIM118  (it is no mapping)
-                    holders.setdefault(name, []).append(file)
-        listed = {name: [file] for name, file in self._files.items() if name in expected}
-        listed |= {name: [] for name in expected if name not in listed}
+            for name in holders.keys() & set(self._open(file).keys()):
+                holders[name].append(file)
         wrong = [
-            f"{name} is in {' and '.join(holders.get(name, ['no file']))}, by the index in {' '.join(own) or 'none'}"
-            for name, own in listed.items()
-            if holders.get(name, []) != own
+            f"{name} is in {' and '.join(own) or 'no file'}, by the index in {self._files.get(name, 'none')}"
+            for name, own in holders.items()
+            if own != [self._files.get(name)]
         ]
         if wrong:
             yield f"{INDEX} differs from the files: {name_some(wrong)}"
@@ -121,10 +108,15 @@ class CheckpointReader:
     def _open_file(self, name: str) -> Any:
         if name not in self._files:
             raise KeyError(f"{self._directory}: has no tensor {name}")
-        file = self._files[name]
-        if file not in self._open:
-            self._open[file] = self._stack.enter_context(_open(self._directory / file))
-        return self._open[file]
+        return self._open(self._files[name])
+
+    def _open(self, file: str) -> Any:
+        if file not in self._handles:
+            try:
+                self._handles[file] = self.enter_context(safe_open(self._directory / file, framework="pt"))
+            except SafetensorError as error:
+                raise SafetensorError(f"{self._directory / file}: {error}") from None
+        return self._handles[file]
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -137,13 +129,6 @@ def _read_index(path: Path) -> dict[str, str]:
         if not isinstance(file, str) or file in ("", ".", "..") or Path(file).name != file:
             raise ValueError(f"{path}: {name} is in {file!r}; a file of this directory was expected")
     return files
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise SafetensorError(f"{path}: {error}") from None
 
 
 def count_parameters(directory: Path) -> int:
@@ -167,39 +152,35 @@ def write_safetensors(
     until it is full. Raises OSError.
     """
     parts: list[list[str]] = []
-    total_size = 0
-    for held in _hold(tensors, max_file_bytes):
-        parts.append(list(held))
+    total_size = size = 0
+    held: dict[str, Tensor] = {}
+
+    def write() -> None:
         path = directory / f"part-{len(parts)}"
+        parts.append(list(held))
         try:
             save_file({name: tensor.contiguous() for name, tensor in held.items()}, path, {"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"{path}: {error}") from None
         with path.open("rb") as file:
             os.fsync(file)
-        total_size += sum(tensor.nbytes for tensor in held.values())
+        held.clear()
+
+    for name, tensor in tensors:
+        if held and size + tensor.nbytes > max_file_bytes:
+            write()
+            size = 0
+        held[name] = tensor
+        size, total_size = size + tensor.nbytes, total_size + tensor.nbytes
+    write()
     names = [SINGLE]
     if len(parts) > 1:
         names = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
         weight_map = {name: file for file, part in zip(names, parts, strict=True) for name in part}
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         (directory / INDEX).write_text(json.dumps(index, indent=2))
-    for number, name in enumerate(names, start=1):
+    for number, name in enumerate(names):
         (directory / f"part-{number}").rename(directory / name)
-
-
-def _hold(tensors: Iterable[tuple[str, Tensor]], max_file_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """The tensors of one file after another; at least of one, which may have none."""
-    held: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in tensors:
-        if held and size + tensor.nbytes > max_file_bytes:
-            yield held
-            held.clear()  # also for the caller, who has them until the next ones come
-            size = 0
-        held[name] = tensor
-        size += tensor.nbytes
-    yield held
 
 
 def check_critic_checkpoint(directory: Path, critic: Architecture, policy: Architecture, longest: int) -> list[str]:
@@ -210,11 +191,10 @@ def check_critic_checkpoint(directory: Path, critic: Architecture, policy: Archi
     problems = check_checkpoint(directory, critic, Role.critic)
     if not problems:
         with CheckpointReader(directory) as reader:
-            own = ", ".join(sorted(name for name in reader.names if not name.startswith("model."))[:5]) or "none"
             if VALUE_HEAD not in reader:
+                own = name_some(sorted(name for name in reader.names if not name.startswith("model."))) or "none"
                 problems.append(
-                    f"{directory}: has no value head {VALUE_HEAD}, as ...ForSequenceClassification has it; its tensors"
-                    f" outside the transformer: {own}"
+                    f"{directory}: has no value head {VALUE_HEAD}; its tensors outside the transformer: {own}"
                 )
             elif "score.bias" in reader:
                 problems.append(f"{directory}: has a score.bias; a value head here has a weight alone")
@@ -258,10 +238,8 @@ def check_value_range(directory: Path, value_range: Sequence[float] | None) -> s
 
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_QUANTIZED = "by which servers would quantize; a policy is trained from weights that are not quantized"
 FURTHER_FILES = {
-    "hf_quant_config.json": _QUANTIZED,
-    "quant_model_description.json": _QUANTIZED,
+    "hf_quant_config.json": "by which servers would quantize; a policy is trained from weights that are not quantized",
     "adapter_config.json": "of an adapter that neither the trainer nor a server would load; merge it into the weights",
 }
 """What makes another model of the weights, and what is wrong with it"""
@@ -291,7 +269,7 @@ def check_files(directory: Path) -> list[str]:
     """What a server would load otherwise than the index says, each message with the directory or file."""
     try:
         with CheckpointReader(directory) as reader:
-            return [f"{directory}: {problem}" for problem in reader.find_misplaced(reader.names)]
+            return [f"{directory}: {problem}" for problem in reader.find_misplaced()]
     except (SafetensorError, OSError, ValueError) as error:
         return [str(error)]
 
@@ -405,14 +383,11 @@ def copy_description(
     transformers loads them where config.json names it; None: it stays as in the source.
     """
     target.mkdir(parents=True, exist_ok=True)
-    for pattern in _COPIED:
-        for file in source.glob(pattern):
-            if file.name != INDEX:
-                shutil.copyfile(file, target / file.name)
-    if value_head is None and dtype is None:
-        return
+    for file in [file for pattern in _COPIED for file in source.glob(pattern) if file.name != INDEX]:
+        shutil.copyfile(file, target / file.name)
     path = target / "config.json"
     config = load_json_object(path)
+    before = dict(config)
     if value_head is not None:
         config |= {
             **critic_fields,
@@ -422,7 +397,7 @@ def copy_description(
             "label2id": {"LABEL_0": 0},
         }
         config.pop("torch_dtype", None)
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    name = str(dtype or value_head).removeprefix("torch.")
-    if value_head is not None or config.get(key) != name:
-        path.write_text(json.dumps({**config, key: name}, indent=2) + "\n")
+    if dtype or value_head:
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype or value_head).removeprefix("torch.")
+    if config != before:
+        path.write_text(json.dumps(config, indent=2) + "\n")
