@@ -100,9 +100,7 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]
     attention: Any = None
     """What `Layers.plan_attention` gave"""
     predictors: Tensor | None = None
-    """int64 [R]: packed position whose output predicts each response token; under context parallelism of those
-    whose predictor this rank has
-    """
+    """int64 [R]: packed position whose output predicts each response token, of those whose predictor this rank has"""
     sequence_numbers: Tensor | None = None
     """int64 [S]: number of each token's sequence in cu_seqlens_q; -1: padding"""
     routed_experts: Tensor | None = None
@@ -151,13 +149,11 @@ class PackedBatch:
 
 
 def build_batch(sequences: Sequences, rows: list[int], multiple: int = 1, context: ContextGroup = ALONE) -> PackedBatch:
-    """Pack the given rows; this rank's S is padded to a multiple of `multiple` with a sequence of its own.
+    """Pack the given rows; this rank's S is padded to a multiple of `multiple` with a sequence of its own. No rows give
+    padding alone, for a rank that must take part without data.
 
-    Under context parallelism each sequence is padded to a multiple of 2 * cp, and the batch holds this rank's tokens
-    and the predictors that are among them; its targets are all R.
-    No rows give a batch of padding only, for a rank that must take part without data.
-    Raises ValueError for a sequence that is not held, and for one without a prompt token: nothing would predict its
-    first response token.
+    Under context parallelism the batch holds this rank's tokens and the predictors among them; its targets are all R.
+    Raises ValueError for a sequence that is not held, or has no prompt token to predict its first response token.
     """
     picked = _pick(sequences, rows)
     starts = (sequences.lengths.cumsum(0) - sequences.lengths)[picked]

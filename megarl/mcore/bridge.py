@@ -15,7 +15,7 @@ from megarl.mcore.entries import PREFIX, VALUE_HEAD, Entry, describe, to_hf, to_
 from megarl.mcore.hf import CheckpointReader, is_finite
 from megarl.mcore.model import PackedGPT
 from megarl.models.architecture import Architecture
-from megarl.models.family import Split
+from megarl.models.families import Split
 
 # Of an expert's weight on its rank: the local layers' name and that of Transformer Engine's grouped layers.
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc\d)\.weight|(linear_fc\d)\.weight(\d+))")
@@ -68,11 +68,10 @@ def _num_local_experts(model: PackedGPT) -> int:
 
 
 def load_hf(chunks: Sequence[PackedGPT], directory: Path, arch: Architecture) -> None:
-    """Fill the model from a Hugging Face checkpoint; every rank reads its own part.
+    """Fill the model from a Hugging Face checkpoint; every rank reads its own part. A critic keeps its new value head
+    where there is none (`score.weight`).
 
-    A critic takes the checkpoint's value head (`score.weight`) where there is one and keeps its new one
-    elsewhere. Raises KeyError that names a missing tensor, ConfigError for one of another shape or with
-    NaN or infinity.
+    Raises KeyError that names a missing tensor, ConfigError for one of another shape or with NaN or infinity.
     """
     with CheckpointReader(directory) as reader, torch.no_grad():
         for entry, param in named_entries(chunks):
@@ -90,12 +89,8 @@ def load_hf(chunks: Sequence[PackedGPT], directory: Path, arch: Architecture) ->
                     raise ConfigError([f"{directory}: {name} has NaN or infinity; the checkpoint is damaged"])
             shard = to_megatron(entry, tensors, arch, group.size(), group.rank())
             if shard.shape != param.shape:
-                raise ConfigError(
-                    [
-                        f"{directory}: {', '.join(names)} gives {entry.name} the shape {tuple(shard.shape)},"
-                        f" config.json asks for {tuple(param.shape)}"
-                    ]
-                )
+                found = f"{', '.join(names)} gives {entry.name} the shape {tuple(shard.shape)}"
+                raise ConfigError([f"{directory}: {found}, config.json asks for {tuple(param.shape)}"])
             param.copy_(shard)
 
 
@@ -108,10 +103,7 @@ def export_hf(
     """Yield every Hugging Face tensor (on the CPU) on global rank 0; every rank must run it to its end.
 
     take: what is exported of each parameter, in the parameter's shape; by default its weights. dtype: of that; by
-    default the parameter's.
-
-    Whole on rank 0 at a time: one parameter, or the same one of each expert-parallel rank's next expert.
-    Replicas other than the first of a parameter have nothing to do with it.
+    default the parameter's. Rank 0 holds one parameter at a time, or one of each expert-parallel rank's next expert.
     """
     pp_group = parallel_state.get_pipeline_model_parallel_group()
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
@@ -141,9 +133,7 @@ def take_weights(param: Tensor) -> Tensor:
 
 
 class Weights(Mapping[str, Tensor]):
-    """This rank's weights by their entries' names. One with an adapter is merged when it is asked for, and the last
-    one is kept, so that merged copies of all of them are never there at once.
-    """
+    """This rank's weights by their entries' names; of those merged with an adapter one copy is kept at a time."""
 
     def __init__(self, named: Iterable[tuple[Entry, Tensor]]) -> None:
         self._params = {entry.name: param for entry, param in named}
@@ -162,9 +152,7 @@ class Weights(Mapping[str, Tensor]):
 
 
 def take_gradient(tensor: Tensor) -> Tensor:
-    """The gradient of a parameter, in float32; zeros for a constant and a frozen one, of one with an adapter how the
-    merged weight moves along the gradient of the adapter.
-    """
+    """float32; zeros for a constant and a frozen parameter, with an adapter how the merged weight moves by it."""
     if (adapter := getattr(tensor, "adapter", None)) is not None:
         moves: Tensor = adapter.gradient()
         return moves
@@ -173,25 +161,17 @@ def take_gradient(tensor: Tensor) -> Tensor:
 
 def _gather(tensor: Tensor, entry: Entry, model: PackedGPT) -> list[tuple[Entry, list[Tensor]]]:
     """The shards of the parameter and, of an expert's one, those of its counterparts on expert-parallel ranks."""
+    is_split = entry.split is not Split.none
     if entry.expert is None:
-        return [
-            (
-                entry,
-                gather_shards(tensor, parallel_state.get_tensor_model_parallel_group(), entry.split is not Split.none),
-            )
-        ]
+        return [(entry, gather_shards(tensor, parallel_state.get_tensor_model_parallel_group(), is_split))]
     # Expert-tensor-parallel ranks are the faster in the numbering of this group.
-    group = parallel_state.get_expert_tensor_and_model_parallel_group()
-    shards = gather_shards(tensor, group, entry.split is not Split.none)
+    shards = gather_shards(tensor, parallel_state.get_expert_tensor_and_model_parallel_group(), is_split)
     size, count = parallel_state.get_expert_tensor_parallel_world_size(), _num_local_experts(model)
-    own = f".experts.{entry.expert}."
-    return [
-        (
-            describe(entry.name.replace(own, f".experts.{rank * count + entry.expert % count}."), model.arch, False),
-            shards[rank * size : (rank + 1) * size],
-        )
-        for rank in range(len(shards) // size)
-    ]
+    own, found = f".experts.{entry.expert}.", []
+    for rank in range(len(shards) // size):
+        name = entry.name.replace(own, f".experts.{rank * count + entry.expert % count}.")
+        found.append((describe(name, model.arch, False), shards[rank * size : (rank + 1) * size]))
+    return found
 
 
 def gather_shards(tensor: Tensor, group: dist.ProcessGroup, is_split: bool) -> list[Tensor]:

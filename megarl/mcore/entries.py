@@ -19,8 +19,7 @@ from torch import Tensor
 
 from megarl.config.schema.roles import LoraConfig, LoraLayers
 from megarl.models.architecture import Architecture
-from megarl.models.families import list_weights
-from megarl.models.family import Shape, Split, Weight
+from megarl.models.families import Shape, Split, Weight, list_weights
 
 VALUE_HEAD = "score.weight"
 """Hugging Face name of the value head: float [1, hidden size]"""

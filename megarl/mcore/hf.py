@@ -27,8 +27,6 @@ from megarl.models.families import FAMILIES
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-CONSOLIDATED = "consolidated.safetensors"
-"""The same weights in another form, which SGLang leaves out where there is no third file"""
 PIECE = 1 << 20
 """Elements that are looked at together where a whole tensor would need memory of its own size"""
 
@@ -69,7 +67,7 @@ class CheckpointReader(ExitStack):
         """
         found, files = {file.name for file in self._directory.glob("*.safetensors")}, sorted(set(self._files.values()))
         has_index = (self._directory / INDEX).is_file()
-        if not has_index and (further := found - {SINGLE, CONSOLIDATED}):
+        if not has_index and (further := found - {SINGLE}):
             yield (
                 f"has {name_some(sorted(further))} beside {SINGLE} and no {INDEX}; servers would load all of them:"
                 " remove those that are not of the model"
@@ -80,7 +78,7 @@ class CheckpointReader(ExitStack):
             return
         if SINGLE in found.difference(files):
             yield f"has {SINGLE} and {INDEX}, which names other files; remove those that are not of the model"
-        holders: dict[str, list[str]] = {name: [] for name in (self.names if expected is None else expected)}
+        holders: dict[str, list[str]] = {name: [] for name in sorted(self.names if expected is None else expected)}
         for file in files:
             for name in holders.keys() & set(self._open(file).keys()):
                 holders[name].append(file)
@@ -212,9 +210,7 @@ def check_critic_checkpoint(directory: Path, critic: Architecture, policy: Archi
 
 
 def check_critic_prompt(directory: Path, critic_prompt: str | None) -> str | None:
-    """Why a critic was not trained with this data.critic_prompt; None where it was or where its checkpoint does not say
-    with which.
-    """
+    """Why a critic was not trained with this data.critic_prompt; None where it was, or its checkpoint says nothing."""
     fields = load_json_object(directory / "config.json")
     if fields.get(CRITIC_PROMPT, critic_prompt) == critic_prompt:
         return None
@@ -227,13 +223,12 @@ def check_critic_prompt(directory: Path, critic_prompt: str | None) -> str | Non
 def check_value_range(directory: Path, value_range: Sequence[float] | None) -> str | None:
     """Why the value head of a checkpoint does not have this critic.value_range; None where it does."""
     recorded = load_json_object(directory / "config.json").get(VALUE_RANGE)
-    found = None if value_range is None else list(value_range)
-    if found == recorded:
+    if (None if value_range is None else list(value_range)) == recorded:
         return None
-    shown = ["null" if each is None else json.dumps(each) for each in (found, recorded)]
+    found, right = json.dumps(value_range), json.dumps(recorded)
     return (
-        f"found {shown[0]}; the value head of {directory} (critic.init) was trained with {shown[1]} ({VALUE_RANGE} in"
-        f" its config.json), under which alone its values are what it has learned: it must be {shown[1]}"
+        f"found {found}; the value head of {directory} (critic.init) was trained with {right} ({VALUE_RANGE} in its"
+        f" config.json), under which alone its values are what it has learned: it must be {right}"
     )
 
 
@@ -243,9 +238,6 @@ FURTHER_FILES = {
     "adapter_config.json": "of an adapter that neither the trainer nor a server would load; merge it into the weights",
 }
 """What makes another model of the weights, and what is wrong with it"""
-MOST_LOOKED_AT = 2**28
-"""Numbers that are looked at for NaN before a process is started, some tenths of a second; of larger models the roles
-find it as they load their weights"""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -254,22 +246,22 @@ def check_checkpoint(directory: Path, arch: Architecture, role: Role) -> list[st
 
     Tensors that config.json does not ask for are left alone.
     """
-    try:
-        with CheckpointReader(directory) as reader:
-            expected = [name for entry in list_entries(arch, role is Role.critic) for name in entry.hf_names]
-            problems = [*reader.find_misplaced(expected)]
-            problems += [f"has {name}, {why}" for name, why in FURTHER_FILES.items() if (directory / name).is_file()]
-            problems = problems or list(find_problems(reader, arch, role, may_have_more=True))
-            return [f"{directory}: {problem}" for problem in problems]
-    except (SafetensorError, OSError, ValueError) as error:
-        return [str(error)]
+    expected = [name for entry in list_entries(arch, role is Role.critic) for name in entry.hf_names]
+    further = [f"{directory}: has {x}, {why}" for x, why in FURTHER_FILES.items() if (directory / x).is_file()]
+    problems = check_files(directory, expected) + further
+    if problems:
+        return problems
+    with CheckpointReader(directory) as reader:
+        return [f"{directory}: {problem}" for problem in find_problems(reader, arch, role, may_have_more=True)]
 
 
-def check_files(directory: Path) -> list[str]:
-    """What a server would load otherwise than the index says, each message with the directory or file."""
+def check_files(directory: Path, expected: Collection[str] | None = None) -> list[str]:
+    """What a server would load otherwise than the index says, each message with the directory or file. expected: the
+    tensors that the model needs; None: those of the index.
+    """
     try:
         with CheckpointReader(directory) as reader:
-            return [f"{directory}: {problem}" for problem in reader.find_misplaced()]
+            return [f"{directory}: {problem}" for problem in reader.find_misplaced(expected)]
     except (SafetensorError, OSError, ValueError) as error:
         return [str(error)]
 
@@ -277,10 +269,8 @@ def check_files(directory: Path) -> list[str]:
 def find_problems(
     reader: CheckpointReader, arch: Architecture, role: Role, may_have_more: bool = False
 ) -> Iterator[str]:
-    """Tensors that are missing, of another model, misshaped, of no float dtype or tied in name alone; of a model that
-    may have more, NaN too.
-
-    A critic without a value head gets one, so that the head may be missing. Raises as the reader.
+    """Tensors that are missing, misshaped, of no float dtype or tied in name alone, and those of another model unless
+    there may be more. A critic without a value head gets one, so that it may be missing. Raises as the reader.
     """
     entries = list_entries(arch, with_value_head=role is Role.critic)
     expected = {name: shape for entry in entries for name, shape in zip(entry.hf_names, entry.shapes, strict=True)}
@@ -299,9 +289,6 @@ def find_problems(
         yield f"has tensors of {', '.join(sorted(unknown))}; float weights are expected"
     elif ties_head and HEAD in reader and not torch.equal(reader.read(HEAD), reader.read(EMBEDDING)):
         yield f"{HEAD} is not {EMBEDDING}, as tie_word_embeddings in config.json says"
-    elif may_have_more and sum(map(math.prod, expected.values())) <= MOST_LOOKED_AT:
-        damaged = [name for name in expected if not is_finite(reader.read(name))]
-        yield from [f"NaN or infinity in {name_some(damaged)}"] if damaged else ()
 
 
 def compare_shapes(
@@ -332,11 +319,10 @@ def write_hf_checkpoint(
     critic_fields: Mapping[str, Any] = MappingProxyType({}),
     adapter: PeftAdapter | None = None,
 ) -> None:
-    """Write tensors with the source's config and tokenizer; `directory` appears complete or not at all.
+    """Write tensors with the source's config and tokenizer; `directory` is replaced, complete or not at all. With a
+    value head among the tensors it is a ...ForSequenceClassification with `critic_fields` (those of WorkerSpec).
 
-    With a value head among the tensors it is a ...ForSequenceClassification. An existing directory is replaced.
-    critic_fields: further keys of a critic's config.json (`WorkerSpec.critic_fields`). adapter: written beside the
-    weights that it is merged into.
+    adapter: written beside the weights that it is merged into.
     """
     with replace_directory(directory) as building:
         write_safetensors(building, tensors, MAX_FILE_BYTES)
@@ -378,9 +364,8 @@ def copy_description(
 ) -> None:
     """Copy everything of a Hugging Face checkpoint directory that is not weights.
 
-    value_head: dtype of the value head of a critic, of which config.json then says ...ForSequenceClassification.
-    critic_fields: further keys of a critic's config.json (`WorkerSpec.critic_fields`). dtype: of the weights, by which
-    transformers loads them where config.json names it; None: it stays as in the source.
+    value_head: dtype of the value head of a critic, of which config.json then says ...ForSequenceClassification with
+    `critic_fields`. dtype: of the weights, by which transformers loads them; None: it stays as in the source.
     """
     target.mkdir(parents=True, exist_ok=True)
     for file in [file for pattern in _COPIED for file in source.glob(pattern) if file.name != INDEX]:

@@ -25,13 +25,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.config.schema.roles import OptimizerConfig, ParallelConfig
-from megarl.mcore.device import Gpu, find_machine
+from megarl.mcore.device import find_machine
 from megarl.mcore.router import ExpertLayer, Router
 from megarl.mcore.spec import WorkerSpec, has_transformer_engine
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
-
-LinearAndNorm = tuple[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Layers:
 
     name: str
     build: Callable[[Architecture, TransformerConfig, int | None], TransformerBlockSubmodules]
-    find_output: Callable[[], LinearAndNorm]
+    output: tuple[Any, Any]
     """The linear layer at the end of attention and MLP, and the norm"""
     qkv_format: str
     """Of Megatron's packing parameters. Under "sbhd" Megatron keeps tensors as [S, 1, H, D] and takes rotary angles as
@@ -61,19 +59,18 @@ class Layers:
 def find_layers() -> Layers:
     """Transformer Engine's where it can run, the local ones elsewhere."""
     if find_kernels().te:
-        return Layers(
-            "Transformer Engine's layers", _build_transformer_engine, _find_engine_output, "thd", groups_experts=True
-        )
-    return build_local_layers()
+        from megatron.core.extensions.transformer_engine import TENorm, TERowParallelLinear
 
+        def build(arch: Architecture, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+            return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
 
-def build_local_layers() -> Layers:
+        return Layers("Transformer Engine's layers", build, (TERowParallelLinear, TENorm), "thd", groups_experts=True)
     from megarl.cpu import layers
 
     return Layers(
         "local layers",
         layers.build_block_spec,
-        lambda: (RowParallelLinear, layers.RMSNorm),
+        (RowParallelLinear, layers.RMSNorm),
         "sbhd",
         layers.plan_attention,
         layers.share_attention,
@@ -96,23 +93,10 @@ def build_block_spec(
             layer.module = ExpertLayer
             parts.mlp.submodules.router = Router
         if arch.output_norms:
-            linear, norm = layers.find_output()
-            normalized = add_output_norm(linear, norm)
+            normalized = add_output_norm(*layers.output)
             parts.self_attention.submodules.linear_proj = normalized
             parts.mlp.submodules.linear_fc2 = normalized
     return block
-
-
-def _build_transformer_engine(
-    arch: Architecture, config: TransformerConfig, vp_stage: int | None
-) -> TransformerBlockSubmodules:
-    return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-
-
-def _find_engine_output() -> LinearAndNorm:
-    from megatron.core.extensions.transformer_engine import TENorm, TERowParallelLinear
-
-    return TERowParallelLinear, TENorm
 
 
 @functools.cache
@@ -153,7 +137,7 @@ class Kernels:
 
 @functools.cache
 def find_kernels() -> Kernels:
-    if not isinstance(find_machine(), Gpu):
+    if find_machine().capability is None:
         return Kernels()
     return Kernels(
         gpu=True,
@@ -210,10 +194,8 @@ def choose_overlap(spec: WorkerSpec) -> WorkerSpec:
 
 
 def fuse_weight_gradients(model: torch.nn.Module) -> int:
-    """Have Transformer Engine's layers add their weight gradients to the float32 ones in the product itself.
-
-    Returns their number. Megatron's own field for it, gradient_accumulation_fusion, would also ask for Apex' kernel: by
-    it the output layer, which is Megatron's ColumnParallelLinear, refuses to be built where Apex is not installed.
+    """Have Transformer Engine's layers, whose number is returned, add their weight gradients to the float32 ones in the
+    product itself. By Megatron's own field for it its output layer would refuse to be built without Apex.
     """
     fused = [module for module in model.modules() if hasattr(module, "fuse_wgrad_accumulation")]
     for module in fused:

@@ -48,12 +48,8 @@ def compute_logprobs(
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    logprobs: Tensor
-    entropy: Tensor
-    logprobs, entropy = _Logprobs.apply(  # type: ignore[no-untyped-call]
-        logits, targets, temperature, shard, with_entropy
-    )
-    return logprobs, entropy if with_entropy else None
+    found: Any = _Logprobs.apply(logits, targets, temperature, shard, with_entropy)  # type: ignore[no-untyped-call]
+    return found[0], found[1] if with_entropy else None
 
 
 def _local_columns(targets: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
@@ -154,14 +150,10 @@ def compute_full_kl(logits: Tensor, ref_logits: Tensor, temperature: float, shar
     """sum_v pi(v) (log pi(v) - log pi_ref(v)) of the temperature-scaled distributions, float32 [R].
 
     logits and ref_logits: [R, V] in any float dtype, each rank's columns the same tokens. Differentiable in
-    logits only. Raises ValueError for a temperature that is not positive, or shapes that differ.
+    logits only. Raises ValueError for a temperature that is not positive.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    if logits.shape != ref_logits.shape:
-        raise ValueError(
-            f"ref_logits: shape {list(ref_logits.shape)} found; must be that of logits, {list(logits.shape)}"
-        )
     kl: Tensor = _FullKl.apply(logits, ref_logits, temperature, shard)  # type: ignore[no-untyped-call]
     return kl
 
@@ -173,7 +165,8 @@ class _FullKl(torch.autograd.Function):
         # Per token, with x and y (policy, reference) less this rank's largest: sum e^x, sum e^y, sum e^x (x - y)
         largest = logits.new_full((2, num_tokens), float("-inf"), dtype=torch.float32)
         sums = logits.new_zeros((3, num_tokens), dtype=torch.float32)
-        for chunk, x, y in _paired_chunks(logits, ref_logits, shard.num_valid, temperature):
+        pairs = (scaled_chunks(each, shard.num_valid, temperature) for each in (logits, ref_logits))
+        for (chunk, x), (_, y) in zip(*pairs, strict=True):
             largest[0, chunk], largest[1, chunk] = x.amax(-1), y.amax(-1)
             x.sub_(largest[0, chunk, None])
             y.sub_(largest[1, chunk, None])
@@ -199,7 +192,8 @@ class _FullKl(torch.autograd.Function):
         grad_logits = torch.empty_like(logits)
         grad_logits[:, ctx.num_valid :] = 0
         slope = grad_kl / ctx.temperature
-        for chunk, log_p, log_q in _paired_chunks(logits, ref_logits, ctx.num_valid, ctx.temperature):
+        pairs = (scaled_chunks(each, ctx.num_valid, ctx.temperature) for each in (logits, ref_logits))
+        for (chunk, log_p), (_, log_q) in zip(*pairs, strict=True):
             log_p.sub_(log_totals[0, chunk, None])
             log_q.sub_(log_totals[1, chunk, None])
             # dKL/dx_j = p_j (log p_j - log q_j - KL)
@@ -215,14 +209,3 @@ def _shift_both(sums: Tensor, shifts: Tensor) -> Tensor:
     # 0 * -inf: a rank without columns adds nothing.
     gap = (a - b).nan_to_num(nan=0.0)
     return torch.stack([scale * sums[0], b.exp() * sums[1], scale * (sums[2] + sums[0] * gap)])
-
-
-def _paired_chunks(
-    logits: Tensor, ref_logits: Tensor, num_valid: int, temperature: float
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Slices of tokens with both models' logits / temperature, as `scaled_chunks`."""
-    pairs = zip(
-        scaled_chunks(logits, num_valid, temperature), scaled_chunks(ref_logits, num_valid, temperature), strict=True
-    )
-    for (chunk, x), (_, y) in pairs:
-        yield chunk, x, y

@@ -33,7 +33,7 @@ from megarl.mcore.entries import (
 )
 from megarl.mcore.model import PackedGPT
 from megarl.models.architecture import Architecture
-from megarl.models.family import Split
+from megarl.models.families import Split
 
 
 class Adapter(torch.nn.Module):

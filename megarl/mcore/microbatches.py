@@ -19,13 +19,11 @@ def pack(
 ) -> list[list[list[int]]]:
     """Rank -> micro-batch -> row numbers; each row is in exactly one micro-batch.
 
-    lengths: tokens of each row. costs: compute of each row, in any unit; without it, the lengths. Ranks are balanced by
-    cost, and so are the micro-batches of a rank: costliest row first, to what has cost least so far (Graham's LPT: no
-    rank costs more than 4/3 - 1/(3 num_ranks) times what the best assignment would give). Every rank gets the same
-    number of micro-batches (pipelines and collectives need it), the fewest that the greedy rule finds, its costliest
-    first; where there are fewer rows than micro-batches, some are empty. No micro-batch of more than one row has more
-    than `tokens_per_microbatch` tokens; a longer sequence makes one of its own. A pure function: the same on every
-    rank.
+    lengths: tokens of each row. costs: compute of each row, in any unit; without it, the lengths. Ranks, and the
+    micro-batches of a rank, are balanced by cost: costliest row first, to what has cost least so far (Graham's LPT: no
+    rank costs more than 4/3 - 1/(3 num_ranks) times the best assignment). Every rank gets as many micro-batches, the
+    fewest that the greedy rule finds, its costliest first; some may be empty. None of more than one row has more than
+    `tokens_per_microbatch` tokens. A pure function: the same on every rank.
     """
     costs = lengths if costs is None else costs
     order = sorted(range(len(lengths)), key=lambda row: (-costs[row], -lengths[row], row))

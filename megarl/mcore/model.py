@@ -7,6 +7,7 @@ import dataclasses
 import math
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -33,24 +34,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl.config.errors import find_nearest_key
 from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig, Trainable
+from megarl.mcore import layers as engine
 from megarl.mcore import process_groups
 from megarl.mcore.batch import PackedParams
 from megarl.mcore.device import device
 from megarl.mcore.entries import padded_vocab_size
-from megarl.mcore.layers import (
-    build_block_spec,
-    build_fast_fields,
-    check_fast_fields,
-    find_kernels,
-    find_layers,
-    fuse_weight_gradients,
-)
-from megarl.mcore.spec import (
-    ROLE_KEYS,
-    StageParameters,
-    WorkerSpec,
-    check_layout,
-)
+from megarl.mcore.layers import find_kernels, find_layers
+from megarl.mcore.spec import ROLE_KEYS, StageParameters, WorkerSpec, check_layout
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
 
@@ -100,10 +90,8 @@ def check_expert_options(megatron: dict[str, Any], with_experts: bool) -> Iterat
             yield f"model.megatron.{key}: found {value!r}; it must be a number of 0 or more"
     dispatcher = megatron.get("moe_token_dispatcher_type", "alltoall")
     if dispatcher not in ("alltoall", "flex"):
-        yield (
-            f"model.megatron.moe_token_dispatcher_type: found {dispatcher!r}; it must be alltoall or flex, since"
-            " micro-batches differ in length"
-        )
+        # Every other one asks for micro-batches of one length; flex needs DeepEP's package and network.
+        yield f"model.megatron.moe_token_dispatcher_type: found {dispatcher!r}; it must be alltoall or flex"
     if "moe" in (megatron.get("recompute_modules") or ()):
         # The router is told its micro-batch by the layer, which is not run again.
         yield "model.megatron.recompute_modules: found moe, which is not built here; recompute=full is"
@@ -112,9 +100,8 @@ def check_expert_options(megatron: dict[str, Any], with_experts: bool) -> Iterat
 def mark_experts(model: torch.nn.Module) -> None:
     """Mark the experts' weights as such: their gradients are summed over the ranks that hold the same experts.
 
-    Megatron does so only where expert parallelism is above 1. Without it and with an expert-tensor parallelism other
-    than the tensor parallelism, the tensor-parallel ranks, each of which sends its own part of the sequence, would
-    silently keep different gradients of the same weights.
+    Megatron does so only where expert parallelism is above 1. Without it, tensor-parallel ranks with experts of another
+    tensor parallelism would silently keep different gradients of the same weights.
     """
     for name, param in model.named_parameters():
         if ".mlp.experts." in name:
@@ -136,15 +123,9 @@ def is_mlp(name: str) -> bool:
 
 
 def freeze(chunks: Iterable[torch.nn.Module], trainable: Trainable) -> None:
-    """Freeze the weights that are not trained.
-
-    What is built on the model afterwards, Megatron's DistributedDataParallel and its optimizer, has neither gradients
-    nor a state of them.
-    """
-    if trainable is Trainable.all:
-        return
-    for chunk in chunks:
-        for name, param in chunk.named_parameters():
+    """Freeze the weights that are not trained; what is built on the model afterwards has no gradients of them."""
+    for name, param in (named for chunk in chunks for named in chunk.named_parameters()):
+        if trainable is Trainable.mlp:
             param.requires_grad_(is_mlp(name) or name.startswith(HEAD))
 
 
@@ -153,7 +134,7 @@ DTYPES = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
 
 def _own_fields(arch: Architecture, parallel: ParallelConfig, dtype: Dtype) -> dict[str, Any]:
     """The fields of TransformerConfig that the checkpoint, the layout or this engine decides."""
-    torch_dtype = DTYPES[dtype]
+    torch_dtype, interleaved = DTYPES[dtype], parallel.vpp > 1
     return {
         "num_layers": arch.num_layers,
         "hidden_size": arch.hidden_size,
@@ -174,7 +155,14 @@ def _own_fields(arch: Architecture, parallel: ParallelConfig, dtype: Dtype) -> d
         "pipeline_dtype": torch_dtype,
         "bf16": dtype is Dtype.bfloat16,
         "fp16": False,
-        **_layout_fields(parallel),
+        "tensor_model_parallel_size": parallel.tp,
+        "sequence_parallel": parallel.sp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": parallel.vpp if interleaved else None,
+        # Two stages that send each other forward and backward tensors in one batch of operations mix them up.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "context_parallel_size": parallel.cp,
         # Packed micro-batches differ in length.
         "variable_seq_lengths": True,
         # Weights come from the checkpoint.
@@ -186,24 +174,8 @@ def _own_fields(arch: Architecture, parallel: ParallelConfig, dtype: Dtype) -> d
     }
 
 
-def _layout_fields(parallel: ParallelConfig) -> dict[str, Any]:
-    interleaved = parallel.vpp > 1
-    return {
-        "tensor_model_parallel_size": parallel.tp,
-        "sequence_parallel": parallel.sp,
-        "pipeline_model_parallel_size": parallel.pp,
-        "virtual_pipeline_model_parallel_size": parallel.vpp if interleaved else None,
-        # Two stages that send each other forward and backward tensors in one batch of operations mix them up.
-        "overlap_p2p_comm": interleaved,
-        "batch_p2p_comm": not interleaved,
-        "context_parallel_size": parallel.cp,
-    }
-
-
-# Beside those of `build_fast_fields`. Every dispatcher but these two asks for micro-batches of one length; flex needs
-# DeepEP's package and network, alltoall what every collective needs.
 _DEFAULTS: dict[str, Any] = {"moe_router_dtype": "fp32", "moe_token_dispatcher_type": "alltoall"}
-"""Defaults that model.megatron may change."""
+"""Defaults that model.megatron may change, beside those of `build_fast_fields`"""
 _OTHER_ACTIVATION = ("bias_activation_fusion", "activation_func_clamp_value", "glu_linear_offset")
 """Fields of model.megatron with which MLPs do not compute the local layers' `swiglu`."""
 
@@ -216,17 +188,14 @@ def build_config(
     role_fields: dict[str, Any] | None = None,
 ) -> TransformerConfig:
     """The TransformerConfig of a checkpoint in a layout; `megatron` (model.megatron) and `role_fields`
-    (`build_role_fields`) add to it.
-
-    Raises ValueError that names the key for an unknown field, one that something else decides, and sizes
-    that the layout does not divide.
+    (`build_role_fields`) add to it. Raises ValueError that names the key for what does not fit.
     """
     own, kernels = _own_fields(arch, parallel, dtype), find_kernels()
-    problems = [*_check_fields(megatron, own), *check_fast_fields(arch, megatron)]
+    problems = [*_check_fields(megatron, own), *engine.check_fast_fields(arch, megatron)]
     problems += check_layout(arch, parallel, "parallel", megatron)
     if problems:
         raise ValueError("; ".join(problems))
-    fast = build_fast_fields(arch, megatron, kernels)
+    fast = engine.build_fast_fields(arch, megatron, kernels)
     # By it Megatron takes the activation of the layer spec.
     takes_ours = find_layers().has_activation and not any(megatron.get(field) for field in _OTHER_ACTIVATION)
     fast["use_te_activation_func"] = takes_ours
@@ -236,7 +205,7 @@ def build_config(
 def check_options(arch: Architecture, spec: WorkerSpec) -> list[str]:
     """What is wrong with a role's model.megatron; one message each, naming the key, or Megatron's own words."""
     own = _own_fields(arch, spec.parallel, spec.dtype)
-    problems = [*_check_fields(spec.megatron, own), *check_fast_fields(arch, spec.megatron)]
+    problems = [*_check_fields(spec.megatron, own), *engine.check_fast_fields(arch, spec.megatron)]
     if not problems:
         try:
             TransformerConfig(**{**_DEFAULTS, **own, **spec.megatron})
@@ -321,7 +290,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         config.gradient_accumulation_fusion = fuses and find_kernels().apex
         super().__init__(
             config=config,
-            transformer_layer_spec=build_block_spec(arch, config, vp_stage),
+            transformer_layer_spec=engine.build_block_spec(arch, config, vp_stage),
             vocab_size=padded_vocab_size(arch.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=arch.max_length,
             pre_process=is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -337,7 +306,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         )
         config.gradient_accumulation_fusion = fuses
         if fuses:
-            fuse_weight_gradients(self)
+            engine.fuse_weight_gradients(self)
         self.arch, self.with_value_head = arch, with_value_head
         if self.post_process:
             if with_value_head:
@@ -416,9 +385,7 @@ def wrap_chunks(
 
 
 class _Meta(TorchFunctionMode):
-    """Puts on the meta device also what asks for a GPU, and leaves there what is to move. What asks for the CPU may
-    have it: a few rotary frequencies.
-    """
+    """Puts on the meta device also what asks for a GPU, and leaves there what is to move."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.cuda, torch.Tensor.cpu):
@@ -438,38 +405,24 @@ def count_stages(
     megatron: model.megatron. Raises ValueError for a layout that does not fit the model, RuntimeError in a process
     that has joined a process group.
     """
-    per_stage = parallel.num_processes // parallel.pp
-    return tuple(
-        _count_rank(arch, parallel, dtype, megatron, with_value_head, stage * per_stage) for stage in range(parallel.pp)
-    )
-
-
-def _count_rank(
-    arch: Architecture,
-    parallel: ParallelConfig,
-    dtype: Dtype,
-    megatron: dict[str, Any],
-    with_value_head: bool,
-    rank: int,
-) -> StageParameters:
-    with _playing(rank, parallel):
-        config = build_config(arch, parallel, dtype, megatron, {"init_model_with_meta_device": True})
-        with torch.device("meta"), _Meta():
-            chunks = build_chunks(arch, config, with_value_head)
-        named = [item for chunk in chunks for item in chunk.named_parameters()]
-
-    def count(*marks: str) -> int:
-        return sum(param.numel() for name, param in named if any(mark in name for mark in marks))
-
-    experts = count(".mlp.experts.")
-    return StageParameters(
-        num_layers=sum(len(chunk.decoder.layers) for chunk in chunks),
-        dense=sum(param.numel() for _, param in named) - experts,
-        experts=experts,
-        embedding=count("embedding.word_embeddings."),
-        head=count("output_layer."),
-        mlp=sum(param.numel() for name, param in named if is_mlp(name) and ".mlp.experts." not in name),
-    )
+    stages = []
+    for stage in range(parallel.pp):
+        with _playing(stage * (parallel.num_processes // parallel.pp), parallel):
+            config = build_config(arch, parallel, dtype, megatron, {"init_model_with_meta_device": True})
+            with torch.device("meta"), _Meta():
+                chunks = build_chunks(arch, config, with_value_head)
+        counts: Counter[str] = Counter()
+        for name, param in (named for chunk in chunks for named in chunk.named_parameters()):
+            kinds = {
+                "experts": ".mlp.experts." in name,
+                "dense": ".mlp.experts." not in name,
+                "embedding": "embedding.word_embeddings." in name,
+                "head": HEAD in name,
+                "mlp": is_mlp(name) and ".mlp.experts." not in name,
+            }
+            counts.update({kind: param.numel() * is_one for kind, is_one in kinds.items()})
+        stages.append(StageParameters(sum(len(chunk.decoder.layers) for chunk in chunks), **counts))
+    return tuple(stages)
 
 
 @contextmanager

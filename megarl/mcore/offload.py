@@ -21,9 +21,8 @@ PIECE_BYTES = 1 << 28
 
 
 def find_storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """The distinct storages of the tensors on this process's device, by address of the storage object.
-
-    Without those that numpy once shared, which torch does not resize; there are none on a GPU.
+    """The distinct storages of the tensors on this process's device, by address of the storage object; on a CPU without
+    those that numpy once shared, which torch does not resize.
     """
     storages = (tensor.untyped_storage() for tensor in tensors if tensor.device == device())
     return {storage._cdata: storage for storage in storages if storage.resizable()}
@@ -162,18 +161,20 @@ class OffloadManager:
         find_machine().give_back()
 
 
-def on_device(training: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Of a verb of a worker: its weights, and with `training` also optimizer and gradients, are on the device."""
+def _on_device(verb: Callable[..., Any], training: bool) -> Callable[..., Any]:
+    @functools.wraps(verb)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.offload.during(training):
+            return verb(self, *args, **kwargs)
 
-    def decorate(verb: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(verb)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.offload.during(training):
-                return verb(self, *args, **kwargs)
-
-        return call
-
-    return decorate
+    return call
 
 
-uses_weights, uses_everything = on_device(training=False), on_device(training=True)
+def uses_weights(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a verb of a worker: its weights are on the device."""
+    return _on_device(verb, training=False)
+
+
+def uses_everything(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a verb of a worker: its weights, optimizer and gradients are on the device."""
+    return _on_device(verb, training=True)

@@ -26,10 +26,8 @@ KERNEL_KEYS = ("fused", "foreach")
 
 
 class SplitBuffer:
-    """A flat float32 buffer in host memory as one tensor per parameter, which Megatron asks for by its range.
-
-    Megatron slices one flat tensor instead. Its writer copies every slice, because torch would write a slice with all
-    that it is a slice of, so that the host held the state twice.
+    """A flat float32 buffer in host memory as one tensor per parameter, which Megatron asks for by its range. Of slices
+    of one tensor, which Megatron has instead, its writer makes copies: the host held the state twice.
     """
 
     def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
@@ -121,10 +119,8 @@ class ReshardableOptimizer(DistributedOptimizer):  # type: ignore[misc]
         """The whole state of this rank's parameters on the first data-parallel rank, or room for it (empty_data), which
         every rank has with return_on_all_ranks.
 
-        The stock one gathers a bucket at a time, on the device or in host memory; where gradients are not reduced
-        during the backward pass, the one bucket is all parameters. It also leaves out the padding at the end of each
-        bucket and then cuts parameters at places that count it, so that of several buckets the later ones come out
-        shifted.
+        The stock one gathers a bucket at a time, which may be all parameters. It also leaves out the padding at the end
+        of each bucket and cuts parameters at places that count it: of several buckets the later ones come out shifted.
         """
         holds = return_on_all_ranks or self.data_parallel_group.rank() == 0
         state: dict[Any, Any] = {"buckets_coalesced": True}
@@ -202,16 +198,12 @@ def build_optimizer(
     return optimizer
 
 
-ADAM_SOURCES = {"transformer_engine": "Transformer Engine's fused Adam", "apex": "Apex's fused Adam"}
-
-
 def describe_adam(optimizer: MegatronOptimizer) -> str:
     """Whose Adam updates the weights: Transformer Engine's where Megatron can import it, else Apex's, else torch's."""
     part = getattr(optimizer, "chained_optimizers", [optimizer])[0].optimizer
-    name = ADAM_SOURCES.get(type(part).__module__.split(".")[0])
-    if name is None:
-        name = "torch's fused AdamW" if part.param_groups[0].get("fused") else "torch's AdamW"
-    return name
+    sources = {"transformer_engine": "Transformer Engine's fused Adam", "apex": "Apex's fused Adam"}
+    own = "torch's fused AdamW" if part.param_groups[0].get("fused") else "torch's AdamW"
+    return sources.get(type(part).__module__.split(".")[0], own)
 
 
 def build_scheduler(config: OptimizerConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

@@ -27,9 +27,8 @@ def initialize(
 ) -> None:
     """Join the role's process group and build Megatron's groups in it.
 
-    gpu: UUID of the GPU that this process was started for. Raises RuntimeError for a layout that world_size does not
-    divide into, and where this rank has another GPU or that of another rank, and torch's DistStoreError or
-    DistNetworkError where not all ranks come within the deadline.
+    gpu: UUID of the GPU that this process was started for. Raises RuntimeError for a layout that does not fit and where
+    this rank has another GPU or that of another rank, and torch's own errors where not all ranks come in time.
     """
     machine = find_machine()
     found = machine.take(rank, gpu)
@@ -94,11 +93,8 @@ def build_context_group() -> ContextGroup:
 
 
 def combine(sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> dict[str, float]:
-    """Sums and maxima over data-parallel ranks, from the last pipeline stage to all ranks.
-
-    The ranks of a context-parallel group hold the same numbers: they count once.
-
-    On the last stage every rank must pass the same names; what other stages pass is ignored.
+    """Sums and maxima over data-parallel ranks, from the last pipeline stage to all ranks. The ranks of a
+    context-parallel group hold the same numbers: they count once. All ranks of the last stage pass the same names.
     """
     result: list[dict[str, float] | None] = [None]
     if parallel_state.is_pipeline_last_stage():

@@ -37,9 +37,8 @@ from megarl.models.families import parse_architecture
 def check_layout(
     arch: Architecture, parallel: ParallelConfig, key: str, megatron: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """What of the model the layout under the configuration key `key` does not divide; one message each.
-
-    megatron: model.megatron, which may say how many layers the first and last stage have.
+    """What of the model the layout under the configuration key `key` does not divide; one message each. megatron:
+    model.megatron, which may say how many layers the first and last stage have.
     """
     problems = []
     fitting = [tp for tp in range(1, arch.num_heads + 1) if not _find_undivided(arch, tp)]
@@ -108,11 +107,7 @@ def _check_expert_layout(experts: Experts | None, parallel: ParallelConfig, key:
 
 
 def read_architecture(directory: Path) -> Architecture:
-    """Read DIRECTORY/config.json.
-
-    Raises FileNotFoundError where it is missing, ValueError that names the key where the model is of no family here
-    or uses something that is not built.
-    """
+    """Read DIRECTORY/config.json. Raises FileNotFoundError where it is missing, ValueError for what is not built."""
     path = directory / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: not found; a Hugging Face checkpoint directory is expected")
@@ -147,13 +142,10 @@ class WorkerSpec:
     temperature: float
     """Temperature of the distribution that the policy loss is about"""
     response_length: int
-    """Configured maximum, in tokens"""
     tokens_per_microbatch: int
     seed: int = 1
     megatron: dict[str, Any] = field(default_factory=dict)
-    """model.megatron: further fields of Megatron's TransformerConfig"""
     num_threads: int = 1
-    """CPU threads; without effect on a GPU"""
     deadline_s: float = 1800.0
     """Longest wait for a call; a collective in it may take somewhat longer"""
     recompute: Recompute = Recompute.none
@@ -167,13 +159,12 @@ class WorkerSpec:
     critic_prompt: str | None = None
     """Of the critic alone: data.critic_prompt, which its checkpoints record"""
     trainable: Trainable = Trainable.all
-    """Of the critic: which weights are trained"""
+    """Of the critic alone"""
     lora: LoraConfig | None = None
-    """Of the policy: the adapters that are trained in place of its weights; None: there are none"""
+    """Of the policy alone"""
     value_range: tuple[float, float] | None = None
-    """Of the critic: the bounds of its values, which its checkpoints record; None: they have none"""
+    """Of the critic alone; its checkpoints record it"""
     deterministic: bool = False
-    """Compute the same from the same on a GPU; without effect on a CPU, which does so anyway"""
 
     @property
     def critic_fields(self) -> dict[str, Any]:
@@ -263,14 +254,12 @@ def has_transformer_engine() -> bool:
 
 
 def check_role_fields(arch: Architecture, spec: WorkerSpec, in_worker: bool = False) -> Iterator[str]:
-    """One message for each key of the role that the model or the machine cannot follow.
-
-    in_worker: this process is the one that computes; without it only what holds on every machine is reported,
-    because the ranks may have GPUs where this process has none.
+    """One message for each key of the role that the model or the machine cannot follow. in_worker: this process is the
+    one that computes; elsewhere only what holds on every machine is reported, since the ranks may have other GPUs.
     """
     role = spec.role.value
     if spec.router_replay:
-        yield from check_router_replay(arch, spec.megatron)
+        yield from check_router_replay(arch)
     if spec.lora is not None:
         yield from _check_lora(arch, spec, spec.lora)
     experts_alone = arch.experts is not None and not arch.experts.shared_ffn_size
@@ -287,7 +276,7 @@ def check_role_fields(arch: Architecture, spec: WorkerSpec, in_worker: bool = Fa
 
 
 def _check_lora(arch: Architecture, spec: WorkerSpec, lora: LoraConfig) -> Iterator[str]:
-    """One message for each reason why these adapters cannot be trained."""
+    """Why these adapters cannot be trained."""
     if not lora.layers:
         yield "policy.lora.layers: found nothing; it must be attention, mlp or both"
     if arch.experts is not None and LoraLayers.mlp in lora.layers:
@@ -301,8 +290,8 @@ def _check_lora(arch: Architecture, spec: WorkerSpec, lora: LoraConfig) -> Itera
         yield f"policy.fp8: found {spec.fp8.value} with policy.lora.rank={lora.rank}; adapters need null"
 
 
-def check_router_replay(arch: Architecture, megatron: Mapping[str, Any]) -> Iterator[str]:
-    """One message for each reason why the policy cannot replay its routes. megatron: model.megatron."""
+def check_router_replay(arch: Architecture) -> Iterator[str]:
+    """Why the policy cannot replay its routes."""
     if arch.experts is None:
         yield "rollout.router_replay: found true, but the model has no experts; it must be false"
 
@@ -319,10 +308,8 @@ def _check_recompute(role: str, arch: Architecture, spec: WorkerSpec) -> Iterato
 
 
 def check_engine(spec: WorkerSpec, with_te: bool, capability: tuple[int, int] | None, in_worker: bool) -> Iterator[str]:
-    """What Transformer Engine and the GPU do not compute of the role.
-
-    with_te: Transformer Engine is installed. capability: compute capability of the GPU of this process, None without
-    one.
+    """What Transformer Engine, where it is installed (with_te), and this process's GPU (None: there is none) do not
+    compute of the role.
     """
     role = spec.role.value
     if capability and with_te and spec.dtype is Dtype.float32 and spec.parallel.cp > 1:
@@ -332,27 +319,19 @@ def check_engine(spec: WorkerSpec, with_te: bool, capability: tuple[int, int] | 
             f"{role}.dtype: found float32 with {role}.parallel.cp={spec.parallel.cp}; on a GPU Transformer Engine's"
             f" attention has no context parallelism in float32: {role}.dtype=bfloat16, or {role}.parallel.cp=1"
         )
-    if spec.fp8 and (in_worker or capability or not with_te):
-        yield from find_fp8_problems(role, spec.fp8, spec.fp8_recipe, with_te, capability)
-
-
-def find_fp8_problems(
-    role: str, fp8: Fp8, recipe: Fp8Recipe, with_te: bool, capability: tuple[int, int] | None
-) -> Iterator[str]:
-    """Why FP8 products of this recipe cannot be computed; Megatron itself would go on without FP8."""
-    needed, asked = COMPUTE_CAPABILITIES[recipe], f"{role}.fp8: found {fp8.value}"
+    if not spec.fp8 or not (in_worker or capability or not with_te):
+        return
+    # Megatron itself would go on without FP8.
+    recipe, asked = spec.fp8_recipe, f"{role}.fp8: found {spec.fp8.value}"
     if not with_te:
         yield f"{asked}; it needs Transformer Engine, which is not installed (make install PLATFORM=cuda), or null"
     elif capability is None:
         yield f"{asked}; it needs a GPU and there is none here; null computes without it"
-    elif capability < needed:
+    elif capability < COMPUTE_CAPABILITIES[recipe]:
         others = [r.value for r, least in COMPUTE_CAPABILITIES.items() if capability >= least]
         hint = f"; {role}.fp8_recipe may be {' or '.join(others)} here" if others else "; null computes without it"
+        needed, found = (".".join(map(str, pair)) for pair in (COMPUTE_CAPABILITIES[recipe], capability))
         yield (
-            f"{role}.fp8_recipe: found {recipe.value}; it needs a GPU of compute capability {_dotted(needed)} or more,"
-            f" and this one has {_dotted(capability)}{hint}"
+            f"{role}.fp8_recipe: found {recipe.value}; it needs a GPU of compute capability {needed} or more, and this"
+            f" one has {found}{hint}"
         )
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))

@@ -97,11 +97,10 @@ def begin_save(directory: Path, state: TrainingState) -> Writing:
 
 
 def load_state(directory: Path, state: TrainingState) -> None:
-    """Read what `begin_save` wrote, under any layout. Every rank must call it.
+    """Read what `begin_save` wrote, under any layout; random states under the layout, and on the kind of device, that
+    they are of. Every rank must call it. The files contain pickles: their checksums must have been verified.
 
-    Random states are restored under the layout, and on the kind of device, that they are of. The files contain
-    pickles: only directories whose checksums have been verified may be given. Raises FileNotFoundError where
-    `directory` holds no checkpoint, CheckpointError where it has no optimizer's state.
+    Raises FileNotFoundError where `directory` holds no checkpoint, CheckpointError where it has no optimizer's state.
     """
     if not (directory / "metadata.json").is_file():
         raise FileNotFoundError(f"{directory}: no training state (metadata.json is missing)")
@@ -128,10 +127,8 @@ def load_state(directory: Path, state: TrainingState) -> None:
 
 
 def load_weights(directory: Path, chunks: Sequence[PackedGPT]) -> None:
-    """Read the weights alone, under any layout, in the model's own dtype. Every rank must call it.
-
-    Raises CheckpointError where `directory` holds no checkpoint, Megatron's CheckpointingException or KeyError for one
-    of another model.
+    """Read the weights alone, under any layout, in the model's own dtype. Every rank must call it. Raises
+    CheckpointError where there is no checkpoint, Megatron's CheckpointingException or KeyError for another model's.
     """
     keys = load_metadata(directory).state_dict_metadata
     if any(key.startswith(PREFIX) for key in keys) and not any(hasattr(chunk, "adapters") for chunk in chunks):
@@ -143,10 +140,8 @@ def load_weights(directory: Path, chunks: Sequence[PackedGPT]) -> None:
 
 
 def shard_weights(chunk: Any, **options: Any) -> ShardedStateDict:
-    """The weights of a piece of a model, without what Transformer Engine calls the extra state of its modules.
-
-    That is a pickle, of the scales of FP8 products. The recipes that there are (`Fp8Recipe`) find their scales anew in
-    each product and have none, so nothing of it is written, read or unpickled. options: of `sharded_state_dict`.
+    """The weights of a piece of a model, without what Transformer Engine calls the extra state of its modules: pickles
+    of the scales of FP8 products, which the recipes that there are (`Fp8Recipe`) do not keep.
     """
     for module in chunk.modules():
         if hasattr(module, "_split_extra_state"):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megarl.algo.losses import LossCounts, LossOutput, count_minibatch, critic_loss, policy_loss
 from megarl.config.schema.algo import KLEstimator, needs_full_kl
-from megarl.mcore import bridge, process_groups
+from megarl.mcore import bridge, process_groups, state
 from megarl.mcore.batch import PackedBatch, build_batch
 from megarl.mcore.checkpoint_format import DESCRIPTION
 from megarl.mcore.device import find_machine
@@ -37,14 +37,6 @@ from megarl.mcore.spec import (
     check_role_fields,
     find_token_multiple,
     read_architecture,
-)
-from megarl.mcore.state import (
-    TrainingState,
-    Writing,
-    begin_save,
-    load_state,
-    load_weights,
-    write_on_first_rank,
 )
 from megarl.mcore.step import (
     accumulate,
@@ -72,8 +64,6 @@ class MegatronWorker:
         gpu: UUID of the GPU that this process was started for; None: not known, or there is none.
         Raises ValueError or FileNotFoundError for a layout, checkpoint or model.megatron that does not fit.
         """
-        if (spec.optimizer is None) != (spec.role is Role.reference):
-            raise ValueError(f"{spec.role.value}: an optimizer belongs to policy and critic, and not to the reference")
         machine = find_machine()
         machine.prepare(spec.dtype, deterministic=spec.deterministic, num_threads=spec.num_threads)
         self.spec = spec = choose_overlap(spec)
@@ -97,7 +87,7 @@ class MegatronWorker:
         self.reference = self._build_reference()
         self.optimizer: Any = None
         self.scheduler: Any = None
-        self._writing: Writing | None = None
+        self._writing: state.Writing | None = None
         self._updated: RowsResult | None = None
         if spec.optimizer is not None:
             self.optimizer = build_optimizer(spec.optimizer, self.config, self.model)
@@ -117,8 +107,7 @@ class MegatronWorker:
 
         The rows of this data-parallel rank on the rank that reports for it, None on the others.
         """
-        self._check(not_role=Role.critic, verb="logprobs")
-        return self._evaluate(sequences, lambda logits, batch: self._logprobs(logits, batch, temperature, False)[0])
+        return self._score(sequences, temperature, "logprobs")
 
     @uses_weights
     def rounded_logprobs(self, sequences: Sequences, temperature: float, unit: float) -> RowsResult | None:
@@ -127,18 +116,18 @@ class MegatronWorker:
         stage, row = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
         seed = row * self.spec.parallel.pp + stage
         with add_rounding(self.chunks, max(unit, FP8_ROUNDING if self.spec.fp8 else 0.0), seed):
-            return self._evaluate(sequences, lambda logits, batch: self._logprobs(logits, batch, temperature, False)[0])
+            return self._score(sequences, temperature, "logprobs")
 
     @uses_weights
     def entropies(self, sequences: Sequences, temperature: float) -> RowsResult | None:
         """float32 [b, T] entropy, in nats, of the distribution of each response token; else as `logprobs`."""
-        self._check(not_role=Role.critic, verb="entropies")
-        return self._evaluate(sequences, lambda logits, batch: self._logprobs(logits, batch, temperature, True)[1])
+        return self._score(sequences, temperature, "entropies")
 
     @uses_weights
     def values(self, sequences: Sequences) -> RowsResult | None:
         """float32 [b, T] values of the states in which the response tokens are chosen; else as `logprobs`."""
-        self._check(role=Role.critic, verb="values")
+        if self.spec.role is not Role.critic:
+            raise ValueError(f"a {self.spec.role.value} has no values")
         return self._evaluate(sequences, lambda values, batch: batch.gather(values))
 
     @uses_weights
@@ -186,8 +175,6 @@ class MegatronWorker:
     @uses_everything
     def export_gradient(self, samples: TrainingSamples, directory: Path) -> None:
         """Write the gradient of one minibatch of all samples as `export_weights` does weights; nothing is trained."""
-        if self.optimizer is None:
-            raise ValueError(f"{self.spec.role.value} is not trained")
         self._check_tokens(samples.sequences)
         self._sum_gradient(samples, count_minibatch(samples), everywhere=True)
         self._updated = None
@@ -196,23 +183,20 @@ class MegatronWorker:
     def _export(self, directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
         adapter = export_peft(self.chunks, self.arch, self.peft_config)
         source, fields = Path(self.spec.checkpoint), self.spec.critic_fields
-        write_on_first_rank(lambda: write_hf_checkpoint(directory, source, tensors, fields, adapter), tensors)
+        state.write_on_first_rank(lambda: write_hf_checkpoint(directory, source, tensors, fields, adapter), tensors)
 
     @uses_everything
     def begin_save(self, directory: Path) -> None:
         """Write parameters, optimizer, schedule and random states beside what comes next; `finish_save` ends it."""
-        if self._writing is not None:
-            raise RuntimeError("begin_save: the save before has not been finished")
-        self._writing = begin_save(Path(directory), self._training_state())
+        self._writing = state.begin_save(Path(directory), self._training_state())
 
     def finish_save(self) -> None:
         """Wait for the files and complete the directory. Raises what writing them raised.
 
         Beside them in hf/ is everything of the Hugging Face checkpoint that is not weights.
         """
-        if self._writing is None:
-            raise RuntimeError("finish_save: no save was begun")
         writing, self._writing = self._writing, None
+        assert writing is not None, "begin_save comes first"
         writing.finish()
         target, dtype = writing.directory / DESCRIPTION, self.config.params_dtype
 
@@ -223,7 +207,7 @@ class MegatronWorker:
                 # The adapters themselves are among the weights.
                 PeftAdapter(self.peft_config, {}).write(target)
 
-        write_on_first_rank(describe)
+        state.write_on_first_rank(describe)
 
     def save(self, directory: Path) -> None:
         """Begin and finish a save; `load` continues from it under any layout."""
@@ -233,15 +217,15 @@ class MegatronWorker:
     @uses_everything
     def load(self, directory: Path) -> None:
         """Continue from a saved state. It contains pickles: its checksums must have been verified."""
-        load_state(Path(directory), self._training_state())
+        state.load_state(Path(directory), self._training_state())
 
-    def _training_state(self) -> TrainingState:
-        return TrainingState(self.chunks, self.optimizer, self.scheduler, self.spec.parallel)
+    def _training_state(self) -> state.TrainingState:
+        return state.TrainingState(self.chunks, self.optimizer, self.scheduler, self.spec.parallel)
 
     @uses_everything
     def load_weights(self, directory: Path) -> None:
         """Take the weights that `save` or tools/convert_checkpoint.py wrote; the optimizer starts anew."""
-        load_weights(Path(directory), self.chunks)
+        state.load_weights(Path(directory), self.chunks)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 
@@ -275,9 +259,12 @@ class MegatronWorker:
         bridge.load_hf(chunks, Path(self.spec.checkpoint), self.arch)
         return wrap_chunks(chunks, self.config, None)
 
-    def _check(self, verb: str, role: Role | None = None, not_role: Role | None = None) -> None:
-        if (role is not None and self.spec.role is not role) or self.spec.role is not_role:
-            raise ValueError(f"a {self.spec.role.value} has no {verb}")
+    def _score(self, sequences: Sequences, temperature: float, verb: str) -> RowsResult | None:
+        """logprobs or entropies."""
+        if self.spec.role is Role.critic:
+            raise ValueError(f"a critic has no {verb}")
+        place = 1 if verb == "entropies" else 0
+        return self._evaluate(sequences, lambda out, batch: self._logprobs(out, batch, temperature, place == 1)[place])
 
     def _check_tokens(self, sequences: Sequences) -> None:
         if sequences.tokens.numel() and not 0 <= int(sequences.tokens.max()) < self.arch.vocab_size:

