@@ -173,12 +173,6 @@ class Player:
         """The same with the rows in reversed order."""
         self.update(num_steps, reverse=True)
 
-    def empty(self, name: str) -> None:
-        """A step on a minibatch in which all samples have failed."""
-        nothing = torch.zeros_like(self.samples.mask)
-        samples = replace(self.samples, mask=nothing, loss_mask=nothing)
-        self.add("empty", *self.worker.update(samples, [torch.arange(len(nothing))]))
-
     def updated(self, name: str) -> None:
         """The old_logprobs of the last update that was given none; they are there once."""
         self.add("updated", gather(self.worker.updated_logprobs(), self.samples.sequences))
@@ -255,10 +249,10 @@ class Run:
 
     @property
     def metrics(self) -> list[Metrics]:
+        """By optimizer steps"""
         return self.found["metrics"]
 
     def list_metrics(self, name: str, default: str = "") -> list[float]:
-        """By optimizer steps."""
         role = self.spec.role.value
         return [step.get(f"{role}/{name}", step.get(f"{role}/{default}")) for step in self.metrics]
 

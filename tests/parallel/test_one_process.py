@@ -3,6 +3,8 @@ them; layouts: test_layouts.py.
 """
 
 import copy
+import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,18 +37,21 @@ ALGO = AlgoConfig(
 AUX_COEF, Z_COEF = 0.1, 0.01
 TERMS = {"moe_aux_loss_coeff": AUX_COEF, "moe_z_loss_coeff": Z_COEF}
 NUM_EXPERTS, TOP_K = 4, 2
-CONVERSATIONS = {
-    "samples": build_conversations(),
-    "verbs": "update weights:weights gradient:gradient update empty",
-}
+SAMPLES = build_conversations()
+CONVERSATIONS = {"samples": SAMPLES, "verbs": "update weights:weights gradient:gradient update"}
+NOTHING = torch.zeros_like(SAMPLES.mask)
+EMPTY = {"samples": replace(SAMPLES, mask=NOTHING, loss_mask=NOTHING), "verbs": "update"}
+"""A minibatch in which all samples have failed"""
 ROWS: dict[str, tuple[Role, str, dict[str, Any], dict[str, Any]]] = {
     "policy": (Role.policy, "qwen3", {"algo": ALGO, "tokens_per_microbatch": 60}, CONVERSATIONS),
     "critic": (Role.critic, "qwen3", {"algo": ALGO, "tokens_per_microbatch": 60}, CONVERSATIONS),
+    "empty_policy": (Role.policy, "qwen3", {"algo": ALGO}, EMPTY),
+    "empty_critic": (Role.critic, "qwen3", {"algo": ALGO}, EMPTY),
     "plain": (Role.policy, "qwen3", {}, {}),
     "full_kl": (Role.policy, "qwen3", {"algo": AlgoConfig(kl=ALGO.kl)}, {}),
     "bfloat16": (Role.policy, "qwen3", {"dtype": Dtype.bfloat16}, {}),
     "values": (Role.critic, "qwen3", {}, {}),
-    "bounded": (Role.critic, "qwen3", {"value_range": (-1.0, 2.0)}, {}),
+    "bounded": (Role.critic, "qwen3", {"value_range": (-1.0, 2.0), "critic_prompt": "answer: {answer}"}, {}),
     "experts": (Role.policy, "qwen3_moe", {}, {}),
     "experts_terms": (Role.policy, "qwen3_moe", {"megatron": TERMS}, {}),
 }
@@ -73,7 +78,9 @@ def runs(root: Path, models: dict[str, Any]) -> dict[str, Run]:
         name: (build_spec(role, root / family, optimizer=optimizer, **fields), given)
         for name, (role, family, fields, given) in ROWS.items()
     }
-    return run_specs(root / "runs", specs, "evaluate details gradient:gradient update:3 evaluate details weights:after")
+    return run_specs(
+        root / "runs", specs, "evaluate details gradient:gradient update:3 evaluate details weights:weights"
+    )
 
 
 def as_lists(samples: TrainingSamples) -> SimpleNamespace:
@@ -101,7 +108,7 @@ def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, to
 
 
 def test_conversations_have_environment_tokens_within_responses() -> None:
-    samples = build_conversations()
+    samples = SAMPLES
     before, after = samples.mask[:, :-1], samples.mask[:, 1:]
     assert (~before & after).any(1).sum() >= 6
     assert samples.advantages.isnan().sum() > 20
@@ -110,7 +117,7 @@ def test_conversations_have_environment_tokens_within_responses() -> None:
 
 @pytest.mark.parametrize("role", ["policy", "critic"])
 def test_a_minibatch_without_any_token_has_finite_metrics_and_no_gradient(role: str, runs: dict[str, Run]) -> None:
-    (empty,) = runs[role]["empty"]
+    (empty,) = runs[f"empty_{role}"].metrics
     assert torch.tensor(list(empty.values())).isfinite().all(), empty
     assert empty[f"{role}/grad_norm"] == empty[f"{role}/loss"] == 0.0
     assert empty.keys() == runs[role].metrics[-1].keys()
@@ -119,7 +126,7 @@ def test_a_minibatch_without_any_token_has_finite_metrics_and_no_gradient(role: 
 def test_the_policys_gradient_is_that_of_the_generated_tokens_alone(
     models: dict[str, Any], runs: dict[str, Run]
 ) -> None:
-    run, samples, model = runs["policy"], build_conversations(), copy.deepcopy(models["qwen3"])
+    run, samples, model = runs["policy"], SAMPLES, copy.deepcopy(models["qwen3"])
     model.load_state_dict(run.read("weights"))
 
     def score(tokens: torch.Tensor, places: slice, response: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,7 +145,7 @@ def test_the_policys_gradient_is_that_of_the_generated_tokens_alone(
 def test_the_critics_gradient_is_that_of_the_generated_tokens_alone(
     models: dict[str, Any], runs: dict[str, Run]
 ) -> None:
-    run, samples, model = runs["critic"], build_conversations(), copy.deepcopy(models["qwen3"]).model
+    run, samples, model = runs["critic"], SAMPLES, copy.deepcopy(models["qwen3"]).model
     weights = run.read("weights")
     head = weights.pop("score.weight").double().requires_grad_()
     model.load_state_dict({name.removeprefix("model."): x.double() for name, x in weights.items()})
@@ -161,7 +168,7 @@ def test_the_full_kl_is_that_of_the_trained_model_and_the_start_checkpoint(
     assert run.metrics[0]["policy/kl_loss"] == 0.0
     assert run.metrics[2]["policy/kl_loss"] > 1e-3
     trained = copy.deepcopy(start)
-    trained.load_state_dict(run.read("after"))
+    trained.load_state_dict(run.read("weights"))
     expected = compute_padded_kl(trained, start, build_sequences(seed=5), TEMPERATURE)
     assert expected.max() > 1e-2
     torch.testing.assert_close(after, expected.float(), rtol=1e-4, atol=1e-5)
@@ -176,6 +183,14 @@ def test_new_values_start_at_zero_or_in_the_middle_of_their_bounds_stay_inside_a
         assert (after[exists] - middle).abs().max() > 0.01
         assert runs[name].metrics[-1]["critic/loss"] < runs[name].metrics[0]["critic/loss"]
     assert -1 < after[exists].min() < after[exists].max() < 2
+
+
+def test_an_exported_critic_records_its_text_and_bounds(runs: dict[str, Run]) -> None:
+    configs = {name: json.loads((run.directory / "weights" / "config.json").read_text()) for name, run in runs.items()}
+    assert configs["bounded"]["megarl_critic_prompt"] == "answer: {answer}"
+    assert configs["bounded"]["megarl_value_range"] == [-1.0, 2.0]
+    assert configs["values"]["megarl_critic_prompt"] is None
+    assert not {key for key in configs["plain"] if key.startswith("megarl")}
 
 
 def test_bfloat16_stays_near_float32(runs: dict[str, Run]) -> None:

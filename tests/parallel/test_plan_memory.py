@@ -67,17 +67,9 @@ planned is the fullest that packing may make.
 
 def build_config(name: str) -> Config:
     _, _, vocabulary, overrides = SIZES[name]
-    config = load_config(
-        [
-            *("algo=ppo", "model=tiny", "train.samples_per_minibatch=16", "train.prompts_per_iteration=16"),
-            *(
-                "model.random.max_length=512",
-                "rollout.kv_cache_tokens=4096",
-                f"data.prompt_length={PROMPT}",
-                *overrides,
-            ),
-        ]
-    )
+    job = ("algo=ppo", "model=tiny", "train.samples_per_minibatch=16", "train.prompts_per_iteration=16")
+    sizes = ("model.random.max_length=512", "rollout.kv_cache_tokens=4096", f"data.prompt_length={PROMPT}")
+    config = load_config([*job, *sizes, *overrides])
     config.model.random.alphabet = "".join(chr(0x4E00 + number) for number in range(vocabulary))
     return config
 

@@ -211,19 +211,6 @@ def test_a_target_that_exists_is_kept_unless_it_is_to_be_overwritten(hf: Path, m
     assert sorted(x.name for x in tmp_path.iterdir()) == ["back", "hf", "megatron"]
 
 
-def test_an_interruption_leaves_neither_a_target_nor_parts_of_it(
-    hf: Path, megatron: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*args: object, **options: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(conversion, "copy_description", interrupt)
-    for source in (hf, megatron):
-        with pytest.raises(KeyboardInterrupt):
-            convert(source, tmp_path / "target")
-    assert sorted(x.name for x in tmp_path.iterdir()) == ["hf", "megatron"]
-
-
 def test_the_comparison_names_the_one_tensor_that_differs_and_refuses_other_shapes(hf: Path, megatron: Path) -> None:
     assert compare_tensors(open_source(hf), open_source(megatron)) == []
     change(hf, lambda tensors: tensors[QUERY][1, 1].add_(0.5))

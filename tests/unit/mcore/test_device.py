@@ -183,26 +183,6 @@ def test_a_rewritten_module_is_compiled_once_where_there_is_a_safe_place_and_aga
     assert load() == "cpu again"
 
 
-@no_cuda
-def test_recomputation_sees_the_same_dropout() -> None:
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-
-    tracker = CudaRNGStatesTracker()
-    tracker.add("dropout", 7)
-    state = tracker.get_states()["dropout"].clone()
-    outside = torch.get_rng_state()
-    with tracker.fork("dropout"):
-        first = torch.rand(4)
-    with tracker.fork("dropout"):
-        second = torch.rand(4)
-    tracker.set_states({"dropout": state})
-    with tracker.fork("dropout"):
-        again = torch.rand(4)
-    assert torch.equal(first, again)
-    assert not torch.equal(first, second)
-    assert torch.equal(torch.get_rng_state(), outside)
-
-
 @pytest.mark.parametrize(
     ("count", "first", "rank", "uuid", "taken"),
     [(1, 5, 5, "GPU-05", 0), (1, 5, 5, None, 0), (1, 0, 5, "GPU-05", None), (8, 0, 3, None, 3), (8, 0, 9, None, 1)],

@@ -8,11 +8,8 @@ from typing import Any
 import pytest
 from tiny_checkpoints import build_fields
 
-from megarl.config.errors import ConfigError
-from megarl.config.schema.roles import RandomModelConfig
 from megarl.mcore.entries import describe, list_entries
 from megarl.models.architecture import EFFECTIVE, ONLY_VALUES, SECTIONS, WITHOUT_EFFECT, Architecture, Experts
-from megarl.models.checkpoint import build_random_checkpoint
 from megarl.models.families import FAMILIES, list_unknown_keys, list_weights, parse_architecture
 
 
@@ -214,8 +211,3 @@ def test_every_row_of_a_table_is_found_by_its_name_and_names_no_tensor_twice(fam
     assert [describe(entry.name, arch, False) for entry in entries] == entries
     names = [name for entry in entries for name in entry.hf_names]
     assert len(set(names)) == len(names)
-
-
-def test_experts_of_a_random_model_without_any_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model.random.num_experts: found 8.*family=llama has no experts"):
-        build_random_checkpoint(RandomModelConfig(family="llama", num_experts=8), tmp_path)

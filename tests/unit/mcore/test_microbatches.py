@@ -1,6 +1,5 @@
 """Rows in micro-batches: how they are packed, what they cost, and what a step tells of its work."""
 
-import itertools
 import math
 
 import pytest
@@ -22,15 +21,6 @@ ROWS = st.lists(st.tuples(st.integers(1, 50), st.floats(0.1, 100.0)), max_size=6
 
 def total_costs(ranks: list[list[list[int]]], costs: list[float]) -> list[float]:
     return [math.fsum(costs[row] for rows in microbatches for row in rows) for microbatches in ranks]
-
-
-def find_lowest_makespan(costs: list[float], num_ranks: int) -> float:
-    """The costliest rank of the best of all assignments."""
-    assignments = itertools.product(range(num_ranks), repeat=len(costs))
-    return min(
-        max(math.fsum(cost for cost, at in zip(costs, chosen, strict=True) if at == rank) for rank in range(num_ranks))
-        for chosen in assignments
-    )
 
 
 @settings(max_examples=200)
@@ -59,14 +49,6 @@ def test_no_rank_costs_more_than_the_mean_and_a_share_of_the_costliest_row(
     ranks = pack([length for length, _ in rows], budget, num_ranks, costs)
     bound = sum(costs) / num_ranks + (1 - 1 / num_ranks) * max(costs, default=0.0)
     assert max(total_costs(ranks, costs)) <= bound * (1 + 1e-9)
-
-
-@settings(max_examples=60)
-@given(costs=st.lists(st.floats(0.1, 100.0), min_size=1, max_size=7), num_ranks=st.integers(1, 3))
-def test_the_costliest_rank_is_within_lpts_guarantee_of_the_best_assignment(costs: list[float], num_ranks: int) -> None:
-    found = max(total_costs(pack([10] * len(costs), 25, num_ranks, costs), costs))
-    guarantee = 4 / 3 - 1 / (3 * num_ranks)
-    assert found <= guarantee * find_lowest_makespan(costs, num_ranks) * (1 + 1e-9)
 
 
 @settings(max_examples=100)

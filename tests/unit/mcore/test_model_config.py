@@ -319,38 +319,3 @@ def test_without_transformer_engine_fp8_is_an_error_before_and_in_the_worker(tmp
     assert next(check_role_fields(read_architecture(tmp_path / "qwen3"), spec)).startswith(message)
     with pytest.raises(ValueError, match=message):
         MegatronWorker(spec, 0, 1, f"file://{tmp_path}/init")
-
-
-COUNT = """
-import dataclasses, json, sys
-import torch
-with_te = {with_te}
-if with_te and not torch.cuda.is_available():
-    # What Megatron asks of a GPU while it builds a model. FlashMLA is linked against a driver; Megatron can do without.
-    torch.cuda.is_available = lambda: True
-    torch.cuda.device_count = lambda: 1
-    torch.cuda.current_device = lambda: 0
-    torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    torch.cuda.Stream = lambda *args, **kwargs: None
-    sys.modules["flash_mla"] = None
-from megarl.config.schema.roles import Dtype, ParallelConfig, RandomModelConfig
-from megarl.mcore import layers
-from megarl.mcore.model import count_stages
-from megarl.models.families import FAMILIES
-from megarl.plan.job import describe_random
-if not with_te:
-    layers.has_transformer_engine = lambda: False
-assert layers.find_layers().name.startswith("Transformer Engine") is with_te
-for family in FAMILIES:
-    arch = describe_random(RandomModelConfig(family=family, num_layers=4))
-    stages = count_stages(arch, ParallelConfig(num_processes=2, pp=2), Dtype.bfloat16, {{}}, family == "llama")
-    print(json.dumps([family, *map(dataclasses.asdict, stages)]))
-"""
-
-
-@pytest.mark.skipif(
-    not has_transformer_engine(), reason="Transformer Engine is not installed; CONTRIBUTING says how it is tested"
-)
-def test_transformer_engines_layers_have_the_parameters_of_the_local_ones_in_every_family(tmp_path: Path) -> None:
-    found, expected = (run_python(COUNT.format(with_te=with_te), tmp_path) for with_te in (True, False))
-    assert found == expected

@@ -78,17 +78,6 @@ def test_the_routers_own_experts_in_any_order_give_the_same_bits(options: dict[s
     assert replay.counts.tolist() == [200, 200]
 
 
-def test_agreement_counts_equal_sets_among_the_tokens_with_given_experts() -> None:
-    replay = Replay()
-    replay.experts, replay.is_counting = GIVEN, True
-    topk_routing_with_score_function(LOGITS, 2, router_replay=replay)
-    assert replay.counts.tolist() == [1, 2]
-    topk_routing_with_score_function(LOGITS, 2, router_replay=replay)
-    replay.is_counting = False
-    topk_routing_with_score_function(LOGITS, 2, router_replay=replay)
-    assert replay.counts.tolist() == [2, 4]
-
-
 @pytest.mark.parametrize("cp", [1, 2])
 def test_experts_go_with_their_tokens_into_every_share_of_a_batch(cp: int) -> None:
     sequences = build_sequences()

@@ -92,6 +92,7 @@ def test_the_character_tokenizer_gives_one_token_per_character_and_back(tmp_path
         ({"alphabet": ""}, "alphabet"),
         ({"family": "qwen3_moe", "num_experts": 2, "experts_per_token": 3}, "experts_per_token"),
         ({"family": "qwen3_moe", "experts_per_token": 1}, "experts_per_token"),
+        ({"num_experts": 8}, "num_experts"),
     ],
 )
 def test_numbers_that_do_not_fit_are_named(change, key, tmp_path):
