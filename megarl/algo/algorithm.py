@@ -22,7 +22,7 @@ EXPLAINED = "critic/explained_variance"
 class Algorithm:
     def __init__(self, config: Config):
         self.config = config
-        self.kl, self.reward_moments = KlController.start(config.algo.kl), RunningMoments()
+        self.kl, self.reward_moments = KlController(config.algo.kl.coef, config.algo.kl), RunningMoments()
         self.tether_rho = config.algo.tether.initial
         self.explained: tuple[float, ...] = ()
         """Explained variance of each step of value pretraining so far"""

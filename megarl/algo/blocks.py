@@ -41,10 +41,7 @@ def check_finite(name: str, tensor: Tensor, mask: Tensor | None = None, rows: Te
     )
 
 
-# The generated tokens of a batch, a block of rows at a time: float64 is only used within a block, and no time is spent
-# on the padding of shorter responses.
-#
-# Suffixes: B samples, T response positions, K rows of a block, R its generated tokens.
+# float64 is only used within a block, and no time is spent on the padding of shorter responses.
 
 NUM_TOKENS = 1 << 18
 """Of a block: in float64 they are 2 MB. A longer response is a block of its own."""
@@ -118,18 +115,12 @@ def split_blocks(mask_BT: Tensor) -> Iterator[Block]:
     yield Block(slice(start, len(lengths)), mask[start:], lengths[start:])
 
 
-# Discounted sums from the end of a sequence, in blocks instead of one position at a time.
-#
-# Suffixes: B samples, T positions, N blocks, K positions of a block; R tokens of all samples, end to end.
-
 BLOCK = 16
 """K: wide enough that few levels remain, narrow enough that the K x K product costs less than memory traffic."""
 _CHUNK = 1 << 17
 """Entries worked on at a time: in float64 they stay in a core's cache."""
-_SMALL_CHUNK = 1 << 13
-"""Up to here rows share a chunk however different their lengths are."""
-_LARGEST_RATIO = 2
-"""Of the longest row of a larger chunk to its shortest"""
+_SMALL_CHUNK, _LARGEST_RATIO = 1 << 13, 2
+"""Up to the first rows share a chunk whatever their lengths; of a larger one, the longest row to its shortest"""
 
 
 def compute_discounted_sums(x_BT: Tensor, decay_B: Tensor) -> Tensor:
@@ -196,6 +187,5 @@ def _split_by_length(lengths_B: Tensor) -> Iterator[tuple[Tensor, int]]:
 
 
 def _fits(shortest: int, longest: int, num_rows: int) -> bool:
-    """Whether rows of these lengths are worked on together."""
     area = longest * num_rows
     return area <= _SMALL_CHUNK or (area <= _CHUNK and longest <= _LARGEST_RATIO * shortest)

@@ -1,7 +1,6 @@
-"""What an advantage estimator, a policy loss or a term of the loss declares beside its function.
+"""What an advantage estimator, a policy loss or a term of the loss declares beside its function. Neither this file nor
+those of the declarations import torch, which their functions do when they run: a configuration is checked without it.
 
-Importing this file, `advantages.py`, `policy_losses.py` or `objective.py` imports no torch: a configuration is checked
-and its objective printed without it. Their functions import it when they run.
 Suffixes: B samples, T response positions, R flat response tokens of a micro-batch.
 """
 
@@ -58,11 +57,9 @@ class AdvantageInputs:
         """float64 [B]: the reward of each response, minus the KL penalty of all its tokens."""
         from megarl.algo.rewards import sum_penalty
 
-        return (
-            self.rewards_B
-            if self.kl_penalty_BT is None
-            else self.rewards_B - sum_penalty(self.kl_penalty_BT, self.mask_BT)
-        )
+        if self.kl_penalty_BT is None:
+            return self.rewards_B
+        return self.rewards_B - sum_penalty(self.kl_penalty_BT, self.mask_BT)
 
     def place_rewards(self, block: Block) -> Tensor:
         """`token_rewards_BT` of the tokens of a block (`megarl.algo.blocks.split_blocks`), float64 [R]."""
@@ -73,8 +70,7 @@ class AdvantageInputs:
     @property
     def token_rewards_BT(self) -> Tensor:
         """float64 [B, T]: the turns' rewards at the ends of their actions, the rest of R' at the last generated token,
-        minus the KL penalty at every one; their sum is `returns_B`. For many long responses `place_rewards` takes less
-        memory.
+        minus the KL penalty at every one; their sum is `returns_B`.
         """
         from megarl.algo.rewards import compute_token_rewards
 

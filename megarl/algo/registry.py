@@ -73,16 +73,9 @@ def reads_old_logprobs(algo: AlgoConfig) -> bool:
     return not has_ratio_to_rollout(algo) or uses_topr(algo) or algo.kl.in_reward or needs_reference(algo)
 
 
-JITTER = "moe_input_jitter_eps"
-"""Of model.megatron: random factors of a router's input in training alone"""
-
-
 def needs_pass(config: Config) -> bool:
-    """Whether the policy has to score the responses before its update. Otherwise the update's own log-probs are the
-    same up to rounding, where something reads old_logprobs at all.
-
-    The loss reads them in its first optimizer step where the ratio to them is 1; the correction of
-    algo.mismatch.correction and the metrics can be computed from those of the update.
+    """Whether the policy has to score the responses before its update. Otherwise the update's own log-probs, of a first
+    optimizer step where the ratio to them is 1, are the same up to rounding.
     """
     return (
         config.train.num_optimizer_steps != 1  # all steps but the first need those before it
@@ -90,7 +83,7 @@ def needs_pass(config: Config) -> bool:
         or uses_topr(config.algo)  # its terms need them as log-probs of the policy that sampled
         or config.policy.fp8 is not None  # the rounding of a pass for training is another
         or config.rollout.router_replay  # policy/moe_routing_agreement is counted in the pass
-        or bool(config.model.megatron.get(JITTER))  # a pass for training is random
+        or bool(config.model.megatron.get("moe_input_jitter_eps"))  # a pass for training is random
     )
 
 
@@ -118,13 +111,12 @@ def name_policy_losses(**facts: bool) -> str:
 
 
 def name_advantages(**facts: bool) -> str:
-    """The names of this package's estimators with these facts, as "gae or reinforce"."""
+    """As `name_policy_losses`, of the estimators."""
     return _name(ADVANTAGES, facts)
 
 
 def _name(declared: Mapping[str, Any], facts: Mapping[str, bool]) -> str:
-    found = declared.items()
-    return " or ".join(name for name, it in found if all(getattr(it, fact) is value for fact, value in facts.items()))
+    return " or ".join(n for n, it in declared.items() if all(getattr(it, x) is value for x, value in facts.items()))
 
 
 def _find(key: str, name: str, known: Mapping[str, Declaration], kind: type[Declaration]) -> Declaration:
@@ -132,12 +124,9 @@ def _find(key: str, name: str, known: Mapping[str, Declaration], kind: type[Decl
         return known[name]
     if ":" not in name:
         nearest = find_nearest_key(name, known)
-        raise ConfigError(
-            [
-                f"{key}: found {name!r}" + (f", did you mean {nearest}?" if nearest else "") + "; it must be one of"
-                f" {', '.join(known)}, or FILE.py:NAME or package.module:NAME for a declaration of your own"
-            ]
-        )
+        hint = f", did you mean {nearest}?" if nearest else ""
+        own = "FILE.py:NAME or package.module:NAME for a declaration of your own"
+        raise ConfigError([f"{key}: found {name!r}{hint}; it must be one of {', '.join(known)}, or {own}"])
     declared = load_named(key, name)
     if not isinstance(declared, kind):
         found = "nothing" if declared is None else f"a {type(declared).__name__}"

@@ -83,37 +83,24 @@ def compute_mean_kl(find_kl: Callable[[Block], Tensor], mask_BT: Tensor, mode: L
 
 @dataclass(frozen=True)
 class KlController:
-    """beta of the KL in the reward, from one iteration to the next; fixed where `target` is None."""
+    """beta of the KL in the reward, from one iteration to the next; fixed where `config.target` is None."""
 
     coef: float
-    target: float | None
-    horizon: float
-    estimator: KLEstimator
-    in_reward: bool
-
-    @classmethod
-    def start(cls, config: KLConfig) -> "KlController":
-        return cls(
-            coef=config.coef,
-            target=config.target,
-            horizon=config.horizon,
-            estimator=config.reward_estimator,
-            in_reward=config.in_reward,
-        )
+    config: KLConfig
 
     def update(self, experience: Experience) -> tuple["KlController", Metrics]:
         """The controller for the next iteration, once per iteration; the coefficient that this one used (kl/coef) and
         the KL that is compared with the target (kl/compared). Failed samples do not count.
         """
-        if not self.in_reward:
+        config = self.config
+        if not config.in_reward:
             return self, {}
         metrics = {"kl/coef": self.coef}
-        if self.target is None:
+        if config.target is None:
             return self, metrics
-        find_kl = partial(compute_token_kl, experience, self.estimator)
+        find_kl = partial(compute_token_kl, experience, config.reward_estimator)
         kl = compute_mean_kl(find_kl, experience.mask, LossAggMode["seq-mean-token-mean"])
-        num_samples = int((~experience.failed).sum())
-        coef = compute_adapted_coef(self.coef, kl, self.target, self.horizon, num_samples)
+        coef = compute_adapted_coef(self.coef, kl, config.target, config.horizon, int((~experience.failed).sum()))
         return replace(self, coef=coef), metrics | {"kl/compared": kl}
 
 

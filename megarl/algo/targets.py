@@ -31,14 +31,12 @@ def compute_targets(
     tether_rho: float | None = None,
     has_old_logprobs: bool = True,
 ) -> tuple[TrainingSamples, Metrics]:
-    """Everything that the losses need, in the dtype of `experience.old_logprobs`, and its metrics.
+    """Everything that the losses need, in the dtype of `experience.old_logprobs`, and its metrics. Failed samples have
+    no targets, and everything is computed as if they were not there.
 
-    kl_coef: beta of the KL in the reward. response_length: rollout.response_length, needed by algo.overlong.penalty.
-    reward_moments: needed by reward_norm=running, with this iteration's rewards taken in (`update_reward_moments`).
-    wrong: reward.wrong, the reward of a wrong answer. tether_rho: of advantage=tether; None: algo.tether.initial.
-    has_old_logprobs: False where the update computes them itself: the samples have none, and their metrics are those of
-    `measure_old_logprobs` after it. Failed samples have no targets, and everything is computed as if they were not
-    there.
+    kl_coef: beta of the KL in the reward. response_length: rollout.response_length. reward_moments: those of
+    reward_norm=running, with this iteration's rewards taken in. wrong: reward.wrong. tether_rho: of advantage=tether;
+    None: algo.tether.initial. has_old_logprobs: False where the update computes them itself (`measure_old_logprobs`).
     Raises NonFiniteError for NaN or infinity at generated tokens, ValueError for missing or misshapen inputs.
     """
     _check_experience(experience, algo)
@@ -230,22 +228,16 @@ def _compute_metrics(samples: TrainingSamples, rewards_B: Tensor, fresh_B: Tenso
     }
 
 
-# Returns that a critic whose values are bounded (critic.value_range) cannot predict.
-
-ROUNDING = 1e-6
-"""Of float32 returns, as a share of the range"""
-
-
 def warn_of_returns(samples: TrainingSamples, value_range: Sequence[float] | None) -> None:
-    """RuntimeWarning where a return is outside of the range. The checks before the run know the scores of most rewards,
-    and not those of a function or a reward model, or what an environment gives in turns.
+    """RuntimeWarning where a return is outside of critic.value_range, as the checks before a run know of most rewards
+    and not of all.
     """
     if value_range is None or samples.returns is None:
         return
     (low, high), found = value_range, Summary()
     for block in split_blocks(samples.mask):
         found.add(block.flatten(samples.returns).double())
-    room = ROUNDING * (high - low)
+    room = 1e-6 * (high - low)  # rounding of float32
     if found.count and not low - room <= found.low <= found.high <= high + room:
         warnings.warn(
             f"critic.value_range: found [{low:g}, {high:g}] and returns from {found.low:.3g} to {found.high:.3g}; the"

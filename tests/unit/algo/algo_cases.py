@@ -14,11 +14,12 @@ from megarl.algo.advantages import sum_rewards_to_go
 from megarl.algo.blocks import count_generated, split_blocks
 from megarl.algo.diagnostics import CriticSummary
 from megarl.algo.losses import LossCounts, TokenTargets, policy_loss
+from megarl.algo.rewards import KlController
 from megarl.algo.statistics import Whitening
 from megarl.algo.targets import compute_targets
 from megarl.config.checks.config import check_algo
 from megarl.config.checks.keys import check_keys
-from megarl.config.schema.algo import AlgoConfig, NormScope, RewardNormConfig
+from megarl.config.schema.algo import AlgoConfig, KLConfig, NormScope, RewardNormConfig
 from megarl.config.schema.roles import CriticConfig, PolicyConfig
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import TrainConfig
@@ -218,6 +219,10 @@ def with_gaps(gaps, ages, lengths):
 def find_problems(algo: AlgoConfig, responses_per_prompt: int = 1, optimizer_steps: int = 1) -> list[str]:
     """What is wrong with the values of the group `algo`."""
     return [*check_keys(Config(algo=algo)), *check_algo(algo, responses_per_prompt, optimizer_steps)]
+
+
+def start_kl(config: KLConfig) -> KlController:
+    return KlController(config.coef, config)
 
 
 def compute_critic_metrics(values, returns, outcomes, mask, advantages=None, groups=None, gamma=1.0):

@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 import reference
 import torch
-from algo_cases import as_lists, configure, experiences, make_experience, norm, some
+from algo_cases import as_lists, configure, experiences, make_experience, norm, some, start_kl
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algo.blocks import NonFiniteError, split_blocks
 from megarl.algo.rewards import (
-    KlController,
     compute_adapted_coef,
     compute_kl,
     compute_normalised_rewards,
@@ -73,7 +72,7 @@ def test_a_horizon_that_could_make_the_coefficient_negative_is_refused_before_an
 def test_the_controller_moves_with_the_batch_and_a_fixed_one_stays():
     e = make_experience([0, 0], [3, 5], [1.0, 0.0], [False, False], 3, holes=False)
     config = configure(kl__in_reward=True, kl__coef=0.1, kl__target=0.01, kl__horizon=10.0).kl
-    controller, metrics = KlController.start(config).update(e)
+    controller, metrics = start_kl(config).update(e)
     b = as_lists(e)
     d = [[o - r for o, r, m in zip(b.old[i], b.ref[i], b.mask[i], strict=True) if m] for i in range(2)]
     kl = (sum(d[0]) / 3 + sum(d[1]) / 5) / 2
@@ -85,10 +84,10 @@ def test_the_controller_moves_with_the_batch_and_a_fixed_one_stays():
         kl__in_reward=True, kl__coef=0.1, kl__target=0.4, kl__horizon=10.0, kl__reward_estimator=KLEstimator.full
     )
     e = replace(e, ref_kl=torch.where(e.mask, 0.38, torch.nan), ref_logprobs=None)
-    assert KlController.start(full.kl).update(e)[0].coef == pytest.approx(0.1 * (1 - 0.05 * 2 / 10))
-    fixed = KlController.start(configure(kl__in_reward=True).kl)
+    assert start_kl(full.kl).update(e)[0].coef == pytest.approx(0.1 * (1 - 0.05 * 2 / 10))
+    fixed = start_kl(configure(kl__in_reward=True).kl)
     assert fixed.update(e)[0] == fixed
-    assert KlController.start(configure().kl).update(e)[1] == {}
+    assert start_kl(configure().kl).update(e)[1] == {}
 
 
 def test_the_overlong_penalty_is_in_the_groups_statistics_and_needs_the_limit():

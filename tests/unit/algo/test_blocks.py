@@ -4,10 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from algo_cases import configure, make_experience
+from algo_cases import configure, make_experience, start_kl
 
 from megarl.algo import blocks
-from megarl.algo.rewards import KlController
 from megarl.algo.statistics import Summary
 from megarl.algo.targets import compute_targets
 from megarl.config.load import list_options, load_config
@@ -40,7 +39,7 @@ def pad(experience: Experience, num: int) -> Experience:
 
 def compute_all(experience: Experience, algo) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     samples, metrics = compute_targets(experience, algo, 0.1, response_length=64, reward_moments=None)
-    kl = dataclasses.replace(KlController.start(algo.kl), in_reward=True, target=0.1, horizon=100.0)
+    kl = start_kl(dataclasses.replace(algo.kl, in_reward=True, target=0.1, horizon=100.0))
     tensors = {name: x for name in ("advantages", "returns") if (x := getattr(samples, name)) is not None}
     return tensors, metrics | kl.update(experience)[1]
 

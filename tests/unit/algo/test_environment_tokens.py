@@ -12,6 +12,7 @@ from algo_cases import (
     make_experience,
     norm,
     response_positions,
+    start_kl,
     with_failures,
     with_turn_rewards,
 )
@@ -21,7 +22,7 @@ from megarl.algo.diagnostics import compute_batch_metrics
 from megarl.algo.losses import count_minibatch, critic_loss, policy_loss
 from megarl.algo.policy_losses import POLICY_LOSSES
 from megarl.algo.registry import needs_critic
-from megarl.algo.rewards import KlController, update_reward_moments
+from megarl.algo.rewards import update_reward_moments
 from megarl.algo.statistics import RunningMoments
 from megarl.algo.targets import compute_targets
 from megarl.config.schema.algo import (
@@ -92,7 +93,7 @@ def learn(e, algo):
     metrics |= compute_batch_metrics(e)
     if algo.kl.in_reward:
         kl = dataclasses.replace(algo.kl, target=algo.kl.target or 0.1)
-        metrics["kl/next"] = KlController.start(kl).update(e)[0].coef
+        metrics["kl/next"] = start_kl(kl).update(e)[0].coef
     for out in outputs:
         metrics |= {name: float(x) for name, x in (out.sums | out.maxima).items()}
     return samples, loss.detach(), gradients, metrics

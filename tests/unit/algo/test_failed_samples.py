@@ -12,6 +12,7 @@ from algo_cases import (
     load_preset,
     make_experience,
     some,
+    start_kl,
     with_failures,
 )
 from hypothesis import given
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from megarl.algo.diagnostics import compute_batch_metrics
 from megarl.algo.losses import count_minibatch, critic_loss, policy_loss
 from megarl.algo.registry import needs_critic
-from megarl.algo.rewards import KlController, update_reward_moments
+from megarl.algo.rewards import update_reward_moments
 from megarl.algo.statistics import RunningMoments
 from megarl.algo.targets import compute_targets
 from megarl.config.schema.algo import KLEstimator, LossAggMode
@@ -36,7 +37,7 @@ def learn(e, algo):
     moments = update_reward_moments(RunningMoments(3, 0.5, 1.0), e, algo, LIMIT)
     samples, metrics = compute_targets(e, algo, 0.1, response_length=LIMIT, reward_moments=moments)
     kl = dataclasses.replace(algo.kl, in_reward=True, target=0.1, reward_estimator=KLEstimator.k3)
-    controller, kl_metrics = KlController.start(kl).update(e)
+    controller, kl_metrics = start_kl(kl).update(e)
     batch = compute_batch_metrics(e)
     batch.pop("reward/failed_frac", None)
     noise = {"coef": controller.coef}

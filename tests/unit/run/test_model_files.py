@@ -96,7 +96,6 @@ FURTHER = edit_tensors(lambda found: found.update({"visual.weight": found[KEY].c
 OLDER = split(lambda _index, model: shutil.copy(model / ONE, model / "older.safetensors"))
 CUT = edit_tensors(lambda found: found.update({KEY: found[KEY][:3].clone()}))
 INTEGERS = edit_tensors(lambda found: found.update({KEY: found[KEY].int()}))
-NOT_A_NUMBER = edit_tensors(lambda found: found[KEY].view(-1)[7].fill_(float("nan")))
 MOVED = split(lambda index, _model: index.update({FIRST: ONE}))
 TWO_WAYS = split(lambda _index, model: shutil.copy(model / ONE, model / SINGLE))
 
