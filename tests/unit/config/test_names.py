@@ -58,20 +58,11 @@ def test_the_rewriting_is_told_in_one_line_and_our_own_keys_are_left_as_they_are
 @pytest.mark.parametrize(
     ("overrides", "rewritten"),
     [
-        ("pg_clip=0.2,0.3", "algo.clip_low=0.2,0.3 algo.clip_high=${algo.clip_low}"),
         ("algo=ppo lambd=0.9,1.0", "algo=ppo algo.lambda_policy=0.9,1.0 algo.lambda_critic=${algo.lambda_policy}"),
         ("dual_clip_loss=true,false pg_clip=0.3", "algo.clip_low=0.3 algo.clip_high=0.3 algo.dual_clip=1.6,null"),
-        (
-            "algo=ppo reward_norm=batch,running reward_shift=true",
-            "algo=ppo algo.reward_norm.mean=batch,running algo.reward_norm.std=none",
-        ),
-        ("whiten_advantages=true,false seed=1,2", "algo.whiten_advantages=true,false seed=1,2"),
-        ("token_level_loss=true,false", "algo.loss_agg_mode=token-mean,seq-mean-token-mean"),
         ("ppo_epochs=range(1,4)", "train.epochs_per_iteration=1,2,3"),
         ("pg_clip=0.2,0.3 dual_clip_loss=true", "a sweep would have to change"),
         ("pg_clip=0.2,0.3 dual_clip_loss=false,true", "a sweep would have to change"),
-        ("algo=grpo div_std_global=true,false", "a sweep would have to change"),
-        ("loss_agg_mode=token-mean,seq-mean", "seq-mean"),
         ("gamma=interval(0.9,1.0)", "list its values"),
     ],
 )
@@ -81,40 +72,25 @@ def test_a_sweep_over_a_name_of_rolls_has_one_run_per_value_or_is_refused(overri
         check_overrides(rewritten.split())
     else:
         with pytest.raises(ConfigError, match=rewritten):
-            check_overrides(rewrite_overrides(overrides.split()).overrides)
+            rewrite_overrides(overrides.split())
 
 
-@pytest.fixture
-def old(monkeypatch):
-    monkeypatch.setattr(names, "TABLE", {**TABLE, "megarl": OLD})
-
-
-@pytest.mark.usefixtures("old")
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("train.eval_often=3", "train.eval_often: no such key; it is train.eval_every now"),
         ("+train.eval_often=3", "train.eval_often: no such key; it is train.eval_every now"),
         ("critic.optim.lr=1e-5", "critic.optim.lr: no such key; it is critic.optimizer.lr now"),
         ("logger.fax=1", "logger.fax: no such key; it was removed: Nobody reads faxes; logger.wandb sends the same"),
         ("reward=oracle", "reward: found 'oracle'; it is reward=math now"),
-        (
-            "rollout.transport=pigeon",
-            "rollout.transport: Invalid value 'pigeon', expected one of [colocated, split, disk]; it was removed:"
-            " Birds are no transport; rollout.transport=disk needs no network",
-        ),
+        ("rollout.transport=pigeon", "it was removed: Birds are no transport; rollout.transport=disk needs no network"),
+        ("experiment=mine", "train.eval_often: no such key, in experiment/mine; it is train.eval_every now"),
     ],
 )
-def test_an_old_name_is_answered_with_what_it_is_now(override, problem):
-    assert problems_of(override) == problem
-
-
-@pytest.mark.usefixtures("old")
-def test_an_old_name_in_a_file_is_answered_too(tmp_path):
+def test_an_old_name_is_answered_with_what_it_is_now_in_a_file_too(monkeypatch, tmp_path, override, problem):
+    monkeypatch.setattr(names, "TABLE", {**TABLE, "megarl": OLD})
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrain:\n  eval_often: 3\n")
-    problem = problems_of(write_search_path([tmp_path]), "experiment=mine")
-    assert problem == "train.eval_often: no such key, in experiment/mine; it is train.eval_every now"
+    assert problems_of(write_search_path([tmp_path]), override).endswith(problem)
 
 
 def test_what_names_are_answered_with_exists_and_the_names_themselves_are_none_of_ours():

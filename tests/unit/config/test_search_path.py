@@ -51,10 +51,9 @@ def test_errors_name_the_choices_of_both_directories_and_the_users_file(mine):
         load_config([*path, "algo=their"])
     with pytest.raises(ConfigError, match=r"algo\.clip_hihg: no such key; did you mean algo\.clip_high"):
         load_config([*path, "algo=mine", "algo.clip_hihg=1"])
-    left_out = list_left_out(
-        [*path, "experiment=mine", "algo=rloo"], load_config([*path, "experiment=mine", "algo=rloo"])
-    )
-    assert re.match(r"left out: algo\.clip_high \(from .*mine/experiment/mine\.yaml\): has no effect", left_out[0])
+    given = [*path, "experiment=mine", "algo=rloo"]
+    (line,) = list_left_out(given, load_config(given))
+    assert re.match(r"left out: algo\.clip_high \(from .*mine/experiment/mine\.yaml\): has no effect", line)
 
 
 @pytest.mark.parametrize(
@@ -79,23 +78,16 @@ def test_every_group_has_the_users_files_and_an_experiment_may_choose_them(mine)
     chosen = "".join(f"  - override /{group}: mine\n" for group in ("algo", "data", "environment", "model", "reward"))
     (mine / "experiment" / "all.yaml").write_text(f"# @package _global_\ndefaults:\n{chosen}seed: 3\n")
     config = load_config(take_config_dirs([f"--config-dir={mine}", "experiment=all", "reward=mine"]))
-    assert (config.algo.name, config.model.name, config.data.options["letters"], config.seed) == (
-        "mine",
-        "mine",
-        "xyz",
-        3,
-    )
+    assert (config.algo.name, config.model.name, config.data.options["letters"]) == ("mine", "mine", "xyz")
     assert (config.reward.path, config.environment.max_turns) == ("r.py:score", 2)
 
 
-@pytest.mark.parametrize("command", ["evaluate", "train"])
-def test_an_experiment_may_have_keys_that_only_another_command_reads(mine, command):
+def test_an_experiment_may_have_keys_that_only_another_command_reads(mine):
     (mine / "experiment" / "both.yaml").write_text("# @package _global_\ntrain: {num_iterations: 7}\n")
-    path = take_config_dirs([f"--config-dir={mine}"])
-    assert load_config([*path, "experiment=both"], command).train.num_iterations == 7
-    if command == "evaluate":
-        with pytest.raises(ConfigError, match="has no effect in an evaluation"):
-            load_config([*path, "experiment=both", "train.num_iterations=7"], command)
+    given = [*take_config_dirs([f"--config-dir={mine}"]), "experiment=both"]
+    assert load_config(given, "evaluate").train.num_iterations == 7
+    with pytest.raises(ConfigError, match="has no effect in an evaluation"):
+        load_config([*given, "train.num_iterations=7"], "evaluate")
 
 
 def test_a_file_that_megarls_own_would_hide_is_an_error(mine):

@@ -1,0 +1,107 @@
+"""What policy, critic and servers get by the configuration: schedules, versions, ranges of values, turns on GPUs."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algo.objective import format_critic
+from megarl.config.checks.config import check_critic, find_nearest_divisor, find_return_range
+from megarl.config.load import load_config
+from megarl.config.placement import check_cluster, find_server_offload, list_groups, take_turns
+from megarl.config.schema.task import WeightedRewardConfig
+
+TINY = ("algo=vapo", "model=tiny")
+ONE_GPU = ("cluster.gpus_per_node=1", "cluster.placement=colocated")
+ON_TWO_NODES = ("algo=vapo", "model=qwen3_8b", "cluster=h100x16", "cluster.placement=split", "rollout.transport=split")
+FILE = "rollout.file=r.jsonl"
+
+
+def test_warm_up_and_decay_may_be_shares_of_the_run() -> None:
+    shares = ("policy.optimizer.warmup_ratio=0.1", "policy.optimizer.decay_iterations=null")
+    config = load_config(["train.num_iterations=50", "policy.optimizer.decay=cosine", *shares])
+    schedule = config.policy.optimizer.resolve_schedule(config.train.num_optimizer_steps, 50)
+    assert (schedule.warmup_steps, schedule.decay_steps) == (20, 200)
+
+
+def test_a_frozen_policy_keeps_its_version_and_the_objective_says_what_the_critic_does() -> None:
+    keys = ["critic.value_range=[-1,1]", "critic.trainable=mlp", "policy.frozen_iterations=3"]
+    config = load_config(["algo=ppo", "reward.wrong=-1", *keys])
+    assert [config.policy.is_frozen(iteration) for iteration in (1, 3, 4)] == [True, True, False]
+    assert [config.policy.count_versions(iteration) for iteration in (0, 3, 4, 6)] == [0, 0, 1, 3]
+    text = format_critic(config.policy, config.critic)
+    assert text is not None
+    assert "V = -1 + 2 (1/2 + atan(z)/pi)" in text
+    assert "frozen in the first 3 iterations" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], (0, 1)),
+        (["reward.wrong=0.25"], (0.25, 1)),
+        (["reward.wrong=0.25", "algo.gamma=0.9"], (0, 1)),
+        (["reward.wrong=-3", "algo.reward_clip=2"], (-2, 1)),
+        (["algo.overlong.penalty=1", "rollout.response_length=64"], (-1, 1)),
+        (["reward=function", "reward.path=package.module:score"], None),
+        (["reward=function", "reward.path=package.module:score", "reward.wrong=-1"], (-1, 1)),
+        (["environment=guess", "data=guess", "reward=environment"], None),
+    ],
+)
+def test_the_range_of_returns_is_that_of_the_rewards(overrides: list[str], expected: object) -> None:
+    assert find_return_range(load_config(["algo=ppo", "reward.wrong=0", *overrides])) == expected
+
+
+def test_the_range_of_a_sum_is_that_of_its_parts_and_nobodys_without_a_critic() -> None:
+    config = load_config(["algo=ppo", "reward.wrong=0"])
+    parts = {"right": {"kind": "exact", "weight": 0.75}, "long": {"kind": "length", "weight": -0.5}}
+    config.reward = WeightedRewardConfig(parts)
+    assert find_return_range(config) == (-0.5, 0.75)
+    config = load_config(["algo=grpo"])
+    config.critic.value_range = [3.0, 2.0]
+    assert list(check_critic(config)) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([*TINY, *ONE_GPU, "rollout.offload=all"], "all"),
+        ([*TINY, *ONE_GPU, "rollout.offload=kv_cache"], "kv_cache"),
+        ([*TINY, "rollout.offload=all"], "all"),  # GPUs are not counted
+        ([*TINY, *ONE_GPU], None),
+        # A preset's value has no effect where the servers have GPUs of their own, and hinders nothing.
+        ([*ON_TWO_NODES, "rollout.max_staleness=1", "algo.mismatch.correction=tis"], None),
+        (["algo=topr", "model=tiny", "cluster.gpus_per_node=1", FILE], None),
+    ],
+)
+def test_servers_give_memory_back_where_they_share_gpus(overrides: list[str], expected: str | None) -> None:
+    assert getattr(find_server_offload(load_config(overrides)), "name", None) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (ONE_GPU, False),
+        ([*ONE_GPU, "policy.offload=all"], True),
+        ([*ONE_GPU, "critic.offload=optimizer"], True),
+        (["cluster.gpus_per_node=2", "cluster.placement=split", "policy.offload=all"], True),
+        (["cluster.gpus_per_node=3", "policy.offload=all"], False),
+        (["policy.offload=all"], False),
+    ],
+)
+def test_roles_take_turns_where_they_share_gpus_and_leave_them(overrides: list[str], expected: bool) -> None:
+    assert take_turns(load_config([*TINY, *overrides])) is expected
+
+
+def test_without_servers_all_devices_are_the_roles() -> None:
+    config = load_config(["model=tiny", "algo=topr", FILE])
+    assert [(group.name, group.num_processes) for group in list_groups(config)] == [("policy", 1), ("servers", 0)]
+    assert [group.num_processes for group in list_groups(config, "evaluate")] == [config.rollout.num_servers]
+    big = load_config(["algo=topr", "model=qwen3_0_6b", "cluster=h100x8", "policy.parallel.num_processes=8", FILE])
+    assert list(check_cluster(big)) == []
+
+
+@given(number=st.integers(1, 200), wanted=st.integers(1, 300))
+def test_no_divisor_is_nearer(number: int, wanted: int) -> None:
+    found = find_nearest_divisor(number, wanted)
+    assert number % found == 0
+    assert all(abs(n - wanted) >= abs(found - wanted) for n in range(1, number + 1) if number % n == 0)
