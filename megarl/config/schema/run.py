@@ -14,7 +14,7 @@ MAX_SAMPLES = 2**20
 """Responses that are held at a time, a hundred times those of the largest published runs (8192 an iteration)"""
 THREADS: dict[str, Any] = {"low": 1, "high": 1024, "why": "more than any node has cores"}
 KNOWN: dict[str, Any] = {"above": 0, "when": needs("gpu")}
-SAVES, RECORDS = needs("save_every"), needs("num_token_records")
+SAVES = needs("save_every")
 NOT_OF_EVALUATION = Effect(
     lambda it: it.command != "evaluate", "in an evaluation, which has a key of its own: evaluate.temperature"
 )
@@ -69,19 +69,11 @@ class HardwareConfig:
     """Memory of a node in GiB."""
 
 
-# The `cluster` group: where the processes run.
-
 AUTO = "auto"
 """Value of listen_host: the address by which a process's node is known to the others; of ray_address: RAY_ADDRESS."""
 
 
-class Placement(Enum):
-    colocated = "colocated"
-    """All of them; each uses GPUs from the first GPU of the first node on"""
-    split = "split"
-    """Policy, critic and reference share GPUs; the servers use the GPUs after those"""
-    apart = "apart"
-    """None of them"""
+Placement = Enum("Placement", {"colocated": "colocated", "split": "split", "apart": "apart"})
 
 
 @dataclass
@@ -106,14 +98,13 @@ class ClusterConfig:
     gpus_per_node: int = key(0, low=0, high=1024)
     """GPUs of each node; 0: GPUs are not counted, and every process sees all of them."""
     placement: Placement = key(Placement.apart, when=needs("gpus_per_node"))
-    """Which of policy, critic, reference and servers share GPUs; only where gpus_per_node is above 0."""
+    """Which of policy, critic, reference and servers share GPUs; only where gpus_per_node is above 0. colocated: all of
+    them; split: the servers use the GPUs after those of the roles; apart: none of them."""
     ray_address: str | None = None
     """HOST:PORT of a running Ray cluster of num_nodes nodes; auto: that of RAY_ADDRESS; null: the run starts Ray."""
     hardware: HardwareConfig = key(factory=HardwareConfig, when=TRAINED)
     """The hardware that the planner computes a job's memory and time from before its processes start."""
 
-
-# The `rollout` group: generation with SGLang.
 
 NO_QUANTIZED_WEIGHTS = (
     "servers hold the policy's weights in rollout.dtype=float32 or bfloat16: SGLang replaces weights by quantized ones"
@@ -122,20 +113,8 @@ NO_QUANTIZED_WEIGHTS = (
 )
 
 
-class Transport(Enum):
-    colocated = "colocated"
-    """Within a node memory that its processes share, of the GPU where they have one; between nodes as `split`"""
-    split = "split"
-    """Point to point over a process group (NCCL; gloo on a CPU)"""
-    disk = "disk"
-    """A checkpoint directory that policy and servers see"""
-
-
-class ServerOffload(Enum):
-    kv_cache = "kv_cache"
-    """The KV cache"""
-    all = "all"
-    """The same and the weights"""
+Transport = Enum("Transport", {"colocated": "colocated", "split": "split", "disk": "disk"})
+ServerOffload = Enum("ServerOffload", {"kv_cache": "kv_cache", "all": "all"})
 
 
 @dataclass
@@ -160,7 +139,7 @@ class RolloutConfig:
     """Tokens of KV cache per server; null lets SGLang decide (on a CPU it must be a number)."""
     offload: ServerOffload | None = key(None, when=(TRAINED, SHARES_GPUS))
     """What servers give back of their GPUs' memory while roles that share these compute; null: nothing. Needs
-    max_staleness=0."""
+    max_staleness=0. kv_cache: the KV cache; all: the weights as well."""
     num_threads: int | None = key(None, **THREADS)
     """CPU threads of a server's forward pass. null: decided as cluster.cpu_threads_per_worker."""
     startup_deadline_s: float = key(300.0, **START)
@@ -170,7 +149,8 @@ class RolloutConfig:
     sync_deadline_s: float = key(300.0, when=TRAINED, **DEADLINE)
     """Deadline in seconds of one weight sync, verification included. Presets of large models set a longer one."""
     transport: Transport = key(Transport.colocated, when=TRAINED)
-    """How weights travel from the policy to the servers."""
+    """How weights travel from the policy to the servers. colocated: memory that processes of a node share, between
+    nodes as split; split: point to point over NCCL (gloo on a CPU); disk: a directory that all see."""
     sync_bucket_mb: int = key(64, low=1, high=16384, when=(TRAINED, needs("transport", "colocated", "split")))
     """Maximum MiB of one message of weights; a training rank holds two, a server rank two, or one with
     transport=colocated."""
@@ -194,8 +174,6 @@ class RolloutConfig:
     """SGLang server arguments (underscored names), checked against the real ones; those by which responses would not be
     samples of the policy are refused."""
 
-
-# The `train` group: sizes of an iteration, how long to train, evaluation.
 
 DEFAULT_PROMPTS = 512
 """Prompts of an iteration where neither prompts_per_iteration nor samples_per_iteration is given."""
@@ -287,9 +265,6 @@ class TrainConfig:
         return self.num_samples // max(1, self.minibatch_size) * self.epochs_per_iteration
 
 
-# The `evaluate` node: how `python -m megarl.evaluate` asks and counts; training does not read it.
-
-
 @dataclass
 class EvaluateConfig:
     num_samples: int = key(1, low=1, high=65536, why="responses per problem")
@@ -348,9 +323,6 @@ def check_truncation(node: str, temperature: float, num_samples: int, top_p: flo
             yield f"{node}.{name}: has no effect on greedy responses; leave it out, or set {node}.temperature"
 
 
-# The `checkpoint` group: what of a run survives its processes.
-
-
 @dataclass
 class CheckpointConfig:
     save_every: int | None = key(20, low=1)
@@ -369,14 +341,7 @@ class CheckpointConfig:
     """How many times in a row, without a new checkpoint, training resumes after a training process was lost."""
 
 
-# The `logger` group: what the terminal shows, and where metrics go besides metrics.jsonl, which is always written.
-
-
-class WandbMode(Enum):
-    offline = "offline"
-    """Into RUN_DIR/wandb, without network; `wandb sync` uploads it."""
-    online = "online"
-    """To wandb.ai, or WANDB_BASE_URL, as the user of `wandb login` or WANDB_API_KEY."""
+WandbMode = Enum("WandbMode", {"offline": "offline", "online": "online"})
 
 
 @dataclass
@@ -387,7 +352,8 @@ class LoggerConfig:
     """Write the metrics to RUN_DIR/tensorboard, too. null: where the extra `tensorboard` is installed."""
     wandb: WandbMode | None = None
     """Write the metrics to Weights & Biases, too; null: no. Needs the extra `wandb`. The environment names the project
-    (WANDB_PROJECT, else megarl) and the team (WANDB_ENTITY)."""
+    (WANDB_PROJECT, else megarl) and the team (WANDB_ENTITY). offline: into RUN_DIR/wandb, for `wandb sync`; online: to
+    wandb.ai, or WANDB_BASE_URL."""
     mlflow: str | None = None
     """Write the metrics to MLflow, too: the tracking URI, `http://HOST:5000` of a server or `sqlite:///mlflow.db` of a
     file without one; null: no. Needs the extra `mlflow`. MLFLOW_EXPERIMENT_NAME, else megarl, is the experiment."""

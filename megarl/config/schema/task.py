@@ -84,13 +84,7 @@ class ReasoningGymDataConfig(DataConfig):
     """The task's own options, for example {max_terms: 3}; each key is checked against the real ones."""
 
 
-class AnswerPart(Enum):
-    whole = "whole"
-    """all of it"""
-    after_hashes = "after_hashes"
-    """what stands behind the last #### at the beginning of a line, as in GSM8K"""
-    boxed = "boxed"
-    """what stands in the last \\boxed{}"""
+AnswerPart = Enum("AnswerPart", {"whole": "whole", "after_hashes": "after_hashes", "boxed": "boxed"})
 
 
 @dataclass
@@ -104,8 +98,8 @@ class FileDataConfig(DataConfig):
     answer_field: str | None = None
     """Name of the field with the answer; null: likewise. In both, a dot selects a field of a nested record."""
     answer_part: AnswerPart | None = None
-    """What of an answer is the reference answer. null: whole, or after_hashes where every answer ends with "####
-    NUMBER"."""
+    """What of an answer is the reference. null: whole; after_hashes where every answer ends with "#### NUMBER".
+    after_hashes: what stands behind the last ####, as in GSM8K; boxed: what stands in the last \\boxed{}."""
 
 
 @dataclass
@@ -144,9 +138,6 @@ class VerifiersDataConfig(DataConfig):
     """The environment; conf/data/verifiers.yaml takes that of environment=verifiers."""
     args: dict[str, Any] = field(default_factory=dict)
     """Its arguments; likewise."""
-
-
-# The `environment` group: what answers the policy within an episode, one schema per kind.
 
 
 @dataclass
@@ -223,9 +214,6 @@ class ToolsEnvironmentConfig(MultiTurnEnvironmentConfig):
     """Reward of a first action all of whose calls succeed, added to what `reward=` gives."""
 
 
-# The `reward` group: what a response is compared with, one schema per kind of verifier.
-
-
 @dataclass
 class RewardConfig:
     """How responses are scored. Each kind of reward has different keys."""
@@ -271,15 +259,7 @@ class AdditionRewardConfig(RewardConfig):
     """The response is the number and nothing else."""
 
 
-class StatedAnswer(Enum):
-    boxed = "boxed"
-    """\\boxed{...} only; for prompts that ask for a box"""
-    final = "final"
-    """a box or an explicit final statement ("The answer is 72", "Answer: 72", "#### 72", <answer>72</answer>), or a
-    response that is nothing but the answer"""
-    any = "any"
-    """where there is none of these, also the last number or formula of the last sentence; for base models that are not
-    told how to end, and counts sentences that happen to end in the right number"""
+StatedAnswer = Enum("StatedAnswer", {"boxed": "boxed", "final": "final", "any": "any"})
 
 
 @dataclass
@@ -287,7 +267,8 @@ class MathRewardConfig(ProcessRewardConfig):
     """Mathematical equality of the stated answer and the expected one, read by math-verify's parser."""
 
     answer: StatedAnswer = StatedAnswer.final
-    """What states the answer of a response: a box, an explicit final statement too, or also the last value."""
+    """What states the answer of a response. boxed: a box alone; final: a box, an explicit final statement ("Answer:
+    72", "#### 72", <answer>), or nothing but the answer; any: else also the last value of the last sentence."""
 
 
 @dataclass
@@ -379,11 +360,7 @@ class HttpRewardConfig(ServerRewardConfig):
     """What a server of your own answers over HTTP."""
 
 
-class Verdict(Enum):
-    score = "score"
-    """it explains, then gives a number from 0 to 10 in a box; the reward is a tenth of it"""
-    word = "word"
-    """its next token says yes or no; the reward is p(yes) / (p(yes) + p(no)); also for small models"""
+Verdict = Enum("Verdict", {"score": "score", "word": "word"})
 
 
 @dataclass
@@ -396,7 +373,8 @@ class JudgeRewardConfig(ServerRewardConfig):
     """What the judge is told, with {question}, {answer} and {response} put in. null: a rubric for questions with an
     expected answer."""
     verdict: Verdict = Verdict.score
-    """How the judge says what it thinks."""
+    """How the judge says what it thinks. score: an explanation, then a number from 0 to 10 in a box; word:
+    p(yes) / (p(yes) + p(no)) of its next token."""
     yes: str = "yes"
     """The word of a good response with verdict=word. It must be one token of the judge, as no."""
     no: str = "no"
