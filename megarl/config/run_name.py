@@ -11,7 +11,6 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-RESOLVER = "megarl_run_name"
 NOT_COMPUTED = ("hydra", "cluster", "checkpoint", "evaluate", "logger")
 """Nodes that do not decide what a run learns"""
 LONGEST_READABLE = 100
@@ -19,27 +18,16 @@ DIGITS = 6
 
 
 def name_run(readable: str, composed: DictConfig) -> str:
-    """readable: Hydra's `key=value,key=value`; composed: the whole configuration of the run, resolved here."""
+    """readable: Hydra's `key=value,key=value`; composed: the whole configuration of the run, resolved here. What
+    computes the same under the same names has the same name."""
+    nodes = {str(key): composed[key] for key in composed if key not in NOT_COMPUTED}
+    plain = {
+        key: OmegaConf.to_container(node, resolve=True, enum_to_str=True) if OmegaConf.is_config(node) else node
+        for key, node in nodes.items()
+    }
+    digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:DIGITS]
     text = re.sub(r"[^A-Za-z0-9_.=,+-]", "-", readable)[:LONGEST_READABLE].lstrip(".-")
-    return f"{text}_{digest_config(composed)}" if text else digest_config(composed)
-
-
-def digest_config(composed: DictConfig) -> str:
-    """Hexadecimal digits, equal for configurations that compute the same under the same names."""
-    nodes = [key for key in composed if key not in NOT_COMPUTED]
-    values = {str(key): _to_plain(composed[key]) for key in nodes}
-    return digest(values)
-
-
-def digest(values: Any, digits: int = DIGITS) -> str:
-    """The digest of anything that JSON can hold; the order of keys does not count."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:digits]
-
-
-def _to_plain(node: Any) -> Any:
-    if OmegaConf.is_config(node):
-        return OmegaConf.to_container(node, resolve=True, enum_to_str=True)
-    return node
+    return f"{text}_{digest}" if text else digest
 
 
 def _resolve(readable: Any, *, _root_: DictConfig) -> str:
@@ -48,7 +36,7 @@ def _resolve(readable: Any, *, _root_: DictConfig) -> str:
 
 def register() -> None:
     """Make `${megarl_run_name:...}` known to OmegaConf; calling it again changes nothing."""
-    OmegaConf.register_new_resolver(RESOLVER, _resolve, replace=True)
+    OmegaConf.register_new_resolver("megarl_run_name", _resolve, replace=True)
 
 
 # A launcher may have sent a run to another process, in which nobody else calls it.

@@ -99,39 +99,30 @@ def _check_train(config: Config) -> Iterator[str]:
     train, pretrains = config.train, needs_critic(config.algo) and config.algo.value_pretrain.num_steps > 0
     wanted, group, samples = train.samples_per_iteration, train.responses_per_prompt, train.num_samples
     key = "samples_per_minibatch" if train.num_minibatches is None else "num_minibatches"
-    found = getattr(train, key)
     if train.num_iterations == 0 and not pretrains:
-        yield (
-            "train.num_iterations: found 0, which is value pretraining alone, and there is none:"
-            " algo.value_pretrain.enabled"
-        )
+        yield "train.num_iterations: found 0, value pretraining alone, and there is none: algo.value_pretrain.enabled"
     if train.prompts_per_iteration is None and wanted is not None and wanted % group:
         nearest = max(1, round(wanted / group)) * group
-        yield (
-            f"train.samples_per_iteration: found {wanted}, which train.responses_per_prompt ({group}) does not divide;"
-            f" the nearest that it does is {nearest}, of {nearest // group} prompts"
-        )
-    elif samples % found:
-        yield (
-            f"train.{key}: found {found}, which does not divide the {train.num_prompts} prompts x {group} responses ="
-            f" {samples} samples of an iteration; the nearest that does is {find_nearest_divisor(samples, found)}"
-        )
+        right = f"the nearest that it does is {nearest}, of {nearest // group} prompts"
+        found = f"found {wanted}, which train.responses_per_prompt ({group}) does not divide"
+        yield f"train.samples_per_iteration: {found}; {right}"
+    elif samples % (found := getattr(train, key)):
+        right = f"the nearest that does is {find_nearest_divisor(samples, found)}"
+        size = f"{train.num_prompts} prompts x {group} responses = {samples} samples of an iteration"
+        yield f"train.{key}: found {found}, which does not divide the {size}; {right}"
     for name, each in train.eval_sets.items():
-        yield from check_truncation(
-            f"train.eval_sets.{name}", each.temperature, each.num_samples, each.top_p, each.top_k
-        )
+        key = f"train.eval_sets.{name}"
+        yield from check_truncation(key, each.temperature, each.num_samples, each.top_p, each.top_k)
 
 
 def _check_model(config: Config) -> Iterator[str]:
-    source, path, right = config.model.source, config.model.path, "type model=checkpoint model.path="
-    found = f"model.path: found {'null' if path is None else repr(path)}"
+    source, path, name = config.model.source, config.model.path, config.model.name
+    found, right = f"model.path: found {'null' if path is None else repr(path)}", "type model=checkpoint model.path="
     if source is ModelSource.path and not path:
         yield f"{found}; it must be a Hugging Face checkpoint directory, or the name of a model on the hub, OWNER/NAME"
-    elif path is not None and config.model.name in TOYS:
-        yield (
-            f"{found} with model={config.model.name}, whose learning rate, lengths, float32 and data are those of a toy"
-            f" with random weights; {right}{path}"
-        )
+    elif path is not None and name in TOYS:
+        toy = "whose learning rate, lengths, float32 and data are those of a toy with random weights"
+        yield f"{found} with model={name}, {toy}; {right}{path}"
     elif source is not ModelSource.path and path is not None:
         yield f"{found}; it has no effect under model.source={source.name}: {right}{path}"
 
@@ -151,11 +142,9 @@ def _check_roles(config: Config) -> Iterator[str]:
         layouts["reference"] = config.reference.parallel
     for role, parallel in layouts.items():
         yield from check_parallel(f"{role}.parallel", parallel, size)
-    if needs_full_kl(config.algo) and config.policy.parallel.pp > 1:
-        yield (
-            f"policy.parallel.pp: found {config.policy.parallel.pp} with a KL of estimator full, which compares whole"
-            " distributions on the policy's last stage; it must be 1, or the estimator k1, k2 or k3"
-        )
+    if needs_full_kl(config.algo) and (pp := config.policy.parallel.pp) > 1:
+        why = "a KL of estimator full, which compares whole distributions on the policy's last stage"
+        yield f"policy.parallel.pp: found {pp} with {why}; it must be 1, or the estimator k1, k2 or k3"
 
 
 def _check_role(role: str, node: TrainedRoleConfig, steps_per_iteration: int, num_iterations: int) -> Iterator[str]:
@@ -177,31 +166,26 @@ def _check_role(role: str, node: TrainedRoleConfig, steps_per_iteration: int, nu
 
 def check_parallel(key: str, parallel: ParallelConfig, samples_per_minibatch: int) -> Iterator[str]:
     """One message per problem of the layout under `key`; what depends on the model is checked with the model."""
-    total, model_size = parallel.num_processes, parallel.tp * parallel.pp * parallel.cp
-    if total % model_size:
-        nearest = max(1, (2 * total + model_size) // (2 * model_size)) * model_size
-        yield (
-            f"{key}.num_processes: found {total}, which tp {parallel.tp} x pp {parallel.pp} x cp {parallel.cp}"
-            f" = {model_size} does not divide; {nearest} would fit"
-        )
+    total, tp, pp, cp, ep, etp = (getattr(parallel, name) for name in ("num_processes", "tp", "pp", "cp", "ep", "etp"))
+    size = tp * pp * cp
+    if total % size:
+        nearest = max(1, (2 * total + size) // (2 * size)) * size
+        layout = f"tp {tp} x pp {pp} x cp {cp} = {size}"
+        yield f"{key}.num_processes: found {total}, which {layout} does not divide; {nearest} would fit"
         return
     if samples_per_minibatch < parallel.dp:
-        yield (
-            f"{key}: {parallel.dp} data-parallel ranks share {samples_per_minibatch} samples"
-            " (train.samples_per_minibatch); each needs at least one"
-        )
+        samples = f"{samples_per_minibatch} samples (train.samples_per_minibatch)"
+        yield f"{key}: {parallel.dp} data-parallel ranks share {samples}; each needs at least one"
     # The experts' layout: etp x ep x expert data parallelism in each pipeline stage.
-    stage = total // parallel.pp
-    if stage % (parallel.etp * parallel.ep):
-        etp = find_nearest_divisor(stage, parallel.etp)
-        ep = find_nearest_divisor(stage // etp, parallel.ep)
-        yield (
-            f"{key}.ep: found {parallel.ep} with etp {parallel.etp}; etp x ep must divide the {stage} processes of a"
-            f" pipeline stage; the nearest that do are ep={ep} etp={etp}"
-        )
-    if parallel.sp and parallel.tp == 1:
+    stage = total // pp
+    if stage % (etp * ep):
+        near_etp = find_nearest_divisor(stage, etp)
+        near = f"the nearest that do are ep={find_nearest_divisor(stage // near_etp, ep)} etp={near_etp}"
+        must = f"etp x ep must divide the {stage} processes of a pipeline stage"
+        yield f"{key}.ep: found {ep} with etp {etp}; {must}; {near}"
+    if parallel.sp and tp == 1:
         yield f"{key}.sp: found true at tp 1; it splits over tensor-parallel ranks: set {key}.tp, or sp=false"
-    if parallel.vpp > 1 and parallel.pp == 1:
+    if parallel.vpp > 1 and pp == 1:
         yield f"{key}.vpp: found {parallel.vpp} at pp 1; it cuts the stages of a pipeline: set {key}.pp, or vpp=1"
 
 
@@ -215,10 +199,8 @@ def check_critic(config: Config) -> Iterator[str]:
     """One message per problem of critic.value_range and policy.frozen_iterations."""
     frozen, iterations, algo = config.policy.frozen_iterations, config.train.num_iterations, config.algo
     if frozen >= iterations > 0:
-        yield (
-            f"policy.frozen_iterations: found {frozen} with train.num_iterations={iterations}; the policy would never"
-            f" learn: it must be below {iterations}. To train a critic alone: train.num_iterations=0"
-        )
+        right = f"it must be below {iterations}. To train a critic alone: train.num_iterations=0"
+        yield f"policy.frozen_iterations: found {frozen}; the policy would never learn: {right}"
     value_range = config.critic.value_range if needs_critic(algo) else None
     if value_range is None:
         return
@@ -227,21 +209,16 @@ def check_critic(config: Config) -> Iterator[str]:
         yield f"{found}; it must be [low, high], two finite numbers with low below high, or null"
         return
     if algo.kl.in_reward:
-        yield (
-            f"{found} with algo.kl.in_reward=true; a return then has the KL of all tokens to come, which nothing"
-            " bounds: it must be null, or algo.kl.in_reward=false (algo.kl.in_loss=true keeps the KL)"
-        )
+        yield f"{found} with algo.kl.in_reward=true; a return then has the KL of all tokens, which nothing bounds"
     if {algo.reward_norm.mean, algo.reward_norm.std} != {NormScope.none}:
         yield f"{found} with algo.reward_norm; normalized rewards have no fixed range: it must be null, or both none"
     elif (returns := find_return_range(config)) is not None:
         low, high = returns
         if not value_range[0] <= low <= high <= value_range[1]:
             right = _show(min(low, value_range[0]), max(high, value_range[1]))
-            yield (
-                f"{found}; the returns that the critic learns are from {low:g} to {high:g}"
-                f" (reward.wrong={config.reward.wrong:g}, algo.overlong.penalty={algo.overlong.penalty:g}), and a value"
-                f" outside of its range can never be learned: it must contain them, as {right} does"
-            )
+            by = f"(reward.wrong={config.reward.wrong:g}, algo.overlong.penalty={algo.overlong.penalty:g})"
+            returns_are = f"the returns that the critic learns are from {low:g} to {high:g} {by}"
+            yield f"{found}; {returns_are}, and others can never be learned: it must contain them, as {right} does"
 
 
 def find_return_range(config: Config) -> tuple[float, float] | None:
@@ -270,29 +247,21 @@ def _check_rollout(config: Config) -> Iterator[str]:
     rollout, overlong, kl = config.rollout, config.algo.overlong, config.algo.kl
     longest = config.data.prompt_length + rollout.response_length
     if overlong.penalty > 0 and overlong.count_buffer(rollout.response_length) < 1:
-        yield (
-            f"algo.overlong.buffer_frac: found {overlong.buffer_frac:g}, which is less than one token of"
-            f" rollout.response_length ({rollout.response_length}); algo.overlong.penalty > 0 needs at least one"
-        )
+        less = f"which is less than one token of rollout.response_length ({rollout.response_length})"
+        yield f"algo.overlong.buffer_frac: found {overlong.buffer_frac:g}, {less}; algo.overlong.penalty needs one"
     least = LARGEST_KL_ERROR * config.train.num_samples
     if kl.in_reward and kl.target is not None and kl.horizon <= least:
-        yield (
-            f"algo.kl.horizon: found {kl.horizon:g} with {config.train.num_samples} samples of an iteration; a step"
-            f" could make the weight of the KL negative: it must be above {least:g} ({LARGEST_KL_ERROR:g} * samples)"
-        )
+        right = f"it must be above {least:g} ({LARGEST_KL_ERROR:g} * samples of an iteration)"
+        yield f"algo.kl.horizon: found {kl.horizon:g}; a step could make the weight of the KL negative: {right}"
     if rollout.max_staleness > 0:
         yield from check_older_samples(config.algo, f"rollout.max_staleness: {rollout.max_staleness} found")
         if (offload := find_server_offload(config)) is not None:
-            yield (
-                f"rollout.offload: found {offload.name} with rollout.max_staleness={rollout.max_staleness}, where"
-                " servers generate while the roles compute; null, or rollout.max_staleness=0"
-            )
+            why = f"rollout.max_staleness={rollout.max_staleness}, where servers generate while the roles compute"
+            yield f"rollout.offload: found {offload.name} with {why}; null, or rollout.max_staleness=0"
     yield from _check_options(rollout.sglang, longest)
     if rollout.kv_cache_tokens is not None and rollout.kv_cache_tokens < longest:
-        yield (
-            f"rollout.kv_cache_tokens: found {rollout.kv_cache_tokens}; one sequence may have"
-            f" data.prompt_length + rollout.response_length = {longest} tokens"
-        )
+        needed = f"one sequence may have data.prompt_length + rollout.response_length = {longest} tokens"
+        yield f"rollout.kv_cache_tokens: found {rollout.kv_cache_tokens}; {needed}"
 
 
 def _check_options(options: Mapping[str, Any], longest: int) -> Iterator[str]:
@@ -313,23 +282,16 @@ def _check_options(options: Mapping[str, Any], longest: int) -> Iterator[str]:
 def _check_environment(config: Config) -> Iterator[str]:
     tools = config.environment
     if isinstance(config.reward, EnvironmentRewardConfig) and isinstance(tools, SingleTurnEnvironmentConfig):
-        yield (
-            "reward: found environment with environment=single_turn, which gives no rewards; choose an environment that"
-            " does, such as environment=guess, or another reward"
-        )
+        right = "choose one that does, such as environment=guess, or another reward"
+        yield f"reward: found environment with environment=single_turn, which gives no rewards; {right}"
     if not isinstance(tools, ToolsEnvironmentConfig):
         return
-    longest = tools.max_calls * tools.call_timeout_s
-    if longest >= tools.step_deadline_s:
-        yield (
-            f"environment.step_deadline_s: found {tools.step_deadline_s:g}; the calls of one action may take"
-            f" environment.max_calls x environment.call_timeout_s = {longest:g} s, and it must be above that"
-        )
+    if (longest := tools.max_calls * tools.call_timeout_s) >= tools.step_deadline_s:
+        right = f"it must be above environment.max_calls x environment.call_timeout_s = {longest:g} s"
+        yield f"environment.step_deadline_s: found {tools.step_deadline_s:g}; {right}"
     if config.data.response_prefix is not None:
-        yield (
-            "data.response_prefix: found a text with environment=tools; tool calls are read in what the policy"
-            " generates, which does not have it: leave it null"
-        )
+        why = "tool calls are read in what the policy generates, which does not have it"
+        yield f"data.response_prefix: found a text with environment=tools; {why}: leave it null"
 
 
 def _check_saved(config: Config) -> Iterator[str]:
@@ -348,10 +310,8 @@ def _check_saved(config: Config) -> Iterator[str]:
         if value:
             yield f"{key}: found {str(value).lower()} with rollout.file={rollout.file}; {why}: it must be {right}"
     if needs_critic(algo) and pretraining.num_steps > 0 and pretraining.rollouts is None:
-        yield (
-            f"algo.value_pretrain.rollouts: null found with rollout.file={rollout.file}; nothing samples responses"
-            f" of value pretraining: must be a file, such as {rollout.file}, or algo.value_pretrain.enabled=false"
-        )
+        right = f"must be a file, such as {rollout.file}, or algo.value_pretrain.enabled=false"
+        yield f"algo.value_pretrain.rollouts: null found with rollout.file={rollout.file}; {right}"
 
 
 # The algorithm: what one estimator, policy loss or term of the loss refuses is in its own module.
@@ -393,20 +353,14 @@ def _check_groups(algo: AlgoConfig, responses_per_prompt: int) -> Iterator[str]:
         "algo.dynamic_sampling.enabled=true": algo.dynamic_sampling.enabled,
     }
     for what in [what for what, is_asked in asked.items() if is_asked and responses_per_prompt < 2]:
-        yield (
-            f"train.responses_per_prompt: {responses_per_prompt} found; {what} compares the responses of a group, so it"
-            " must be at least 2"
-        )
+        found = f"train.responses_per_prompt: {responses_per_prompt} found"
+        yield f"{found}; {what} compares the responses of a group, so it must be at least 2"
     if compares and norm.mean is NormScope.group:
-        yield (
-            f"algo.reward_norm.mean: group found; algo.advantage={algo.advantage} compares the rewards of a group"
-            " already, so it must be none (or batch, running)"
-        )
+        why = f"algo.advantage={algo.advantage} compares the rewards of a group already"
+        yield f"algo.reward_norm.mean: group found; {why}, so it must be none (or batch, running)"
     if algo.value_pretrain.rollouts is not None and algo.kl.in_reward:
-        yield (
-            f"algo.value_pretrain.rollouts: {algo.value_pretrain.rollouts} found with algo.kl.in_reward=true; saved"
-            " responses have no KL: must be null (fresh responses), or algo.kl.in_reward=false"
-        )
+        found = f"algo.value_pretrain.rollouts: {algo.value_pretrain.rollouts} found with algo.kl.in_reward=true"
+        yield f"{found}; saved responses have no KL: must be null (fresh responses), or algo.kl.in_reward=false"
 
 
 def _check_replay(algo: AlgoConfig) -> Iterator[str]:
@@ -429,28 +383,21 @@ def check_older_samples(algo: AlgoConfig, where: str, off: str = "0") -> Iterato
     if algo.rl_loss_coef == 0 or has_ratio_to_rollout(algo):
         return
     if algo.mismatch.correction is MismatchCorrection.none:
+        losses = name_policy_losses(ratio_to_rollout=True)
         yield (
             f"{where} with algo.mismatch.correction=none; the surrogate takes its samples as the present policy's: must"
-            f" be {off}, or algo.mismatch.correction=tis (or mis), which weights them by the ratio to the policy that"
-            f" sampled them, algo.surrogate={name_policy_losses(ratio_to_rollout=True)}, whose ratio is to that policy,"
-            " or algo.rl_loss_coef=0 with the topr terms"
+            f" be {off}, or algo.mismatch.correction=tis (or mis), which weights them by the ratio to that policy,"
+            f" algo.surrogate={losses}, whose ratio is to that policy, or algo.rl_loss_coef=0 with the topr terms"
         )
 
 
 def _check_loss(algo: AlgoConfig) -> Iterator[str]:
-    if algo.rl_loss_coef == 0 and not uses_topr(algo):
-        yield (
-            "algo.rl_loss_coef: 0 found with both topr weights 0; no term would learn from the reward: must be above 0,"
-            " or algo.topr.positive_loss_coef or algo.topr.negative_loss_coef above 0"
-        )
     correction = algo.mismatch.correction
+    if algo.rl_loss_coef == 0 and not uses_topr(algo):
+        yield "algo.rl_loss_coef: 0 found with both topr weights 0, so that nothing is learned: one must be above 0"
     if correction is not MismatchCorrection.none and has_ratio_to_rollout(algo):
-        yield (
-            f"algo.mismatch.correction: {correction.name} found with algo.surrogate={algo.surrogate}, whose ratio is to"
-            " the rollout engine's log-probs already; the correction would count the mismatch twice: must be none"
-        )
+        found = f"{correction.name} found with algo.surrogate={algo.surrogate}, whose ratio is to the rollout engine's"
+        yield f"algo.mismatch.correction: {found}; it would count the mismatch twice: must be none"
     if algo.value_loss_agg_mode is LossAggMode["seq-mean-token-sum-norm"]:
-        yield (
-            "algo.value_loss_agg_mode: seq-mean-token-sum-norm found; must be token-mean, seq-mean-token-sum or"
-            " seq-mean-token-mean"
-        )
+        right = "token-mean, seq-mean-token-sum or seq-mean-token-mean"
+        yield f"algo.value_loss_agg_mode: seq-mean-token-sum-norm found; must be {right}"
