@@ -5,6 +5,7 @@ caller waits and can be interrupted by a signal.
 """
 
 import atexit
+import math
 import os
 import threading
 import time
@@ -40,6 +41,8 @@ class _Ray:
     """cluster.ray_deadline_s"""
     raylet: psutil.Process | None = None
     """Of this machine, whose end ends all processes of this node; None: not known"""
+    runs_at: float = math.inf
+    """When the raylet was last seen not to be stopped"""
     unanswered: list[Future[Any]] = field(default_factory=list)
     lost: str | None = None
     """Why it is lost; None: it is not"""
@@ -86,6 +89,7 @@ def ask(what: str, call: Callable[[], T], wait_s: float = 0.0, deadline_s: float
         except BaseException as error:
             answer.set_exception(error)
 
+    _check_raylet(what)
     # Noted before it starts: a signal may end `start` by raising when the thread runs already.
     _ray.unanswered = [each for each in _ray.unanswered if not each.done()] + [answer]
     # Not a pool's thread: one that Ray does not answer is left behind.
@@ -93,18 +97,26 @@ def ask(what: str, call: Callable[[], T], wait_s: float = 0.0, deadline_s: float
     limit_s = _ray.deadline_s if deadline_s is None else deadline_s
     end = time.monotonic() + wait_s + limit_s
     while not wait_futures([answer], max(0.0, min(POLL_S, end - time.monotonic()))).done:
-        if _ray.raylet is not None and not is_alive(_ray.raylet):
-            lose(f"Ray's process raylet has died: {what}")
+        _check_raylet(what)
         if time.monotonic() >= end:
             key = " (cluster.ray_deadline_s)" if deadline_s is None else ""
             lose(f"Ray did not answer within {limit_s:g} s{key}: {what}")
     return answer.result()
 
 
-def is_alive(process: psutil.Process) -> bool:
+def _check_raylet(what: str) -> None:
+    """Raise RayLostError where this machine's raylet is gone, or stopped for cluster.ray_deadline_s."""
+    if _ray.raylet is None:
+        return
+    state = psutil.STATUS_DEAD
     with suppress(psutil.NoSuchProcess):
-        return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    return False
+        state = _ray.raylet.status()
+    if state in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
+        lose(f"Ray's process raylet has died: {what}")
+    now = time.monotonic()
+    _ray.runs_at = now if state != psutil.STATUS_STOPPED else _ray.runs_at
+    if now > _ray.runs_at + _ray.deadline_s:
+        lose(f"Ray's process raylet is stopped for {_ray.deadline_s:g} s (cluster.ray_deadline_s): {what}")
 
 
 def lose(reason: str) -> NoReturn:

@@ -31,22 +31,26 @@ synchronize = empty_cache = set_device = set_stream = reset_peak_memory_stats = 
 
 
 class Stream:
-    """A stream on which everything has already happened."""
+    """A stream, on which everything has already happened, or an event, which has. All are equal."""
+
+    cuda_stream = 0
+    device = _CPU
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        self.cuda_stream = 0
-        self.device = _CPU
+        pass
 
-    synchronize = wait_stream = wait_event = _nothing
+    synchronize = wait_stream = wait_event = record = wait = __exit__ = _nothing
 
-    def record_event(self, event: "Event | None" = None) -> "Event":
-        return event or Event()
+    def record_event(self, event: "Stream | None" = None) -> "Stream":
+        return event or Stream()
 
     def query(self) -> bool:
         return True
 
+    def elapsed_time(self, end: "Stream") -> float:
+        return 0.0
+
     def __eq__(self, other: object) -> bool:
-        """All streams are the one that the CPU has: nothing is ever on another one."""
         return isinstance(other, Stream)
 
     def __hash__(self) -> int:
@@ -55,38 +59,19 @@ class Stream:
     def __enter__(self) -> "Stream":
         return self
 
-    def __exit__(self, *args: object) -> None:
-        return None
 
-
-class Event:
-    """An event that has already happened."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        pass
-
-    record = wait = synchronize = _nothing
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: "Event") -> float:
-        return 0.0
-
-
-ExternalStream = Stream
-_STREAM = Stream()
+Event = ExternalStream = Stream
 
 
 def current_stream(*args: object) -> Stream:
-    return _STREAM
+    return Stream()
 
 
 default_stream = current_stream
 
 
 @contextlib.contextmanager
-def stream(chosen: Stream | None) -> Iterator[None]:
+def stream(*args: object, **kwargs: object) -> Iterator[None]:
     yield
 
 
@@ -116,14 +101,7 @@ def memory_allocated(*args: object) -> int:
 
 
 memory_reserved = max_memory_allocated = max_memory_reserved = memory_allocated
-
-
-@contextlib.contextmanager
-def _range(*args: object, **kwargs: object) -> Iterator[None]:
-    yield
-
-
-nvtx = types.SimpleNamespace(range_push=_nothing, range_pop=_nothing, range=_range, mark=_nothing)
+nvtx = types.SimpleNamespace(range_push=_nothing, range_pop=_nothing, range=stream, mark=_nothing)
 
 
 def compile(function: Callable[..., Any] | None = None, **options: object) -> Any:

@@ -1,4 +1,4 @@
-"""Megatron-Core without CUDA: its CUDA names are rewritten while it loads, and three of its modules corrected.
+"""Megatron-Core without CUDA: its CUDA names are rewritten while it loads, and two of its modules corrected.
 
 Megatron-Core names its device in its source ("cuda", torch.cuda.current_device(), x.cuda() ...). `install` puts a
 finder on sys.meta_path that rewrites those names in the syntax trees of megatron.core, where CUDA is absent. The files
@@ -17,7 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import BYTECODE_SUFFIXES, ModuleSpec, PathFinder, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -50,17 +50,6 @@ class CpuRewriter(ast.NodeTransformer):
     x.pin_memory() -> x; pin_memory=True -> False; "cuda", "cuda:0" and f"cuda:..." -> "cpu";
     "torch.cuda.FloatTensor" -> "torch.FloatTensor".
     """
-
-    def visit_Import(self, node: ast.Import) -> ast.AST | list[ast.AST]:
-        ours = [alias for alias in node.names if alias.name.startswith("torch.cuda.") and alias.asname]
-        if not ours:
-            return node
-        rest = [alias for alias in node.names if alias not in ours]
-        result: list[ast.AST] = [ast.Import(names=rest)] if rest else []
-        for alias in ours:
-            value = ast.parse(f"{STANDIN}.{alias.name.removeprefix('torch.cuda.')}", mode="eval").body
-            result.append(ast.Assign(targets=[ast.Name(id=str(alias.asname), ctx=ast.Store())], value=value))
-        return result
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         if _is_torch(node, "cuda"):
@@ -188,25 +177,7 @@ def _fix_mappings(module: ModuleType) -> None:
     vars(module).update(_gather_along_first_dim=gather, _reduce_scatter_along_first_dim=scatter)
 
 
-def _fix_grad_buffer(module: ModuleType) -> None:
-    """distributed.param_and_grad_buffer sums and gathers in place where a group has one rank: Gloo would copy all
-    gradients twice.
-    """
-
-    def skip_alone(stock: Callable[..., Any]) -> Callable[..., Any]:
-        def collective(output: torch.Tensor, input_: torch.Tensor, *, group: Any, **options: Any) -> Any:
-            if group.size() == 1 and output.data_ptr() == input_.data_ptr():
-                return None
-            return stock(output, input_, group=group, **options)
-
-        return collective
-
-    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
-        setattr(module, name, skip_alone(getattr(module, name)))
-
-
 FIXES: dict[str, Callable[[ModuleType], None]] = {
-    "megatron.core.distributed.param_and_grad_buffer": _fix_grad_buffer,
     "megatron.core.tensor_parallel.mappings": _fix_mappings,
     "megatron.core.tensor_parallel.random": _fix_random,
 }
@@ -225,19 +196,14 @@ class CpuLoader(SourceFileLoader):
         changes = any(name in data for name in (b"cuda", b"torch.compile", b"pin_memory"))
         return compile(rewrite(data, path) if changes else data, path, "exec", dont_inherit=True, optimize=_optimize)
 
-    def get_data(self, path: str) -> bytes:
-        return super().get_data(self._move(path) if path.endswith(tuple(BYTECODE_SUFFIXES)) else path)
-
-    def set_data(self, path: str, data: bytes, *, _mode: int = 0o666) -> None:  # type: ignore[override]
-        if find_bytecode_folder() is not None:
-            super().set_data(self._move(path), data, _mode=_mode)
-
-    @staticmethod
-    def _move(path: str) -> str:
-        folder = find_bytecode_folder()
-        if folder is None:
-            raise FileNotFoundError(path)
-        return str(folder / path.lstrip("/"))
+    def get_code(self, fullname: str) -> CodeType | None:
+        before, folder = sys.pycache_prefix, find_bytecode_folder()
+        # Where there is no folder, nothing can be read or written under this name either.
+        sys.pycache_prefix = str(folder or "/dev/null/none")
+        try:
+            return super().get_code(fullname)
+        finally:
+            sys.pycache_prefix = before
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
@@ -251,15 +217,11 @@ class CpuFinder(MetaPathFinder):
     so that Megatron is the same with the packages of the CUDA lock as with those of the CPU lock.
     """
 
-    def __init__(self, is_wanted: Callable[[], bool]) -> None:
-        """is_wanted: asked for each of these modules; where it says no, they are found as without this finder."""
-        self._is_wanted = is_wanted
-
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         is_root = any(fullname == root or fullname.startswith(root + ".") for root in ROOTS)
-        if not (is_root or fullname in NEED_GPU) or not self._is_wanted():
+        if not (is_root or fullname in NEED_GPU) or not _is_wanted():
             return None
         if not is_root:
             raise ModuleNotFoundError(f"{fullname} is not used on a machine without CUDA", name=fullname)
@@ -283,7 +245,7 @@ def install() -> None:
             f"{loaded[0]} was imported before megarl.mcore on a machine without CUDA: "
             "import megarl.mcore first, so that Megatron can be rewritten for the CPU"
         )
-    sys.meta_path.insert(0, CpuFinder(_is_wanted))
+    sys.meta_path.insert(0, CpuFinder())
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,6 @@ CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 """`QUOTA PERIOD` in microseconds of CPU time, or `max PERIOD`, of a container"""
 LIMIT = "OMP_NUM_THREADS"
 """Environment variable: the cores that a run may count on, where somebody has set it"""
-
-
-@dataclass(frozen=True)
-class Threads:
-    per_worker: int
-    """of each training process"""
-    per_server: int
-    """of each process of a server"""
 
 
 def count_cores() -> int:
@@ -39,20 +31,21 @@ def count_cores() -> int:
     return max(1, min(counts))
 
 
-def share_cores(config: Config, num_cores: int, command: str = "train") -> Threads:
-    """The cores divided by the processes that work at the same time, rounded down; at least 1.
+def share_cores(config: Config, num_cores: int, command: str = "train") -> tuple[int, int]:
+    """The threads of each training process and of each process of a server: the cores divided by the processes that
+    work at the same time, rounded down; at least 1.
 
     Policy and critic update at the same time. The reference works beside them only while the log-probs are computed,
     for a fraction of an update, and is not counted. Servers rest while these work and the other way round, unless
     rollout.max_staleness has them generate beside the updates: then all share. 1 and 1 where GPUs are counted.
     """
     if config.cluster.gpus_per_node > 0:
-        return Threads(1, 1)
+        return 1, 1
     number = {group.name: group.num_gpus for group in list_groups(config, command)}
     workers, servers = number.get("policy", 0) + number.get("critic", 0), number[SERVERS]
     if command == "train" and config.rollout.max_staleness > 0:
         workers = servers = workers + servers
-    return Threads(max(1, num_cores // max(workers, 1)), max(1, num_cores // max(servers, 1)))
+    return max(1, num_cores // max(workers, 1)), max(1, num_cores // max(servers, 1))
 
 
 def settle_threads(
@@ -64,12 +57,11 @@ def settle_threads(
     recorded: the values of the run that is resumed, which on a CPU repeats bit for bit only with as many threads.
     """
     before = recorded or {}
-    threads = share_cores(config, count_cores() if num_cores is None else num_cores, command)
-    per_worker, per_server = config.cluster.cpu_threads_per_worker, config.rollout.num_threads
-    if per_worker is None:
-        per_worker = before.get(WORKER_KEY) or threads.per_worker
-    if per_server is None:
-        per_server = before.get(SERVER_KEY) or threads.per_server
+    shared = share_cores(config, count_cores() if num_cores is None else num_cores, command)
+    per_worker, per_server = (
+        before.get(name) or each if given is None else given
+        for (name, given), each in zip(list_threads(config).items(), shared, strict=True)
+    )
     return replace(
         config,
         cluster=replace(config.cluster, cpu_threads_per_worker=per_worker),

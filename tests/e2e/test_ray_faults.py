@@ -83,7 +83,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (psutil.Process.suspend, rf"Ray did not answer within {RAY_DEADLINE_S:g} s \(cluster.ray_deadline_s\): store"),
+        (psutil.Process.suspend, rf"Ray.* (within|for) {RAY_DEADLINE_S:g} s \(cluster.ray_deadline_s\): store"),
         (psutil.Process.kill, r"Ray's process raylet has died: store"),
     ],
     ids=["stopped", "killed"],

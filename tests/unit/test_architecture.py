@@ -59,7 +59,7 @@ ASKS_FOR_CUDA = re.compile(
     r"|gpus_per_node (?:==|!=|>|<) 0|\b(?:if|not|and|or) [\w.]*\bgpus_per_node\b(?! [<>=!])"
     r"|isinstance\(.*\bGpu\)"
 )
-MOST_CUDA_CONDITIONS = 12
+MOST_CUDA_CONDITIONS = 8
 """Outside of cpu/, whose room is there for what differs without CUDA. It falls to 8: device, layers, server command,
 sender, dtype preset, placement and two to spare."""
 

@@ -2,19 +2,12 @@
 
 SGLang loads it through its entry point group `sglang.srt.plugins`: see the .dist-info folder here.
 
-Attention: `torch_native` calls torch's attention once per sequence and layer, which is most of a decode step
-for 256 short sequences and a small model. A subclass takes that name in SGLang's own registry, so that every
-other branch on the name stays as it is. Sampling: torch.multinomial draws a random number for every entry of
-the vocabulary; with 49152 entries that is a third of a decode step of a model of 135M parameters. Here each token
-takes one number, of its request's `sampling_seed` and its place in the sequence; SGLang itself reads that seed only
-with --enable-deterministic-inference, which no CPU has the kernels for.
-
-Products: for a few sequences BLAS multiplies a layer's weights by the transposed inputs in half of the time that it
-takes the other way round.
-
-SGLang's processes are forked, with one import for all of them.
-
-Memory that SGLang would lock for a GPU's copies, such as that of returned routed experts, stays as it is.
+Attention: `torch_native` calls torch's attention once per sequence and layer, most of a decode step of a small model; a
+subclass takes its name in SGLang's registry. Sampling: torch.multinomial draws a random number for every entry of the
+vocabulary; here each token takes one, of its request's `sampling_seed` and its place in the sequence. (SGLang reads
+the seed only with --enable-deterministic-inference, which no CPU has the kernels for.) Products: for a few sequences
+BLAS takes half of the time with the weights as the left factor. Processes are forked, with one import for all of them.
+Memory that SGLang would lock for a GPU's copies stays as it is.
 """
 
 import gc

@@ -9,7 +9,6 @@ from megarl.cpu import threads
 from megarl.cpu.threads import (
     SERVER_KEY,
     WORKER_KEY,
-    Threads,
     count_cores,
     describe_threads,
     list_threads,
@@ -24,22 +23,22 @@ STALE = ("rollout.max_staleness=1", "algo.mismatch.correction=tis")
     ("overrides", "num_cores", "command", "expected"),
     [
         # Policy and critic update at the same time; the server generates while they rest.
-        ((), 2, "train", Threads(1, 2)),
-        ((), 16, "train", Threads(8, 16)),
+        ((), 2, "train", (1, 2)),
+        ((), 16, "train", (8, 16)),
         # Without a critic the policy has all of them.
-        (("algo=grpo",), 2, "train", Threads(2, 2)),
-        (("algo=grpo", "algo.kl.in_loss=true", "algo.kl.loss_coef=0.01"), 2, "train", Threads(2, 2)),
-        (("algo=grpo", "policy.parallel.num_processes=2", "policy.parallel.tp=2"), 8, "train", Threads(4, 8)),
-        (("rollout.num_servers=3",), 8, "train", Threads(4, 2)),
-        (("rollout.num_servers=2", "rollout.tp=2"), 8, "train", Threads(4, 2)),
+        (("algo=grpo",), 2, "train", (2, 2)),
+        (("algo=grpo", "algo.kl.in_loss=true", "algo.kl.loss_coef=0.01"), 2, "train", (2, 2)),
+        (("algo=grpo", "policy.parallel.num_processes=2", "policy.parallel.tp=2"), 8, "train", (4, 8)),
+        (("rollout.num_servers=3",), 8, "train", (4, 2)),
+        (("rollout.num_servers=2", "rollout.tp=2"), 8, "train", (4, 2)),
         # The server generates beside the updates.
-        (STALE, 12, "train", Threads(4, 4)),
-        (STALE, 2, "train", Threads(1, 1)),
-        (("algo=grpo", *STALE), 2, "train", Threads(1, 1)),
-        (("algo=grpo",), 7, "evaluate", Threads(7, 7)),
-        (("algo.value_pretrain.rollouts=/x.jsonl", "train.num_iterations=0"), 16, "train", Threads(16, 16)),
+        (STALE, 12, "train", (4, 4)),
+        (STALE, 2, "train", (1, 1)),
+        (("algo=grpo", *STALE), 2, "train", (1, 1)),
+        (("algo=grpo",), 7, "evaluate", (7, 7)),
+        (("algo.value_pretrain.rollouts=/x.jsonl", "train.num_iterations=0"), 16, "train", (16, 16)),
         # GPUs are counted: the threads have no effect on them.
-        (("cluster.gpus_per_node=8", "cluster.placement=split"), 64, "train", Threads(1, 1)),
+        (("cluster.gpus_per_node=8", "cluster.placement=split"), 64, "train", (1, 1)),
     ],
 )
 def test_the_cores_are_shared_by_the_processes_that_work_at_the_same_time(overrides, num_cores, command, expected):

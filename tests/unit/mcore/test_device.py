@@ -30,7 +30,6 @@ no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the hook is for 
         ("y = torch.empty(2, pin_memory=True)", "y = torch.empty(2, pin_memory=False)"),
         ("y = x.pin_memory().to(z)", "y = x.to(z)"),
         ("f = torch.compile(g)", "f = _megarl_cuda.compile(g)"),
-        ("import torch.cuda.nvtx as nvtx", "nvtx = _megarl_cuda.nvtx"),
         ("t = 'cuda graphs are fine in prose'", "t = 'cuda graphs are fine in prose'"),
         ("y = my.cuda_graph or x.cpu()", "y = my.cuda_graph or x.cpu()"),
     ],
