@@ -39,9 +39,7 @@ class Entry:
     """One parameter of the whole model."""
 
     name: str
-    """Megatron's name with global layer and expert numbers, for example decoder.layers.3.mlp.linear_fc1.weight or
-    decoder.layers.3.mlp.experts.17.linear_fc1.weight
-    """
+    """Megatron's, with global layer and expert numbers: decoder.layers.3.mlp.experts.17.linear_fc1.weight"""
     hf_names: tuple[str, ...]
     shapes: tuple[Shape, ...]
     """Shapes of the Hugging Face tensors"""
@@ -97,10 +95,8 @@ def _build_entry(name: str, weight: Weight, layer: int, expert: int | None) -> E
 def list_layer(
     arch: Architecture, layer: int, experts: Iterable[int] | None = None, *, saved: bool = False
 ) -> Iterator[Entry]:
-    """The parameters of a layer. experts: those that are meant; None: all.
-
-    saved: under the names that Megatron's checkpoints have. A layer's input norm belongs to linear_qkv there, the norm
-    before a dense MLP to linear_fc1. The names are the local layers' elsewhere.
+    """The parameters of a layer, of all experts or of these. saved: under the names that Megatron's checkpoints have,
+    in which norms belong to the linear layer after them; else the local layers' names.
     """
     weights = list_weights(arch, layer)
     numbers = list(experts if experts is not None else range(arch.experts.num_experts if arch.experts else 0))
@@ -215,10 +211,7 @@ def count_layer(arch: Architecture, lora: LoraConfig, tp: int) -> int:
 
 
 def to_peft(entry: Entry, a: Sequence[Tensor], b: Sequence[Tensor], arch: Architecture) -> Iterable[tuple[str, Tensor]]:
-    """PEFT's tensors of one weight, from A and B of all tensor-parallel ranks.
-
-    Query, key and value, and gate and up, have the same A.
-    """
+    """PEFT's tensors of one weight, from A and B of all tensor-parallel ranks; stacked weights have the same A."""
     if entry.split is Split.columns:
         ((name, whole),) = to_hf(entry, a, arch)
         pairs = [(name, whole, b[0].flatten(0, 1))]

@@ -23,25 +23,15 @@ from torch.nn import functional as F
 
 from megarl.config.schema.roles import LoraConfig
 from megarl.mcore.bridge import gather_shards, named_entries
-from megarl.mcore.entries import (
-    Entry,
-    PeftAdapter,
-    build_peft_config,
-    has_adapter,
-    name_adapter,
-    to_peft,
-)
+from megarl.mcore.entries import Entry, PeftAdapter, build_peft_config, has_adapter, name_adapter, to_peft
 from megarl.mcore.model import PackedGPT
 from megarl.models.architecture import Architecture
 from megarl.models.families import Split
 
 
 class Adapter(torch.nn.Module):
-    """scale * B A x of one linear layer. x: [tokens, 1, columns], or this rank's part of tokens or columns as the layer
-    takes it; the result is what the layer gives.
-
-    A layer split by rows (qkv, gate and up) has A whole and its rows of B; one split by columns has its columns of A
-    and B whole.
+    """scale * B A x of one linear layer, x: [tokens, 1, columns] or this rank's part of it, as the layer takes it. One
+    split by rows (qkv, gate and up) has A whole and its rows of B; one split by columns its columns of A.
     """
 
     def __init__(self, linear: torch.nn.Module, entry: Entry, config: TransformerConfig, lora: LoraConfig, seed: int):
@@ -113,10 +103,8 @@ class Adapters(torch.nn.ModuleDict):
 def attach_adapters(
     chunks: Sequence[PackedGPT], lora: LoraConfig | None, seed: int, checkpoint: str
 ) -> dict[str, Any] | None:
-    """Freeze all weights and put adapters beside those that `lora` names, before `wrap_chunks`.
-
-    checkpoint: that the adapters belong to. Returns PEFT's adapter_config.json; None, and nothing is changed, where
-    there shall be no adapters.
+    """Freeze all weights and put adapters beside those that `lora` names, before `wrap_chunks`; None: nothing changes.
+    Returns PEFT's adapter_config.json. checkpoint: that the adapters belong to.
     """
     if lora is None:
         return None

@@ -43,9 +43,8 @@ class Replay:
     """Given experts in place of those with the highest scores, which are weighed by the router's own scores (R3,
     2510.11370): the gradient reaches the router through these.
 
-    Takes the place of Megatron's RouterReplay, which is one list for the whole process: which of its entries a
-    recomputed layer takes depends on the order of the backward passes, and a reference in the policy's process would
-    replay the policy's routes. A layer that runs again here brings its micro-batch with it.
+    Megatron's RouterReplay is one list for the whole process: what a recomputed layer takes depends on the order of the
+    backward passes, and a reference in the process would replay the policy's routes. Here a layer brings its batch.
     """
 
     def __init__(self) -> None:
@@ -205,10 +204,9 @@ def start_minibatch(chunks: Sequence[torch.nn.Module], num_sequences: int, num_t
 def compute_load_metrics(chunks: Sequence[torch.nn.Module], name: str) -> dict[str, float]:
     """Load of the experts in the minibatch, averaged over layers; {} for a dense model. All ranks must call it.
 
-    NAME/moe_max_load: tokens of the busiest expert of a layer over those of an average one; NAME/moe_aux_loss and
-    NAME/moe_z_loss: the terms without their coefficients, where these are not 0. NAME/moe_routing_agreement: with
-    replayed routes, the share of tokens and layers whose set of experts is also the router's own choice, in the
-    evaluations since the last call, where there were any.
+    NAME/moe_max_load: tokens of the busiest expert of a layer over those of an average one; moe_aux_loss, moe_z_loss:
+    the terms without their coefficients, where these are not 0. moe_routing_agreement: of routes replayed since the
+    last call, the share of tokens and layers whose set of experts is also the router's own choice.
     """
     config: Any = chunks[0].config
     if config.num_moe_experts is None:

@@ -52,9 +52,7 @@ HeadFunction = Callable[[Tensor, PackedBatch], tuple[Tensor, Any]]
 
 
 def sum_gradients(config: TransformerConfig, model: Sequence[torch.nn.Module]) -> None:
-    """Have Megatron reduce gradients by pure sums (calculate_per_token_loss is on; see model.build_config), and
-    only after the last micro-batch.
-    """
+    """Have Megatron reduce gradients by pure sums, and only after the last micro-batch."""
 
     def finalize(model: list[torch.nn.Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
         # Megatron would divide by num_tokens here.
@@ -68,8 +66,8 @@ def sum_gradients(config: TransformerConfig, model: Sequence[torch.nn.Module]) -
 
 @contextmanager
 def add_rounding(models: Sequence[torch.nn.Module], unit: float, seed: int) -> Iterator[None]:
-    """Meanwhile what each layer, and each module without children, computes has random relative errors of up to `unit`,
-    uniform and independent: about what two engines differ by that round to it. The weights stay as they are.
+    """Meanwhile what each layer, and each module without children, computes has random relative errors of up to `unit`:
+    about what two engines differ by that round to it.
     """
     generators: dict[torch.device, torch.Generator] = {}
 
@@ -107,10 +105,9 @@ def run_schedule(
 ) -> list[Any]:
     """Run the micro-batches; what `head` kept of each, in order, on the last pipeline stage, [] on others.
 
-    model: this rank's pieces of the model, more than one under the interleaved schedule, which asks for a
-    multiple of pp micro-batches. Every rank of the model must call it with the same number of micro-batches.
-    The gradients of earlier calls are not cleared. force_all_reduce: every data-parallel rank gets the whole
-    gradient, not only the part that its optimizer updates.
+    model: this rank's pieces of the model, more than one under the interleaved schedule, which asks for a multiple of
+    pp micro-batches, as many on every rank. Gradients of earlier calls are not cleared. force_all_reduce: every
+    data-parallel rank gets the whole gradient, not only the part that its optimizer updates.
     """
 
     def forward_step(batch_iterator: Any, stage: torch.nn.Module) -> tuple[Tensor, Any]:

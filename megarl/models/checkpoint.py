@@ -7,15 +7,14 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.roles import ModelConfig, ModelSource, RandomModelConfig
-from megarl.models.architecture import Architecture
-from megarl.models.families import FAMILIES, build_random_fields, parse_architecture
+from megarl.models.families import FAMILIES, build_random_fields
 
 
 def default_cache_dir() -> Path:
@@ -220,24 +219,6 @@ def load_hf_config(directory: Path) -> Any:
     except Exception as error:  # Classes of transformers, huggingface_hub and torch; TypeError and AttributeError too
         why = f"transformers, with which servers read it, refuses it: {_in_a_line(error)}"
         raise ConfigError([f"{directory / name}: {why}"]) from error
-
-
-def check_config(directory: Path, architecture: Architecture) -> Iterator[str]:
-    """What transformers, and with it the server, reads in config.json otherwise than `architecture` has it, such as the
-    value of a missing key; a message each. Raises ConfigError where transformers refuses the file.
-    """
-    path = directory / "config.json"
-    content = load_hf_config(directory).to_dict()
-    try:
-        own, other = asdict(architecture), asdict(parse_architecture(content, path))
-    except ValueError as error:
-        yield f"{error} (the file as transformers reads it, and with it the server; a key may be missing in it)"
-        return
-    for name, value in own.items():
-        # The longest sequence of a server is the least of several keys, of which transformers drops some.
-        if value != other[name] and name != "max_length":
-            where = f"{value} here and {other[name]} in transformers, with which servers read it"
-            yield f"{path}: gives {name} {where}; write the key that decides it into the file"
 
 
 def find_checkpoint(path: str | None, key: str, may_download: bool = True) -> Path:

@@ -17,7 +17,6 @@ from megarl.mcore.hf import check_checkpoint, check_critic_checkpoint, check_cri
 from megarl.mcore.spec import ROLE_KEYS, Role, WorkerSpec, check_layout, check_role_fields, read_architecture
 from megarl.models.architecture import Architecture
 from megarl.models.checkpoint import (
-    check_config,
     default_cache_dir,
     find_checkpoint,
     load_tokenizer,
@@ -314,14 +313,11 @@ def describe_start(config: Config, critic: WorkerSpec, saved: SavedGroups | None
 
 
 def _read_architecture(checkpoint: Path, key: str) -> Architecture:
-    """The architecture, as the servers will read it too; prints the keys of config.json of which nothing is known."""
+    """The architecture; prints the keys of config.json of which nothing is known."""
     try:
         architecture = read_architecture(checkpoint)
-        problems = list(check_config(checkpoint, architecture))
     except (OSError, ValueError) as error:
         raise ConfigError([f"{key}: {error}"]) from error
-    if problems:
-        raise ConfigError([f"{key}: {problem}" for problem in problems])
     path = checkpoint / "config.json"
     for line in list_unknown_keys(load_json_object(path), path):
         print(f"{key}: {line}", flush=True)

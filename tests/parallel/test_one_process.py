@@ -186,7 +186,8 @@ def test_new_values_start_at_zero_or_in_the_middle_of_their_bounds_stay_inside_a
 
 
 def test_an_exported_critic_records_its_text_and_bounds(runs: dict[str, Run]) -> None:
-    configs = {name: json.loads((run.directory / "weights" / "config.json").read_text()) for name, run in runs.items()}
+    files = {name: runs[name].directory / "weights" / "config.json" for name in ("bounded", "values", "plain")}
+    configs = {name: json.loads(file.read_text()) for name, file in files.items()}
     assert configs["bounded"]["megarl_critic_prompt"] == "answer: {answer}"
     assert configs["bounded"]["megarl_value_range"] == [-1.0, 2.0]
     assert configs["values"]["megarl_critic_prompt"] is None

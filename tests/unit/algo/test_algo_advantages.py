@@ -3,7 +3,6 @@
 import pytest
 import reference
 import torch
-from algo_cases import compute_reward_to_go, compute_whitened
 
 from megarl.algo.advantages import compute_gae, compute_group_relative, compute_rloo
 from megarl.algo.blocks import NonFiniteError, compute_discounted_sums
@@ -25,26 +24,6 @@ def test_gae_by_hand():
     # A_3 = -2; A_2 = 0.7 - 0.45*2 = -0.2; A_1 = 0.8 - 0.45*0.2 = 0.71
     found = compute_gae(f64([[0, 0, 1]]), f64([[1, 2, 3]]), ALL, 0.9, 0.5)
     close(found, [[0.71, -0.2, -2.0]])
-
-
-def lay_out(x: torch.Tensor, how: str) -> torch.Tensor:
-    """The same numbers in other memory."""
-    if how == "columns of a wider tensor":
-        return torch.nn.functional.pad(x, (3, 2))[:, 3:-2]
-    if how == "every second column":
-        return x.repeat_interleave(2, 1)[:, ::2]
-    return x.t().contiguous().t() if how == "transposed" else torch.cat([x.new_zeros(5), x.flatten()])[5:].view_as(x)
-
-
-@pytest.mark.parametrize("how", ["columns of a wider tensor", "every second column", "transposed", "at an odd offset"])
-@pytest.mark.parametrize(("rows", "positions"), [(1, 1), (1, 8), (1, 16), (3, 8), (8, 1), (8, 16), (5, 13)])
-def test_gae_and_reward_to_go_do_not_depend_on_where_the_tensors_lie_in_memory(how, rows, positions):
-    g = torch.Generator().manual_seed(positions)
-    tensors = (*torch.randn(2, rows, positions, generator=g), torch.rand(rows, positions, generator=g) < 0.6)
-    rewards, values, mask = (lay_out(x, how) for x in tensors)
-    assert torch.equal(compute_gae(rewards, values, mask, 0.9, 0.95), compute_gae(*tensors, 0.9, 0.95))
-    assert torch.equal(compute_reward_to_go(rewards, mask, 0.9), compute_reward_to_go(tensors[0], tensors[2], 0.9))
-    torch.testing.assert_close(compute_whitened(values, mask), compute_whitened(tensors[1], tensors[2]))
 
 
 @pytest.mark.parametrize("positions", [1, 31, 32, 33, 64, 1025, 2100])

@@ -12,7 +12,6 @@ from algo_cases import (
     configure,
     experiences,
     few,
-    make_experience,
     perturbed,
     samples_as_lists,
     some,
@@ -147,25 +146,6 @@ def test_any_split_into_micro_batches_in_any_order_gives_the_same_loss_gradient_
     assert largest == pytest.approx(float(expected.maxima["policy/ratio_max"]))
     for name, value in expected.sums.items():
         torch.testing.assert_close(torch.as_tensor(sums[name]), value)
-
-
-def test_the_same_holds_for_the_critic():
-    e = make_experience([0, 0, 1], [5, 3, 20], [1.0, 0.0, 0.3], [False, True, False], 5)
-    config = configure(value_clip=0.1, value_loss_agg_mode=LossAggMode["seq-mean-token-mean"])
-    samples, rows, targets = whole(e, config)
-    counts = count_minibatch(samples)
-    values = (e.values + 0.2).requires_grad_()
-    (expected,) = torch.autograd.grad(
-        critic_loss(at_responses(samples, rows, values), targets, config, counts).loss, values
-    )
-    parts = [torch.tensor([2]), torch.tensor([1, 0])]
-    found = sum(
-        torch.autograd.grad(
-            critic_loss(at_responses(samples, p, values), build_targets(samples, p), config, counts).loss, values
-        )[0]
-        for p in parts
-    )
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 @few

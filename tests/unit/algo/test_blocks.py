@@ -7,7 +7,6 @@ import torch
 from algo_cases import configure, make_experience, start_kl
 
 from megarl.algo import blocks
-from megarl.algo.statistics import Summary
 from megarl.algo.targets import compute_targets
 from megarl.config.load import list_options, load_config
 from megarl.config.schema.algo import RatioLevel
@@ -67,14 +66,3 @@ def test_more_padding_changes_no_bit(preset):
     for name, tensor in tensors.items():
         assert torch.equal(found[name][:, :40], tensor)
         assert not found[name][:, 40:].any()
-
-
-def test_numbers_in_pieces_have_the_mean_variance_and_limits_of_all(monkeypatch):
-    numbers = torch.randn(1000, dtype=torch.float64) + 3
-    whole, pieces = Summary(), Summary()
-    whole.add(numbers)
-    for piece in numbers.split([0, 1, 7, 300, 692]):
-        pieces.add(piece)
-    assert (whole.mean, whole.variance) == (float(numbers.mean()), float(numbers.var(correction=0)))
-    assert (whole.low, whole.high) == (float(numbers.min()), float(numbers.max())) == (pieces.low, pieces.high)
-    assert (pieces.mean, pieces.std) == pytest.approx((whole.mean, whole.std), rel=1e-13)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from algo_cases import (
     NAMES,
-    build_targets,
     configure,
     experiences,
     load_preset,
@@ -19,12 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algo.diagnostics import compute_batch_metrics
-from megarl.algo.losses import count_minibatch, critic_loss, policy_loss
-from megarl.algo.registry import needs_critic
 from megarl.algo.rewards import update_reward_moments
 from megarl.algo.statistics import RunningMoments
 from megarl.algo.targets import compute_targets
-from megarl.config.schema.algo import KLEstimator, LossAggMode
+from megarl.config.schema.algo import KLEstimator
 from megarl.types import TrainingSamples
 
 LIMIT = 30
@@ -64,27 +61,6 @@ def test_targets_and_metrics_are_those_of_the_others_under_any_preset(e, name, d
             torch.testing.assert_close(mine[kept], other, equal_nan=True)
             assert not mine[lost.failed].any(), field.name
     assert samples.sequences is lost.sequences
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("mode", list(LossAggMode))
-def test_a_minibatch_without_any_token_has_no_loss_and_finite_metrics(name, mode):
-    algo, _ = load_preset(name)
-    algo.loss_agg_mode = algo.value_loss_agg_mode = mode
-    algo.positive_lm_coef, algo.entropy_coef, algo.overlong.filter_critic = 0.1, 0.1, False
-    e = make_experience([0, 0, 1, 1], [2, 4, 3, 9], [1.0, 0.0, 1.0, 0.0], [False] * 4, 0, holes=False)
-    samples, _ = compute_targets(with_failures(e, [True] * 4), algo, 0.1, response_length=LIMIT)
-    targets, counts = build_targets(samples, torch.arange(4)), count_minibatch(samples)
-    given_ = torch.randn(len(targets.rows), dtype=torch.float64, requires_grad=True)
-    outputs = [policy_loss(given_, given_, targets, algo, counts, LIMIT, given_)]
-    if needs_critic(algo):
-        algo.value_loss_agg_mode = LossAggMode["token-mean"] if "norm" in mode.value else mode
-        outputs.append(critic_loss(given_, targets, algo, counts))
-    for output in outputs:
-        assert float(output.loss.detach()) == 0.0
-        assert torch.stack([x.detach().double() for x in (output.sums | output.maxima).values()]).isfinite().all()
-        (gradient,) = torch.autograd.grad(output.loss, given_, retain_graph=True)
-        assert not gradient.any()
 
 
 def test_tokens_of_a_failed_sample_are_refused():

@@ -10,8 +10,6 @@ from algo_cases import as_lists, configure, experiences, f64, make_experience, n
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algo.declarations import AdvantageInputs
-from megarl.algo.rewards import compute_shaped_rewards, compute_turn_rewards
 from megarl.algo.targets import compute_targets
 
 LIMIT = 20
@@ -48,19 +46,6 @@ def test_the_critics_outcomes_have_the_turns_rewards():
     metrics = compute_targets(e, configure(), 0.0)[1]
     assert metrics["critic/calibration_slope_middle"] == pytest.approx((0.7 + 0.2) / 0.8)
     assert metrics["critic/calibration_slope_first"] == pytest.approx(1.0 / 0.5)
-
-
-def spread(e, algo, **keys):
-    """The token rewards of the first sample's generated tokens."""
-    rewards, turns = compute_shaped_rewards(e, algo, **keys), compute_turn_rewards(e, algo, **keys)
-    inputs = AdvantageInputs(rewards, None, e.mask, e.groups, None, turns)
-    return inputs.token_rewards_BT[0, e.mask[0]]
-
-
-def test_equal_rewards_are_0_with_their_turns_where_a_standard_deviation_divides():
-    e = conversation(rewards=(1.0, 1.0), turn_rewards=(0.5, 0.0))
-    close(spread(e, configure(reward_norm=norm("group", "group"))), [0.0, 0.0, 0.0, 0.0])
-    close(spread(e, configure(reward_norm=norm("group", "none"))), [0.0, 0.5, 0.0, -0.5])
 
 
 @some

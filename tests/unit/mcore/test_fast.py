@@ -17,7 +17,6 @@ from megarl.mcore.layers import (
     fuse_weight_gradients,
     resolve_overlap,
 )
-from megarl.mcore.model import build_config
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
 from megarl.plan.job import describe_random
@@ -54,24 +53,6 @@ def test_each_way_is_off_alone_where_its_condition_does_not_hold(
     fields = build_fast_fields(archs[family], megatron, kernels)
     assert fields.keys() <= {field.name for field in dataclass_fields(TransformerConfig)}
     assert {field for field, is_on in fields.items() if not is_on} == off
-
-
-@on_cpu
-@pytest.mark.parametrize(
-    ("megatron", "is_fused", "is_local"),
-    [
-        ({}, False, True),
-        ({"bias_activation_fusion": True}, True, None),
-        ({"activation_func_clamp_value": 1.0}, False, False),
-        ({"glu_linear_offset": 1.0}, False, False),
-    ],
-)
-def test_mlps_have_the_local_activation_unless_another_one_or_its_fusion_is_asked_for(
-    archs: dict[str, Architecture], megatron: dict[str, Any], is_fused: bool, is_local: bool | None
-) -> None:
-    config = build_config(archs["qwen3"], ParallelConfig(), Dtype.float32, megatron)
-    assert config.bias_activation_fusion == is_fused
-    assert is_local is None or config.use_te_activation_func == is_local
 
 
 def test_fused_rope_of_interleaved_positions_is_refused_on_every_machine(archs: dict[str, Architecture]) -> None:

@@ -116,17 +116,3 @@ def test_bounded_values_and_their_gradient_by_hand() -> None:
     assert head(hidden)[0].dtype is torch.float32
     assert torch.equal(head(hidden)[0], squash(unbounded, 0.0, 1.0))
     torch.testing.assert_close(z.grad[:3], torch.tensor([4 / torch.pi, 2 / torch.pi, 2 / torch.pi]))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the correction is of the CPU")
-@pytest.mark.parametrize("name", ["dist_reduce_scatter_func", "dist_all_gather_func"])
-def test_a_lone_rank_leaves_its_buffer_where_it_is(name: str) -> None:
-    from megatron.core.distributed import param_and_grad_buffer
-
-    buffer = torch.arange(6.0)
-    collective = getattr(param_and_grad_buffer, name)
-    # Without torch.distributed, a collective of Gloo would raise.
-    assert collective(buffer.view(6), buffer, group=SimpleNamespace(size=lambda: 1), async_op=False) is None
-    assert torch.equal(buffer, torch.arange(6.0))
-    with pytest.raises((ValueError, RuntimeError, TypeError)):
-        collective(torch.empty(6), buffer, group=SimpleNamespace(size=lambda: 1), async_op=False)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_checkpoints import build_fields, build_spec, write_checkpoint
+from tiny_checkpoints import build_fields, build_spec
 
 from megarl.config.schema.roles import (
     Dtype,
@@ -36,7 +36,6 @@ from megarl.mcore.spec import (
     check_engine,
     check_role_fields,
     find_token_multiple,
-    has_transformer_engine,
     read_architecture,
 )
 from megarl.models.architecture import Architecture
@@ -307,15 +306,3 @@ except RuntimeError as error:
 """
     broken = "Transformer Engine is installed and broken (FileNotFoundError: no shared object file); make clean install"
     assert run_python(code, tmp_path).startswith(broken)
-
-
-@pytest.mark.skipif(torch.cuda.is_available() or has_transformer_engine(), reason="FP8 may be computed here")
-def test_without_transformer_engine_fp8_is_an_error_before_and_in_the_worker(tmp_path: Path) -> None:
-    from megarl.mcore.worker import MegatronWorker
-
-    write_checkpoint(tmp_path / "qwen3")
-    spec = build_spec(tmp_path / "qwen3", fp8=Fp8.hybrid, dtype=Dtype.bfloat16)
-    message = "reference.fp8: found hybrid; it needs Transformer Engine"
-    assert next(check_role_fields(read_architecture(tmp_path / "qwen3"), spec)).startswith(message)
-    with pytest.raises(ValueError, match=message):
-        MegatronWorker(spec, 0, 1, f"file://{tmp_path}/init")

@@ -122,7 +122,6 @@ def test_further_tensors_and_a_file_that_the_index_does_not_name_are_left_alone(
         (write("hf_quant_config.json", "{}"), "by which servers would quantize"),
         (write("adapter_config.json", "{}"), "of an adapter that neither"),
         (write(SINGLE, POINTER), f"{SINGLE} is a Git LFS pointer"),
-        (edit_config(lambda content: content.pop("num_key_value_heads")), "as transformers reads it, and with it the"),
     ],
 )
 def test_files_that_do_not_hold_the_model_are_named_with_what_differs(model: Path, edit: Edit, message: str):
