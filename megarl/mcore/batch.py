@@ -85,14 +85,6 @@ class _GatherResponses(torch.autograd.Function):
         return grad.index_select(0, ctx.mine), None
 
 
-def gather_responses(x: Tensor, share: ResponseShare | None) -> Tensor:
-    """This rank's numbers -> those of all R response tokens, on every rank of the context-parallel group."""
-    if share is None or share.width == 0:
-        return x
-    gathered: Tensor = _GatherResponses.apply(x, share)  # type: ignore[no-untyped-call]
-    return gathered
-
-
 @dataclass
 class PackedParams(PackedSeqParams):  # type: ignore[misc]
     """Megatron's packing parameters and what the layers and the head need besides."""
@@ -141,7 +133,10 @@ class PackedBatch:
 
     def gather(self, x: Tensor) -> Tensor:
         """What this rank computed of `own_targets` -> that of all R; differentiable."""
-        return gather_responses(x, self.share)
+        if self.share is None or self.share.width == 0:
+            return x
+        gathered: Tensor = _GatherResponses.apply(x, self.share)  # type: ignore[no-untyped-call]
+        return gathered
 
     def flatten(self, padded: Tensor) -> Tensor:
         """[B, T] of all sequences -> [R] on the device."""

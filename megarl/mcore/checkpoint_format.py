@@ -1,8 +1,7 @@
 """Where a parameter lies in a checkpoint of Megatron's dist_checkpointing, whose keys know no layout.
 
-Layers that are alike are stacked: decoder.layers.mlp.linear_fc2.weight is [layers, rows, columns], an expert's
-decoder.layers.mlp.experts.experts.linear_fc1.weight [layers, experts, rows, columns]. Of a model in which some layers
-have experts and others do not, each layer has keys of its own, decoder.layers.3.mlp.linear_fc2.weight.
+Layers that are alike are stacked: decoder.layers.mlp.experts.experts.linear_fc1.weight is [layers, experts, rows,
+columns]. Where some layers have experts and others do not, each has keys of its own, decoder.layers.3.mlp...
 """
 
 import pickle

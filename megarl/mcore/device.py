@@ -23,10 +23,8 @@ DETERMINISTIC_ENVIRONMENT = {
 
 
 def use_deterministic_kernels() -> None:
-    """Have this process compute the same from the same on a GPU, at the cost of speed (train.deterministic).
-
-    Call it before the model and the process groups are made. Variables that are set already stay, except Transformer
-    Engine's. An operation that torch has no deterministic kernel for raises RuntimeError with its name.
+    """Have this process compute the same from the same on a GPU (train.deterministic); before the model and the process
+    groups are made. An operation that torch has no deterministic kernel for raises RuntimeError with its name.
     """
     for name, value in DETERMINISTIC_ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -233,11 +233,6 @@ def check_value_range(directory: Path, value_range: Sequence[float] | None) -> s
 
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-FURTHER_FILES = {
-    "hf_quant_config.json": "by which servers would quantize; a policy is trained from weights that are not quantized",
-    "adapter_config.json": "of an adapter that neither the trainer nor a server would load; merge it into the weights",
-}
-"""What makes another model of the weights, and what is wrong with it"""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -247,9 +242,7 @@ def check_checkpoint(directory: Path, arch: Architecture, role: Role) -> list[st
     Tensors that config.json does not ask for are left alone.
     """
     expected = [name for entry in list_entries(arch, role is Role.critic) for name in entry.hf_names]
-    further = [f"{directory}: has {x}, {why}" for x, why in FURTHER_FILES.items() if (directory / x).is_file()]
-    problems = check_files(directory, expected) + further
-    if problems:
+    if problems := check_files(directory, expected):
         return problems
     with CheckpointReader(directory) as reader:
         return [f"{directory}: {problem}" for problem in find_problems(reader, arch, role, may_have_more=True)]

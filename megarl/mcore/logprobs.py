@@ -31,13 +31,6 @@ class VocabShard:
     """The tensor-parallel group; None: all columns are here"""
 
 
-def build_vocab_shard(vocab_size: int, num_columns: int, group: dist.ProcessGroup) -> VocabShard:
-    """The shard of this rank, of `num_columns` columns a rank and `vocab_size` tokens without padding."""
-    start = group.rank() * num_columns
-    num_valid = max(0, min(num_columns, vocab_size - start))
-    return VocabShard(start, num_valid, group if group.size() > 1 else None)
-
-
 def compute_logprobs(
     logits: Tensor, targets: Tensor, temperature: float, shard: VocabShard, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:

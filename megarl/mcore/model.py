@@ -221,8 +221,6 @@ def _check_fields(megatron: dict[str, Any], own: dict[str, Any]) -> list[str]:
     in_dtype = "weights are kept in the role's dtype, in which they are sent to the servers, offloaded and saved"
     decided |= {key: f"{in_dtype}; it must be false" for key in ("fp8_param", "fp4_param") if megatron.get(key)}
     decided |= {key: f"the checkpoint, the layout or the dtype decides it: {value!r}" for key, value in own.items()}
-    if megatron.get("fp4") and not find_kernels().te:
-        decided["fp4"] = "it needs Transformer Engine, which is not usable here"
     problems = list(check_expert_options(megatron, with_experts="num_moe_experts" in own))
     for key, value in megatron.items():
         if key not in known:

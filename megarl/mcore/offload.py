@@ -1,7 +1,5 @@
-"""Host memory for what a role does not need between its calls, where several roles share a GPU.
-
-Only storages move: every tensor stays the object it is, with all views on it (Megatron's flat buffers, gradients,
-the optimizer's shards), so that nothing has to be rebuilt. On a CPU the same moves happen within host memory.
+"""Host memory for what a role does not need between its calls, where several roles share a GPU. Only storages move:
+every tensor stays the object it is, with all views on it. On a CPU the same moves happen within host memory.
 """
 
 import functools

@@ -188,11 +188,9 @@ class StageParameters:
     """What each rank of one pipeline stage holds; the ranks of a stage hold equally much."""
 
     num_layers: int
-    """Layers of all its pieces of the model"""
     dense: int
     """Parameters of which every data- and context-parallel rank has a copy"""
     experts: int
-    """Parameters of experts"""
     embedding: int
     """The part of `dense` in the input embedding, or a tied output layer's copy of it"""
     head: int
@@ -271,7 +269,7 @@ def check_role_fields(arch: Architecture, spec: WorkerSpec, in_worker: bool = Fa
         )
     if spec.recompute is Recompute.full:
         yield from _check_recompute(role, arch, spec)
-    if in_worker or spec.fp8:
+    if spec.fp8:
         yield from check_engine(spec, has_transformer_engine(), find_machine().capability, in_worker)
 
 
@@ -312,13 +310,6 @@ def check_engine(spec: WorkerSpec, with_te: bool, capability: tuple[int, int] | 
     compute of the role.
     """
     role = spec.role.value
-    if capability and with_te and spec.dtype is Dtype.float32 and spec.parallel.cp > 1:
-        # Of its backends only the unfused one computes in float32, and it has no context parallelism
-        # (transformer_engine/pytorch/attention/dot_product_attention/utils.py, get_attention_backend).
-        yield (
-            f"{role}.dtype: found float32 with {role}.parallel.cp={spec.parallel.cp}; on a GPU Transformer Engine's"
-            f" attention has no context parallelism in float32: {role}.dtype=bfloat16, or {role}.parallel.cp=1"
-        )
     if not spec.fp8 or not (in_worker or capability or not with_te):
         return
     # Megatron itself would go on without FP8.

@@ -22,7 +22,7 @@ from megarl.mcore.device import find_machine
 from megarl.mcore.entries import Entry, PeftAdapter
 from megarl.mcore.hf import copy_description, write_hf_checkpoint
 from megarl.mcore.layers import choose_overlap, describe_fast_ways, find_layers
-from megarl.mcore.logprobs import VocabShard, build_vocab_shard, compute_full_kl, compute_logprobs
+from megarl.mcore.logprobs import VocabShard, compute_full_kl, compute_logprobs
 from megarl.mcore.lora import attach_adapters, export_peft
 from megarl.mcore.microbatches import count_tokens, describe_work, plan_microbatches
 from megarl.mcore.model import bound_values, build_chunks, build_config, freeze, wrap_chunks
@@ -295,8 +295,10 @@ class MegatronWorker:
         return batch.gather(compute_full_kl(logits, ref_logits, temperature, self._shard(logits)))
 
     def _shard(self, logits: Tensor) -> VocabShard:
-        group = parallel_state.get_tensor_model_parallel_group()
-        return build_vocab_shard(self.arch.vocab_size, logits.shape[1], group)
+        group, width = parallel_state.get_tensor_model_parallel_group(), logits.shape[1]
+        start = group.rank() * width
+        num_valid = max(0, min(width, self.arch.vocab_size - start))
+        return VocabShard(start, num_valid, group if group.size() > 1 else None)
 
     @torch.no_grad()
     def _evaluate(self, sequences: Sequences, head: Any) -> RowsResult | None:

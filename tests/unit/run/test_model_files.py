@@ -119,8 +119,6 @@ def test_further_tensors_and_a_file_that_the_index_does_not_name_are_left_alone(
         (split(join_into_one), f"{FIRST} is in {ONE} and {TWO}, by the index in {TWO}"),
         (TWO_WAYS, f"has {SINGLE} and {INDEX}, which names other files"),
         (lambda model: shutil.copy(model / SINGLE, model / "model-1.safetensors"), f"beside {SINGLE} and no"),
-        (write("hf_quant_config.json", "{}"), "by which servers would quantize"),
-        (write("adapter_config.json", "{}"), "of an adapter that neither"),
         (write(SINGLE, POINTER), f"{SINGLE} is a Git LFS pointer"),
     ],
 )
