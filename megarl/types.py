@@ -158,15 +158,14 @@ class Response:
         turns: Sequence[Turn] = (),
     ):
         """Raises ValueError where the arrays have different lengths."""
-        if not isinstance(weight_versions, WeightVersions):
-            weight_versions = WeightVersions.of(weight_versions)
+        is_packed = isinstance(weight_versions, WeightVersions)
         ids = np.asarray(token_ids, dtype=np.int32)
         vars(self).update(  # past the frozen __setattr__
             token_ids=ids,
             text=text,
             rollout_logprobs=np.asarray(rollout_logprobs, dtype=np.float32),
             generated=np.asarray(generated, dtype=np.bool_),
-            weight_versions=weight_versions,
+            weight_versions=weight_versions if is_packed else WeightVersions.of(weight_versions),
             finish_reason=finish_reason,
             routed_experts=routed_experts,
             turns=tuple(turns) or (Turn(0, len(ids), text),),
@@ -280,10 +279,6 @@ class Sequences:
     def measure(self, rows: Tensor) -> "Sequences":
         """The given rows (int64 [K]), in that order, without their tokens."""
         return Sequences(self.tokens[:0], self.lengths[rows], self.prompt_lengths[rows])
-
-    def without_routed_experts(self) -> "Sequences":
-        """The same for a model whose routers choose themselves."""
-        return replace(self, routed_experts=None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,10 +99,9 @@ def show_warnings(message: Callable[[str], None]) -> Iterator[None]:
 
 def is_library(filename: str) -> bool:
     """Whether the source file is of a package that is installed, other than megarl, or of Python itself."""
-    path = Path(filename).resolve()
-    folders = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib", "platstdlib")}
-    own = Path(__file__).resolve().parents[1]
-    return not path.is_relative_to(own) and (any(map(path.is_relative_to, folders)) or filename.startswith("<frozen"))
+    own, installed = str(Path(__file__).resolve().parents[1]), ("site-packages", "dist-packages")
+    elsewhere = filename.startswith(("<frozen", sysconfig.get_path("stdlib")))
+    return not filename.startswith(own) and (elsewhere or any(folder in filename for folder in installed))
 
 
 STOPPING_SIGNALS = tuple(getattr(signal, f"SIG{name}") for name in ("INT", "TERM", "HUP", "USR1", "USR2", "XCPU"))

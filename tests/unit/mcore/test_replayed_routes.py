@@ -1,6 +1,7 @@
 """Replayed routes: the experts are given, their weights and the gradient are the router's own."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -91,4 +92,4 @@ def test_experts_go_with_their_tokens_into_every_share_of_a_batch(cp: int) -> No
         assert experts.shape == (batch.tokens.shape[1], 3, 2)
         assert (experts[~real] == 0).all()
         assert torch.equal(experts[real], batch.tokens[0, real].to(torch.int16)[:, None, None].expand(-1, 3, 2))
-    assert build_batch(sequences.without_routed_experts(), [4]).params.routed_experts is None
+    assert build_batch(replace(sequences, routed_experts=None), [4]).params.routed_experts is None

