@@ -158,14 +158,15 @@ class Response:
         turns: Sequence[Turn] = (),
     ):
         """Raises ValueError where the arrays have different lengths."""
-        is_packed = isinstance(weight_versions, WeightVersions)
+        if not isinstance(weight_versions, WeightVersions):
+            weight_versions = WeightVersions.of(weight_versions)
         ids = np.asarray(token_ids, dtype=np.int32)
         vars(self).update(  # past the frozen __setattr__
             token_ids=ids,
             text=text,
             rollout_logprobs=np.asarray(rollout_logprobs, dtype=np.float32),
             generated=np.asarray(generated, dtype=np.bool_),
-            weight_versions=weight_versions if is_packed else WeightVersions.of(weight_versions),
+            weight_versions=weight_versions,
             finish_reason=finish_reason,
             routed_experts=routed_experts,
             turns=tuple(turns) or (Turn(0, len(ids), text),),
