@@ -134,12 +134,12 @@ def check_words(overrides: Sequence[str]) -> None:
     for word in map(str.strip, overrides):
         key, equals, value = word.lstrip("+").partition("=")
         options = list_options(key, good) if key.isidentifier() and (CONF_DIR / key).is_dir() else []
-        if not equals and not word.startswith("~"):
+        if not (equals and key) and not word.startswith("~"):
             groups = [folder.name for folder in sorted(CONF_DIR.iterdir()) if word in list_options(folder.name, good)]
             hint = f": {word}= and one of {', '.join(options)}" if options else ""
             hint += f"; did you mean {' or '.join(f'{group}={word}' for group in groups)}?" if groups else ""
             must = f"each argument must be key=value, or group=option{hint}"
-            problems.append(f"{word or 'an empty word'}: found without a value; {must}")
+            problems.append(f"{word or 'an empty word'}: found without a {'key' if equals else 'value'}; {must}")
         elif options and value.strip().lower() in ("", "null"):
             problems.append(f"{key}: found {value.strip() or 'nothing'}; the choices are {', '.join(options)}")
     if problems:

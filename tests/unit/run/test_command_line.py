@@ -23,7 +23,7 @@ WRONG = [
     ("=3", "=3: found without a key"),
     ("seed", "seed: found without a value; each argument must be key=value, or group=option"),
     ("grpo", "grpo: found without a value; each argument must be key=value, or group=option; did you mean algo=grpo?"),
-    ("", "found an empty argument"),
+    ("", "an empty word: found without a value"),
     ("a=b=c", "a=b=c: mismatched input"),
     ("seed=4294967296", "seed: found 4294967296; it must be 0 or more and at most 4294967295 (SGLang"),
     ("rollout.max_staleness=1000000", "rollout.max_staleness: found 1000000; it must be 0 or more and at most 100"),
