@@ -2,18 +2,13 @@
 
     python tests/e2e/fault_runs.py --kills 20    # every process in every phase once
     python tests/e2e/fault_runs.py --kills 50    # then at random
-    python tests/e2e/fault_runs.py --kills 20 --max-staleness 2
 
 Each kill has a run of its own, which must end equal to the one that nobody touched. After the driver's death the run is
-resumed with resume=RUN_DIR. With rollout.max_staleness > 0 no two runs are equal, since how far generation has run
-ahead depends on timing: such a run must have learned from each group once, from nothing older than allowed, and from
-what was complete before the kill in the same order. What runs that ended otherwise left is in --out. Exit status 1
-where there is one.
+resumed with resume=RUN_DIR. What runs that ended otherwise left is in --out. Exit status 1 where there is one.
 """
 
 import argparse
 import itertools
-import json
 import os
 import random
 import re
@@ -28,9 +23,8 @@ from typing import Any, NamedTuple
 import psutil
 from whole_runs import find_marked, start, summarize, train, wait_end, wait_until
 
-from megarl.report.metrics import load_metrics
 from megarl.report.record import load_record
-from megarl.rollout.journal import JOURNAL, Journal
+from megarl.rollout.journal import JOURNAL
 
 LOGS = {
     "policy worker": "policy-0.log",
@@ -112,13 +106,9 @@ def wait_for_phase(run: "subprocess.Popen[str]", run_dir: Path, phases: tuple[st
     raise RuntimeError(f"{what} was not seen within {PHASE_DEADLINE_S:g} s")
 
 
-def kill(run: "subprocess.Popen[str]", run_dir: Path, plan: Plan, max_staleness: int) -> tuple[str, int]:
+def kill(run: "subprocess.Popen[str]", run_dir: Path, plan: Plan) -> tuple[str, int]:
     """Kill as planned; (phase, iteration) in which the run was then."""
-    phases: tuple[str, ...] = ((PHASES | {PRETRAINING: "update"})[plan.phase],)
-    if max_staleness and plan.phase == "generation":
-        # The servers generate then too, and nobody may wait for them.
-        phases = ("rollout", "experience")
-    wait_for_phase(run, run_dir, phases, plan.iteration)
+    wait_for_phase(run, run_dir, ((PHASES | {PRETRAINING: "update"})[plan.phase],), plan.iteration)
     time.sleep(plan.delay_s)
     victim = find_process(run_dir, plan.process, run.pid)
     status = load_record(run_dir).get("status")
@@ -128,10 +118,8 @@ def kill(run: "subprocess.Popen[str]", run_dir: Path, plan: Plan, max_staleness:
     return titles.get(status["phase"], status["phase"]) or "between phases", status["iteration"]
 
 
-def strike(run_dir: Path, plan: Plan, overrides: list[str], expected: Mapping[str, Any], stale: int) -> dict[str, Any]:
-    """One run with one kill, to its end: a row of the table. expected: `summarize` of the run that nobody touched;
-    stale: rollout.max_staleness, with which nothing is expected.
-    """
+def strike(run_dir: Path, plan: Plan, overrides: list[str], expected: Mapping[str, Any]) -> dict[str, Any]:
+    """One run with one kill, to its end: a row of the table. expected: `summarize` of the run that nobody touched."""
     log = run_dir.with_suffix(".log")
     log.unlink(missing_ok=True)
     shutil.rmtree(run_dir, ignore_errors=True)
@@ -139,18 +127,14 @@ def strike(run_dir: Path, plan: Plan, overrides: list[str], expected: Mapping[st
     run = start(*overrides, f"hydra.run.dir={run_dir}", log=log)
     phase, reached, kept = "", 0, []
     try:
-        phase, reached = kill(run, run_dir, plan, stale)
-        complete = list_complete(run_dir)
+        phase, reached = kill(run, run_dir, plan)
         kept = [int(path.name.split("-")[1]) for path in (run_dir / JOURNAL).glob("iteration-*.samples")]
-        kept += [1 + place // NUM_GROUPS for place in complete]
         code, _ = wait_end(run)
         if plan.process == "driver":
             wait_until(lambda: not find_marked(run_dir / "logs"), "the end of a dead driver's processes", 60)
             code, _ = wait_end(start(f"resume={run_dir}", log=log))
         if code:
             problem: str | None = f"exit status {code}"
-        elif stale:
-            problem = find_problem(run_dir, stale, complete)
         else:
             found = summarize(run_dir)
             wrong = [name for name in found if found[name] != expected[name]]
@@ -179,70 +163,22 @@ def strike(run_dir: Path, plan: Plan, overrides: list[str], expected: Mapping[st
     }
 
 
-def list_complete(run_dir: Path) -> dict[int, int]:
-    """Place -> number of the groups in the journal."""
-    return dict(Journal(run_dir / JOURNAL).list_groups(0))
-
-
-def find_problem(
-    run_dir: Path,
-    max_staleness: int,
-    complete: Mapping[int, int],
-    num_iterations: int = NUM_ITERATIONS,
-    num_groups: int = NUM_GROUPS,
-) -> str | None:
-    """What does not hold of a run with staleness that has ended; None: all does.
-
-    complete: the journal at the kill, as `list_complete` gives it. num_groups: of an iteration.
-    """
-    lines = [line for line in load_metrics(run_dir / "metrics.jsonl") if line["iteration"] >= 0]
-    if (found := [line["iteration"] for line in lines]) != list(range(num_iterations + 1)):
-        return f"metrics.jsonl has the iterations {found}"
-    if (oldest := max(line["rollout/staleness_max"] for line in lines[1:])) > max_staleness:
-        return f"tokens of {oldest:g} versions behind were learned from"
-    taken: dict[int, list[int]] = {}
-    for record in map(json.loads, (run_dir / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()):
-        # Responses of value pretraining have no number.
-        if (iteration := record["iteration"]) <= 0:
-            continue
-        versions = record["response"]["weight_versions"]
-        if not 0 <= min(versions) <= max(versions) < iteration:
-            return f"iteration {iteration} has tokens of versions {min(versions)} to {max(versions)}"
-        numbers = taken.setdefault(iteration, [])
-        if record["group_number"] not in numbers:
-            numbers.append(record["group_number"])
-    order = [number for iteration in sorted(taken) for number in taken[iteration]]
-    expected = set(range(num_iterations * num_groups))
-    problems = {
-        "groups learned from twice": sorted({number for number in order if order.count(number) > 1}),
-        "groups learned from never": sorted(expected - set(order)),
-        "groups learned from beyond the last": sorted(set(order) - expected),
-    }
-    if not any(problems.values()):
-        moved = [place for place, number in complete.items() if order[place] != number]
-        problems = {"groups that were complete before are at other places than": moved}
-    return "; ".join(f"{what}: {which}" for what, which in problems.items() if which) or None
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--max-staleness", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/faults"))
     parser.add_argument("overrides", nargs="*", help="of the runs, after those that make them small")
     args = parser.parse_args()
-    out, stale = args.out.resolve(), args.max_staleness
+    out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    ahead = [f"rollout.max_staleness={stale}", "algo.mismatch.correction=tis"] if stale else []
-    overrides, expected = [*OVERRIDES, *ahead, *args.overrides], {}
-    if not stale:
-        shutil.rmtree(out / "reference", ignore_errors=True)
-        train(*overrides, f"hydra.run.dir={out}/reference")
-        expected = summarize(out / "reference")
+    overrides = [*OVERRIDES, *args.overrides]
+    shutil.rmtree(out / "reference", ignore_errors=True)
+    train(*overrides, f"hydra.run.dir={out}/reference")
+    expected = summarize(out / "reference")
     rows = []
     for number, plan in enumerate(list_plans(args.kills, args.seed)):
-        rows.append(strike(out / f"kill-{number:02d}", plan, overrides, expected, stale))
+        rows.append(strike(out / f"kill-{number:02d}", plan, overrides, expected))
         if number == 0:
             print(f"| {' | '.join(rows[0])} |\n| {' | '.join('---' for _ in rows[0])} |")
         print(f"| {' | '.join(map(str, rows[-1].values()))} |", flush=True)

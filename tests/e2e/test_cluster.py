@@ -6,13 +6,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 import ray
 
-from megarl.cluster import watch
 from megarl.cluster.calls import PendingCall, WorkerError
 from megarl.cluster.opened import open_ray, wait_for_nodes
 from megarl.config.errors import ConfigError
@@ -108,17 +106,6 @@ def test_results_come_in_the_order_of_the_ranks_and_a_missed_deadline_names_what
         nap(0.0, 3.0, deadline_s=0.5).result()
 
 
-def test_the_deadline_counts_from_the_call_and_not_from_the_wait(workers):
-    pending = call(workers[0].nap.remote(30.0), "policy rank 0/1", deadline_s=1.0)
-    time.sleep(1.0)
-    started = time.monotonic()
-    with pytest.raises(DeadlineError):
-        pending.result()
-    assert time.monotonic() - started < 20
-    ray.kill(workers[0])
-    workers[0] = Worker.remote()
-
-
 def test_a_failure_carries_its_reason_and_who_failed_and_what_a_user_can_mend_is_raised_as_such(workers):
     with pytest.raises(WorkerError, match=r"(?s)policy.update: critic rank 0/1 failed:.*a reason"):
         call(workers[0].fail.remote(), "critic rank 0/1").result()
@@ -136,31 +123,6 @@ def test_a_death_is_noticed_while_the_other_role_still_works(workers):
     assert time.monotonic() - started < 40
     ray.kill(workers[1])
     workers[:] = [Worker.remote() for _ in range(2)]
-
-
-def test_memory_is_that_of_the_process_with_the_most_and_left_out_where_one_does_not_answer(workers, monkeypatch):
-    def measure(role: str, *refs: ray.ObjectRef) -> dict[str, float]:
-        return watch.measure_peaks({role: SimpleNamespace(ask_peaks=lambda: list(refs))})
-
-    monkeypatch.setattr(watch, "DEADLINE_S", 60.0)  # A worker may be starting.
-    both = [worker.nap.remote(seconds) for worker, seconds in zip(workers, (0.25, 0.5), strict=True)]
-    assert measure("policy", *both) == {"perf/policy_peak_memory_gb": 0.5 / 2**30}
-    assert measure("critic", workers[1].fail.remote()) == {}
-    monkeypatch.setattr(watch, "DEADLINE_S", 0.5)
-    assert measure("critic", workers[0].nap.remote(3.0)) == {}
-
-
-def test_output_of_a_worker_stays_out_of_the_terminal(tmp_path: Path, capfd):
-    from megarl.cluster.process import redirect_output
-
-    child = os.fork()
-    if child == 0:
-        redirect_output(tmp_path / "logs" / "policy-0.log")
-        os.write(1, b"to the log\n")
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert (tmp_path / "logs" / "policy-0.log").read_text() == "to the log\n"
-    assert "to the log" not in capfd.readouterr().out
 
 
 def test_nodes_that_do_not_join_are_counted_and_those_that_did_are_named(workers: list) -> None:

@@ -231,24 +231,6 @@ def test_a_role_returns_to_what_it_was_when_its_save_began_and_goes_on_the_same(
     assert torch.equal(evaluate(trainer, role, samples.sequences), moved)
 
 
-def test_saves_come_one_after_the_other(trainer, tmp_path):
-    policy = trainer.components.policy
-    with pytest.raises(RuntimeError, match="no save was begun"):
-        policy.finish_save().result()
-    policy.begin_save(tmp_path / "a").result()
-    with pytest.raises(RuntimeError, match="the save before has not been finished"):
-        policy.begin_save(tmp_path / "b").result()
-    policy.finish_save().result()
-
-
-@pytest.mark.parametrize("role", TRAINED)
-def test_weights_are_exported_as_a_file_of_tensors(trainer, role, tmp_path):
-    from safetensors.torch import load_file
-
-    getattr(trainer.components, role).export_weights(tmp_path / "out").result()
-    assert load_file(tmp_path / "out" / "model.safetensors")
-
-
 def test_an_error_in_a_role_comes_when_its_call_is_waited_for(trainer, tmp_path):
     pending = trainer.components.policy.load(tmp_path / "nowhere")
     with pytest.raises(Exception, match="nowhere"):

@@ -54,14 +54,6 @@ def test_the_example_trains_from_its_folder(short_path, name):
         assert line["environment/tool_calls"] >= 0
 
 
-@needs_model
-def test_the_example_is_evaluated_before_training(short_path):
-    run(short_path, "new", "mine")
-    command = ("evaluate", "--config-dir", ".", "experiment=own_task", "evaluate.num_samples=8")
-    assert f"megarl {' '.join(command)} " in (short_path / "mine" / "README.md").read_text()
-    assert "done: jsonl/avg@8=" in run(short_path / "mine", *command, "evaluate.num_problems=4")
-
-
 def test_the_samples_are_whole_and_small():
     for name, fields in (("own_task", {"question", "answer"}), ("gsm8k_smollm2", {"question", "answer"})):
         (path,) = (EXAMPLES / name).glob("*.jsonl")

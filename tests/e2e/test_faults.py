@@ -1,13 +1,11 @@
-"""Runs whose processes are killed, that are asked to stop or whose reward fails end as the one that nobody touched, bit
-for bit, and so does a run of a sweep.
+"""Runs whose processes are killed or that are asked to stop end as the one that nobody touched, bit for bit, and so does
+a run of a sweep.
 """
 
 import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +46,11 @@ def reference(out: Path) -> dict[str, Any]:
 def test_a_run_with_a_killed_process_ends_with_the_same_weights_metrics_and_rollouts(
     plan: faults.Plan, tmp_path: Path, reference: dict[str, Any]
 ) -> None:
-    row = faults.strike(tmp_path / "killed", plan, OVERRIDES, reference, 0)
+    row = faults.strike(tmp_path / "killed", plan, OVERRIDES, reference)
     text = (tmp_path / "killed.log").read_text()
     assert row["as it must be"] == "yes", text[-5000:]
     if plan.phase == faults.PRETRAINING:
         assert re.search(r"resuming from\s+\S*/checkpoints/iteration--00002\n", text)
-
-
-def test_the_command_kills_a_run_with_staleness_and_finds_its_end_as_it_must_be(tmp_path: Path) -> None:
-    command = [sys.executable, faults.__file__, "--kills", "1", "--max-staleness", "2", "--out", str(tmp_path)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=500)
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "as they must be: 1 of 1"), done.stdout
 
 
 @pytest.mark.timeout(900)
@@ -103,48 +95,3 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_in_another_layout_from_th
     for name, expected in reference["metrics"][3].items():
         if name.startswith(("reward/", "policy/", "critic/")):
             assert lines[3][name] == pytest.approx(expected, rel=1e-3, abs=1e-5), name
-
-
-def test_a_run_does_not_go_on_under_a_key_that_decides_what_is_learned(out: Path, reference: dict[str, Any]) -> None:
-    code, output = wait_end(start(f"resume={out}/reference", "algo.clip_high=0.1"))
-    assert code == 2
-    assert "algo.clip_high: the run has 0.28, now 0.1; it determines what is learned" in output
-
-
-REWARD = """
-import os
-from pathlib import Path
-from megarl.examples.toys.rewards import LetterCountReward
-
-letter_count = LetterCountReward(1.25, 4.0)
-
-def score(prompt, response):
-    metrics = Path(os.environ["METRICS"])
-    if metrics.is_file() and len(metrics.read_bytes().splitlines()) == 6:
-        raise ZeroDivisionError("no words in the response")
-    return letter_count(prompt, response)
-"""
-"""The task's own reward, which fails in iteration 3, once those from -3, value pretraining's first, to 2 are logged"""
-
-
-def test_a_reward_function_that_raises_leaves_its_last_iteration_and_the_mended_one_ends_as_untouched(
-    out: Path, reference: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir, log = out / "failed", out / "failed.log"
-    (tmp_path / "reward_of_test.py").write_text(REWARD)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("METRICS", str(run_dir / "metrics.jsonl"))
-    given = ["reward=function", "reward.path=reward_of_test:score", "checkpoint.save_every=100"]
-    assert wait_end(start(*OVERRIDES, *given, f"hydra.run.dir={run_dir}", log=log))[0] == 1
-    text = log.read_text()
-    *_, error, note, _, _hydra = text.strip().splitlines()
-    failed = "64 of 64 responses have no reward: 64 x the reward raised ZeroDivisionError: no words in the response"
-    assert error.startswith(f"megarl.report.scores.TooManyFailuresError: {failed}")
-    assert note == f"resume={run_dir} resumes after iteration 2: {run_dir}/checkpoints/iteration-000002"
-    assert json.loads((run_dir / "run.json").read_text())["outcome"]["why"] == error.removeprefix(
-        "megarl.report.scores."
-    )
-    monkeypatch.setenv("METRICS", "/nowhere")
-    assert wait_end(start(f"resume={run_dir}", log=log))[0] == 0, log.read_text()[-5000:]
-    assert re.search(r"resuming from\s+\S*iteration-000002", log.read_text())
-    assert summarize(run_dir) == reference

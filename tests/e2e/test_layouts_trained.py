@@ -53,24 +53,6 @@ def test_a_policy_of_two_stages_and_two_shards_trains_with_a_critic_and_a_server
     assert all(line[f"{role}/grad_norm"] > 0 for line in lines for role in ("policy", "critic"))
 
 
-def test_adapters_train_over_two_shards_and_the_servers_get_the_merged_weights(short_path: Path) -> None:
-    lines = train(
-        short_path,
-        "algo=grpo",
-        "train.prompts_per_iteration=8",
-        "policy.lora={rank: 4, alpha: 16}",
-        "policy.optimizer.lr=1e-2",
-        "policy.parallel={num_processes: 2, tp: 2, sp: true}",
-    )
-    assert lines[-1]["policy/grad_norm"] > 0
-    merged = load_file(short_path / "run" / "policy" / "model.safetensors")
-    adapter = load_file(short_path / "run" / "policy" / "adapter" / "adapter_model.safetensors")
-    assert {name.split(".")[-3] for name in adapter} == {
-        f"{x}_proj" for x in ("q", "k", "v", "o", "gate", "up", "down")
-    }
-    assert all(f"{name.split('.', 2)[2].split('.lora_')[0]}.weight" in merged for name in adapter)
-
-
 def test_a_mixture_of_experts_trains_with_its_experts_on_two_processes_and_two_servers(short_path: Path) -> None:
     lines = train(
         short_path,

@@ -37,20 +37,18 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        ["algo=topr", "algo.topr.ratio_level=geometric"],
-        pytest.param(["algo=ppo", "algo.mismatch.correction=tis"], marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_without_servers_learns_and_says_that_nothing_was_evaluated(saved, short_path, algorithm):
+def test_a_run_without_servers_learns_and_says_that_nothing_was_evaluated(saved, short_path):
     run_dir = short_path / "run"
     run = subprocess.Popen(
         [
-            *(sys.executable, "-m", "megarl.train", "model=tiny", *algorithm, f"rollout.file={saved}"),
+            *(sys.executable, "-m", "megarl.train", "model=tiny", "algo=topr", f"rollout.file={saved}"),
             *("train.num_iterations=4", "train.prompts_per_iteration=12", "train.responses_per_prompt=8"),
-            *("train.num_minibatches=4", "reward.wrong=0", f"hydra.run.dir={run_dir}"),
+            *(
+                "algo.topr.ratio_level=geometric",
+                "train.num_minibatches=4",
+                "reward.wrong=0",
+                f"hydra.run.dir={run_dir}",
+            ),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -66,9 +64,8 @@ def test_a_run_without_servers_learns_and_says_that_nothing_was_evaluated(saved,
     lines = load_metrics(run_dir / "metrics.jsonl")
     assert lines[-1]["saved/epoch"] == 2
     assert lines[-1]["replay/logprob_above"] > lines[1]["replay/logprob_above"] + 0.5
-    assert ("critic/explained_variance" in lines[-1]) == ("algo=ppo" in algorithm)
     logs = {re.sub(r"-\d+\.log", "", file.name) for file in (run_dir / "logs").iterdir()}
-    assert logs == {"driver.log", "policy"} | ({"critic"} if "algo=ppo" in algorithm else set())
+    assert logs == {"driver.log", "policy"}
     assert (run_dir / "policy" / "model.safetensors").is_file()
     assert find_marked(run_dir) == []
     assert find_scratch(run, short_path) == []

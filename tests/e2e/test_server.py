@@ -21,14 +21,14 @@ from transformers import AutoModelForCausalLM
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.run import RolloutConfig
 from megarl.guard import find_shared_memory
-from megarl.interfaces import UNPUBLISHED, DeadlineError, Done, SyncError
+from megarl.interfaces import UNPUBLISHED, Done, SyncError
 from megarl.ports import pick_free_port
 from megarl.rollout.client import RequestError, SGLangClient
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.server import ServerError, SGLangServer
 from megarl.sync.probe import build_probe_tokens
 from megarl.sync.sync import DiskSync
-from megarl.types import FinishReason, Prompt, Sequences, WeightVersions
+from megarl.types import Prompt, Sequences
 
 EOS = 2
 pytestmark = [pytest.mark.server, pytest.mark.slow]
@@ -126,40 +126,6 @@ def first_responses(engine):
     return generate_first(engine)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_rollout_logprobs_are_transformers_logprobs(first_responses, engine, policy, temperature):
-    prompts = build_prompts()
-    groups = generate_groups(engine, prompts, num_responses=3, temperature=temperature)
-    assert [len(group) for group in groups] == [3] * len(prompts)
-    assert compute_worst_gap(policy, prompts, groups, temperature) < 1e-4
-
-
-def test_responses_end_with_the_eos_token_or_at_the_length_limit(first_responses, rollout_config):
-    responses = [r for group in first_responses for r in group]
-    for response in responses:
-        stopped = response.token_ids[-1] == EOS
-        assert stopped == (response.finish_reason is FinishReason.stop)
-        assert stopped or len(response.token_ids) == rollout_config.response_length
-        assert EOS not in response.token_ids[:-1]
-        assert len(response.rollout_logprobs) == len(response.generated) == len(response.token_ids)
-        assert response.weight_versions == WeightVersions((0,), (len(response),))
-        assert len(response.text) == sum(token > EOS for token in response.token_ids)
-    assert {r.finish_reason for r in responses} == {FinishReason.stop, FinishReason.length}
-    long = [tuple(r.token_ids) for r in responses if len(r) > 8]
-    assert len(set(long)) == len(long) > 4
-
-
-def test_temperature_zero_takes_the_likeliest_token(first_responses, engine, policy):
-    prompts = build_prompts(4)
-    for prompt, (response,) in zip(
-        prompts, generate_groups(engine, prompts, num_responses=1, temperature=0.0), strict=True
-    ):
-        ids = torch.tensor([[*prompt.token_ids, *response.token_ids]])
-        with torch.no_grad():
-            best = policy.model(ids).logits[0, len(prompt.token_ids) - 1 : -1].argmax(-1)
-        assert best.tolist() == response.token_ids.tolist()
-
-
 def test_publishing_moves_new_weights_and_raises_the_version(
     first_responses, engine, tiny_checkpoint, rollout_config, tmp_path, policy
 ):
@@ -253,56 +219,6 @@ def test_no_token_is_of_a_prefix_that_older_weights_cached_in_thirty_syncs(
     assert max(gaps) < 2e-4, gaps
 
 
-def test_a_directory_without_weights_is_a_sync_error(
-    first_responses, engine, tiny_checkpoint, rollout_config, tmp_path
-):
-    class Empty(TransformersPolicy):
-        def export_weights(self, directory):
-            directory.mkdir()
-            return Done(None)
-
-    client = engine.clients[0]
-    version = client.load_weight_version()
-    sync = build_sync(Empty(tiny_checkpoint), engine, rollout_config, tmp_path, build_probe_tokens((), 50))
-    with pytest.raises(SyncError, match=f"{client.url} failed at the load of the weights in {tmp_path}"):
-        sync.publish(version + 1)
-    assert client.load_weight_version() == UNPUBLISHED
-    assert generate_groups(engine, build_prompts(1), num_responses=1, temperature=1.0)
-    # It still has the weights of before.
-    client.set_weight_version(version)
-
-
-@pytest.mark.parametrize(
-    ("ids", "message"), [((5, 55), "token id 55"), ((5, -1), "token id -1"), ((), "prompt 0 has no tokens")]
-)
-def test_bad_token_ids_never_reach_the_server(first_responses, server, engine, ids, message):
-    sent = server.log_file.read_text().count("POST /generate")
-    with pytest.raises(ValueError, match=message):
-        generate_groups(engine, [Prompt("bad", "", ids, "")], num_responses=1, temperature=1.0)
-    assert server.log_file.read_text().count("POST /generate") == sent
-    engine.check_health()
-
-
-def test_scoring_gives_transformers_logprobs_of_a_text(first_responses, engine, tiny_checkpoint):
-    client = engine.clients[0]
-    text = (*build_probe_tokens((), 55), 54, 0, 54)  # 54 is the vocabulary's last id
-    found = torch.tensor(client.score(text))
-    served = TransformersPolicy(Path(client.load_model_info()["model_path"]))
-    torch.testing.assert_close(found, served.response_logprobs(text[:1], text[1:], 1.0), atol=1e-4, rtol=0)
-    with pytest.raises(ValueError, match="at least two"):
-        client.score([5])
-
-
-def test_a_refused_call_names_server_path_status_and_body(first_responses, server, engine):
-    with pytest.raises(RequestError, match=rf"{server.url}/generate answered 400: .*temperature"):
-        engine.clients[0].generate([[5]], {"temperature": -1.0})
-
-
-def test_a_missed_deadline_says_what_it_waited_for(first_responses, server, engine):
-    with pytest.raises(DeadlineError, match=rf"{server.url}/generate gave no answer within 0.01 s"):
-        engine.clients[0].generate([[5]] * 64, {"max_new_tokens": 400, "ignore_eos": True}, deadline_s=0.01)
-
-
 def test_a_lost_server_is_replaced_by_the_next(first_responses, server, tiny_checkpoint, rollout_config):
     dead = f"http://127.0.0.1:{pick_free_port('127.0.0.1')}"
     pair = SGLangEngine([dead, server.url], tiny_checkpoint, rollout_config, api_key=API_KEY)
@@ -310,12 +226,6 @@ def test_a_lost_server_is_replaced_by_the_next(first_responses, server, tiny_che
     assert [len(group) for group in groups] == [2] * 5
     with pytest.raises(RuntimeError, match=f"{dead} does not answer"):
         pair.check_health()
-
-
-def test_sequences_are_attended_in_groups_on_a_cpu(first_responses, server):
-    if torch.cuda.is_available():
-        pytest.skip("the stand-ins and their attention are for machines without CUDA")
-    assert "sequences are attended in groups" in server.log_file.read_text()
 
 
 def test_a_server_that_exits_at_start_shows_the_end_of_its_log(tiny_checkpoint, rollout_config, tmp_path):

@@ -1,9 +1,6 @@
 """Tasks of several turns, each trained by the command: tools, guesses, and environments of the package verifiers."""
 
-import importlib.util
-import itertools
 import os
-import re
 import string
 import subprocess
 import sys
@@ -14,16 +11,12 @@ import pytest
 from megarl.environment import Action, EpisodeSetting
 from megarl.examples.toys.guess import Guess, compute_best_without_answers
 from megarl.models.checkpoint import (
-    SMOLLM2_NEEDS,
     build_character_tokenizer,
-    build_smollm2_checkpoint,
-    default_cache_dir,
-    load_tokenizer,
 )
 from megarl.report.evaluation import compute_mean
 from megarl.report.metrics import load_metrics
 from megarl.rollout.rollout_file import load_rollouts
-from megarl.types import FinishReason, Response, Sample
+from megarl.types import FinishReason, Sample
 
 pytestmark = pytest.mark.slow
 
@@ -72,45 +65,6 @@ def test_a_policy_is_trained_in_environments_of_verifiers(short_path):
     last = load_metrics(run_dir / "metrics.jsonl")[-1]
     assert "environment/num_turns" in last, sorted(last)
     assert "reward/heldout" in last
-
-
-CALCULATOR = (
-    "experiment=calculator",
-    "data.options.num_examples=2",
-    "train.num_iterations=1",
-    "train.num_eval_prompts=2",
-)
-CALCULATOR += ("train.samples_per_iteration=32", "train.samples_per_minibatch=32")
-"""With two examples a policy that is not trained calls in about every third episode."""
-CALL = re.compile(r'\[calculator\(expression="(\d{3}) \* (\d{3})"\)\]')
-
-
-def list_observations(response: Response) -> list[tuple[str, list[int]]]:
-    """(action, tokens of the observation after it) of each turn but the last."""
-    turns = response.turns
-    return [(a.text, response.token_ids[a.end : b.start].tolist()) for a, b in itertools.pairwise(turns)]
-
-
-def test_the_calculator_answers_the_calls_of_a_real_model(short_path):
-    if any(importlib.util.find_spec(module) is None for module in SMOLLM2_NEEDS):
-        pytest.skip("needs make install EXTRAS=smollm2")
-    run_dir = short_path / "run"
-    (rollout,) = train(run_dir, *CALCULATOR)
-    tokenizer = load_tokenizer(build_smollm2_checkpoint(default_cache_dir()))
-    num_answered = 0
-    for sample in rollout.samples:
-        for action, ids in list_observations(sample.response):
-            called = CALL.fullmatch(action)
-            text = tokenizer.decode(ids)
-            assert text.startswith("\n<|im_start|>user\n")
-            assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")
-            if called is not None:
-                num_answered += 1
-                assert text.split("\n")[2] == f"{int(called[1]) * int(called[2])}<|im_end|>"
-    assert num_answered > 0
-    calls = sum(turn.details["tool_calls"] for sample in rollout.samples for turn in sample.response.turns)
-    line = next(line for line in load_metrics(run_dir / "metrics.jsonl") if "environment/tool_calls" in line)
-    assert line["environment/tool_calls"] == pytest.approx(calls / 32)
 
 
 NUM_ITERATIONS = 30
