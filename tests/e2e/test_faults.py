@@ -1,6 +1,4 @@
-"""Runs whose processes are killed or that are asked to stop end as the one that nobody touched, bit for bit, and so does
-a run of a sweep.
-"""
+"""Runs whose processes are killed or that are asked to stop end as the one that nobody touched, bit for bit."""
 
 import json
 import os
