@@ -58,18 +58,6 @@ def write_search_path(directories: Sequence[Path | str]) -> str:
     return f"{KEY}=[{','.join(map(_quote, entries))}]"
 
 
-def show_overrides(overrides: Sequence[str]) -> list[str]:
-    """The words that a person types for these overrides: `--config-dir DIR` in place of hydra.searchpath."""
-    words: list[str] = []
-    for text in overrides:
-        entries = _read_entries(text) if is_search_path(text) else [""]
-        if all(entry.startswith(_SCHEME) for entry in entries):
-            words += [word for entry in entries for word in (OPTIONS[0], entry.removeprefix(_SCHEME))]
-        else:
-            words.append(text)
-    return words
-
-
 def is_search_path(override: str) -> bool:
     return override.lstrip("+").startswith(f"{KEY}=")
 

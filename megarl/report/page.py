@@ -12,7 +12,7 @@ from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import find_choices, list_preset_values
-from megarl.config.overrides import CONF_DIR, is_search_path, show_overrides
+from megarl.config.overrides import CONF_DIR, is_search_path
 from megarl.report import charts
 from megarl.report.charts import Chart, Curve, Picture, build_curves, draw_curves, name_metrics, pile_up
 from megarl.report.metrics import SECONDS, History
@@ -187,10 +187,7 @@ def _format_head(run: RunRecord) -> Iterator[str]:
 
 def format_command(overrides: Sequence[str]) -> str:
     """The command that starts the run, as a shell reads it."""
-    words = list(overrides)
-    with contextlib.suppress(ConfigError):  # The file may be damaged.
-        words = show_overrides(overrides)
-    return shlex.join(["megarl", "train", *words])
+    return shlex.join(["megarl", "train", *overrides])
 
 
 def list_tiles(run: RunRecord) -> dict[str, str]:

@@ -46,15 +46,13 @@ OF_GROUP = with_choice("advantage", "group")
 IS_ADAPTIVE = (with_choice("advantage", "gae"), needs("lambda_policy", ADAPTIVE))
 MEAN_STAYS = Effect(
     lambda it: not it.advantage.compares_group or it.config.algo.reward_clip or it.node.mean is NormScope.group,
-    "under algo.advantage={config.algo.advantage}, whose comparison within the group cancels it; it counts with gae,"
-    " reinforce or tether, or before an algo.reward_clip",
+    "under algo.advantage={config.algo.advantage}, where it cancels out; it counts with gae, or before a reward_clip",
 )
 HAS_PENALTY = needs("penalty")
 KL_IN_REWARD, HAS_TARGET, KL_IN_LOSS = needs("in_reward", "true"), needs("target"), needs("in_loss", "true")
 MISMATCH_KNOWN = Effect(
     lambda it: it.reads_old_logprobs,
-    "under algo.surrogate={config.algo.surrogate}, where the policy does not score the responses before its update, so"
-    " that the mismatch with the rollout engine is not known; it counts with another than dis and dppo",
+    "under algo.surrogate={config.algo.surrogate}, where no log-probs are compared; it counts with clip or gspo",
 )
 DYNAMIC = needs("enabled", "true")
 PRETRAINS = (WITH_CRITIC, needs("enabled", "true"), needs("steps"))

@@ -122,31 +122,18 @@ def show(value: Any) -> str:
 
 
 YEAR_S = 31_536_000
-DEADLINE: dict[str, Any] = {
-    "low": 1,
-    "high": YEAR_S,
-    "why": "seconds; a busy machine answers no call in less, and clocks end before infinity",
-}
-START: dict[str, Any] = {
-    "low": 10,
-    "high": YEAR_S,
-    "why": "seconds; a process that is well imports torch for as long",
-}
+DEADLINE: dict[str, Any] = {"low": 1, "high": YEAR_S, "why": "seconds; a busy machine answers no call in less"}
+START: dict[str, Any] = {"low": 10, "high": YEAR_S, "why": "seconds; a process imports torch for as long"}
 
-TRAINED = Effect(
-    lambda place: place.command != "evaluate",
-    "in an evaluation, which trains nothing; it counts in python -m megarl.train",
-)
+TRAINED = Effect(lambda it: it.command != "evaluate", "in an evaluation, which trains nothing; it counts in training")
 EVALUATED = Effect(lambda place: place.command != "train", "in training; it counts in python -m megarl.evaluate")
 GENERATED = Effect(
     lambda place: place.command != "train" or place.config.rollout.file is None,
-    "with rollout.file, whose prompts, responses and scores are learned from without a server; it counts with"
-    " rollout.file=null",
+    "with rollout.file, which is learned from without a server; it counts with rollout.file=null",
 )
 NOT_ALONE = Effect(
     lambda place: place.command != "train" or not place.config.has_critic_alone,
-    "where the critic alone learns, from saved rollouts; it counts with train.num_iterations above 0 or with"
-    " algo.value_pretrain.rollouts=null",
+    "where the critic alone learns, from saved rollouts; it counts with train.num_iterations above 0",
 )
 WITH_CRITIC = Effect(
     lambda place: place.has_critic,

@@ -24,8 +24,7 @@ from megarl.cpu import dtype as cpu_dtype
 
 WITH_REFERENCE = Effect(
     lambda it: it.has_reference,
-    "without a reference model of its own; it counts with algo.kl.in_reward=true or algo.kl.in_loss=true and an"
-    " estimator other than full, for which the policy's processes hold the reference",
+    "without a reference model; it counts with algo.kl.in_reward or algo.kl.in_loss and an estimator other than full",
 )
 
 

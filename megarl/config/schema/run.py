@@ -15,13 +15,10 @@ MAX_SAMPLES = 2**20
 THREADS: dict[str, Any] = {"low": 1, "high": 1024, "why": "more than any node has cores"}
 KNOWN: dict[str, Any] = {"above": 0, "when": needs("gpu")}
 SAVES = needs("save_every")
-NOT_OF_EVALUATION = Effect(
-    lambda it: it.command != "evaluate", "in an evaluation, which has a key of its own: evaluate.temperature"
-)
+NOT_OF_EVALUATION = Effect(lambda it: it.command != "evaluate", "in an evaluation, which has evaluate.temperature")
 OF_HELDOUT = Effect(
     lambda it: it.command != "evaluate" or it.config.evaluate.heldout,
-    "in an evaluation of whole sets, of which evaluate.num_problems=N takes a part; it counts with"
-    " evaluate.heldout=true",
+    "in an evaluation of whole sets; it counts with evaluate.heldout=true (evaluate.num_problems=N takes a part)",
 )
 SHARES_GPUS = Effect(
     lambda it: it.offloads_servers,
@@ -29,14 +26,12 @@ SHARES_GPUS = Effect(
 )
 WITHOUT_PASS = Effect(
     lambda it: it.can_reuse_logprobs,
-    "where the policy scores the responses before its update (several optimizer steps in an iteration,"
-    " algo.kl.in_reward, topr, rollout.router_replay, FP8), or nothing reads old_logprobs; it counts with one"
-    " optimizer step and none of these",
+    "where the policy scores the responses before its update in any case, or nothing reads old_logprobs; it counts"
+    " with one optimizer step in an iteration, and without algo.kl.in_reward, topr, rollout.router_replay and FP8",
 )
 IS_MEASURED = Effect(
     lambda it: GENERATED.counts(it) or not it.node.best_metric.startswith(("reward/", "heldout/")),
-    "with rollout.file and checkpoint.best_metric={node.best_metric}, which only generated responses have; it counts"
-    " with another metric of metrics.jsonl",
+    "with rollout.file and checkpoint.best_metric={node.best_metric}, of generated responses; it counts with another",
 )
 
 LEAST_OF_KIND = 0.95

@@ -11,18 +11,13 @@ from megarl.config.schema.key import GENERATED, NOT_ALONE, TRAINED, WITH_CRITIC,
 
 OF_HELDOUT = Effect(
     lambda it: it.command != "evaluate" or it.config.evaluate.heldout or not hasattr(it.node, "prompt_field"),
-    "in an evaluation on a set from files, which takes all of it; evaluate.num_problems=N takes a part, and"
-    " evaluate.heldout=true the part that training holds out",
+    "in an evaluation of a whole set; it counts with evaluate.heldout=true (evaluate.num_problems=N takes a part)",
 )
 RENDERS = Effect(
     lambda it: GENERATED.counts(it) or it.node.critic_prompt is not None,
     "with rollout.file, which has the prompts' tokens; it counts with data.critic_prompt or with rollout.file=null",
 )
-SCORING: dict[str, Any] = {
-    "low": 0.01,
-    "high": 3600,
-    "why": "seconds; starting to compare two expressions takes a hundredth",
-}
+SCORING: dict[str, Any] = {"low": 0.01, "high": 3600, "why": "seconds; to start a comparison takes a hundredth"}
 
 
 @dataclass

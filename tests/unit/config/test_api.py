@@ -17,16 +17,13 @@ from megarl.run.resume import save_run
 
 ROOT = Path(__file__).resolve().parents[3]
 BLOCKS = re.findall(r"^```python( run)?\n(.*?)^```", (ROOT / "docs/python-api.md").read_text(), re.M | re.S)
+TRAINS = "megarl.train("
+"""In the block that would train the default job"""
 
 
-def test_compose_gives_what_the_command_line_composes():
-    assert compose("algo=grpo", "seed=2") == load_config(["algo=grpo", "seed=2"])
-    assert compose() == load_config([])
-
-
-def test_composing_leaves_hydra_as_it_was(tmp_path):
+def test_composing_gives_what_the_command_line_does_and_leaves_hydra_as_it_was(tmp_path):
     (tmp_path / "mine.yaml").write_text("a: 1\n")
-    compose()
+    assert compose("algo=grpo", "seed=2") == load_config(["algo=grpo", "seed=2"])
     assert not GlobalHydra.instance().is_initialized()
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
         assert compose("algo=grpo").algo.name == "grpo"
@@ -36,9 +33,9 @@ def test_composing_leaves_hydra_as_it_was(tmp_path):
 def test_files_of_ones_own_are_composed(tmp_path):
     (tmp_path / "algo").mkdir()
     (tmp_path / "algo" / "mine.yaml").write_text("# @package _global_\ndefaults: [vapo]\nalgo: {name: mine}\n")
-    assert compose("algo=mine", config_dir=tmp_path).algo.name == "mine"
-    assert compose("algo=mine", config_dir=[tmp_path]).algo.name == "mine"
-    with pytest.raises(ConfigError, match="config_dir: found /nowhere"):
+    for config_dir in (tmp_path, [tmp_path]):
+        assert compose("algo=mine", config_dir=config_dir).algo.name == "mine"
+    with pytest.raises(ConfigError, match="found /nowhere"):
         compose(config_dir="/nowhere")
 
 
@@ -47,31 +44,22 @@ def test_importing_the_api_and_composing_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
-def test_a_field_that_was_set_wrongly_is_refused_before_anything_starts(tmp_path):
+def test_a_field_that_was_set_wrongly_and_another_runs_folder_are_refused_before_anything_starts(tmp_path):
     config = compose()
     config.train.samples_per_minibatch = 100
     with pytest.raises(ConfigError, match=r"train\.samples_per_minibatch: found 100"):
         train(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_another_runs_folder_is_refused_by_what_differs(tmp_path):
     save_run(tmp_path / "run", compose("seed=1"), [])
     with pytest.raises(ConfigError, match="seed: the run has 1, now 2"):
         train(compose("seed=2"), tmp_path / "run")
 
 
-TRAINS = "megarl.train("
-"""In the block that would train the default job"""
-
-
 @pytest.mark.parametrize("number", [n for n, (is_run, code) in enumerate(BLOCKS) if not is_run and TRAINS not in code])
 def test_the_blocks_of_the_page_run(number, capsys):
-    assert len(BLOCKS) == 6
     code = BLOCKS[number][1]
     exec(compile(code, f"docs/python-api.md block {number}", "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out
     for expected in re.findall(r"# (algo\..*)$", code, re.M):
         assert expected in printed
-    if "compute_gae" in code:
-        assert "0.8000, 0.5000, 0.1000" in printed
+    assert "compute_gae" not in code or "0.8000, 0.5000, 0.1000" in printed

@@ -5,11 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from megarl.algo.registry import find_policy_loss, needs_critic
-from megarl.algo.rewards import compute_overlong_penalty, compute_scaled_rewards
 from megarl.config.checks.keys import find_unused
 from megarl.config.load import list_options, load_config
 from megarl.config.schema.root import Config
@@ -199,30 +197,3 @@ def test_a_declared_difference_is_the_presets_value_and_not_the_papers(algo: str
     assert found == set(listed)
     assert str(published) != ours
     assert why
-
-
-def test_under_dapo_a_right_answer_at_the_length_limit_is_worth_more_than_a_short_wrong_one() -> None:
-    for model in MODELS:
-        config = load("dapo", model)
-        limit = config.rollout.response_length
-        rewards = compute_scaled_rewards(torch.tensor([1.0, 0.0]), config.reward.wrong)
-        penalty = compute_overlong_penalty(torch.tensor([limit, 10]), config.algo.overlong, limit)
-        at_limit, short = (rewards + penalty).tolist()
-        assert (at_limit, short) == (0.0, -1.0)
-
-
-def test_the_tiny_model_replaces_every_size_and_optimizer_of_the_presets() -> None:
-    changed = set()
-    for algo in ALGOS:
-        values = read_values(algo, "tiny")
-        changed.add(
-            tuple(
-                values[f"{role}.optimizer.{name}"]
-                for role in ("policy", "critic")
-                for name in ("lr", "warmup_steps", "weight_decay", "beta2")
-            )
-        )
-        assert values["train.samples_per_iteration"] == 256
-        assert values["train.num_minibatches"] == 1 or values["train.samples_per_minibatch"] == 64
-        assert values["reward.wrong"] == 0.0
-    assert changed == {(2e-3, 0, 0.0, 0.95, 2e-3, 0, 0.0, 0.95)}

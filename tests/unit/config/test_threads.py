@@ -17,26 +17,24 @@ from megarl.cpu.threads import (
 )
 
 STALE = ("rollout.max_staleness=1", "algo.mismatch.correction=tis")
+ALONE = ("algo.value_pretrain.rollouts=/x.jsonl", "train.num_iterations=0")
 
 
 @pytest.mark.parametrize(
     ("overrides", "num_cores", "command", "expected"),
     [
         # Policy and critic update at the same time; the server generates while they rest.
-        ((), 2, "train", (1, 2)),
         ((), 16, "train", (8, 16)),
         # Without a critic the policy has all of them.
-        (("algo=grpo",), 2, "train", (2, 2)),
         (("algo=grpo", "algo.kl.in_loss=true", "algo.kl.loss_coef=0.01"), 2, "train", (2, 2)),
         (("algo=grpo", "policy.parallel.num_processes=2", "policy.parallel.tp=2"), 8, "train", (4, 8)),
         (("rollout.num_servers=3",), 8, "train", (4, 2)),
         (("rollout.num_servers=2", "rollout.tp=2"), 8, "train", (4, 2)),
         # The server generates beside the updates.
         (STALE, 12, "train", (4, 4)),
-        (STALE, 2, "train", (1, 1)),
         (("algo=grpo", *STALE), 2, "train", (1, 1)),
         (("algo=grpo",), 7, "evaluate", (7, 7)),
-        (("algo.value_pretrain.rollouts=/x.jsonl", "train.num_iterations=0"), 16, "train", (16, 16)),
+        (ALONE, 16, "train", (16, 16)),
         # GPUs are counted: the threads have no effect on them.
         (("cluster.gpus_per_node=8", "cluster.placement=split"), 64, "train", (1, 1)),
     ],
@@ -45,43 +43,24 @@ def test_the_cores_are_shared_by_the_processes_that_work_at_the_same_time(overri
     assert share_cores(load_config([*overrides], None), num_cores, command) == expected
 
 
-def test_a_number_that_is_given_stays_and_the_other_is_decided():
+def test_a_number_that_is_given_or_recorded_stays_and_the_other_is_decided():
     settled = settle_threads(load_config(["algo=grpo", "cluster.cpu_threads_per_worker=3"]), num_cores=8)
     assert list_threads(settled) == {WORKER_KEY: 3, SERVER_KEY: 8}
     assert describe_threads(settled) == "CPU threads: 3 of each training process, 8 of each server"
-
-
-def test_a_resumed_run_keeps_its_numbers_on_another_machine_unless_they_are_given():
-    config = load_config(["algo=grpo"])
-    recorded = list_threads(settle_threads(config, num_cores=8))
-    assert list_threads(settle_threads(config, recorded=recorded, num_cores=2)) == {WORKER_KEY: 8, SERVER_KEY: 8}
     given = load_config(["algo=grpo", "rollout.num_threads=2"])
+    recorded = list_threads(settle_threads(load_config(["algo=grpo"]), num_cores=8))
     assert list_threads(settle_threads(given, recorded=recorded, num_cores=2)) == {WORKER_KEY: 8, SERVER_KEY: 2}
-
-
-def test_where_gpus_are_counted_nothing_is_said_of_threads():
     assert describe_threads(load_config(["cluster.gpus_per_node=8"])) == ""
 
 
 @pytest.mark.parametrize(
     ("limit", "quota", "expected"),
-    [
-        ("", "max 100000", 6),
-        ("2", "max 100000", 2),
-        ("4,2", "max 100000", 4),
-        ("many", "max 100000", 6),
-        ("64", "max 100000", 6),
-        ("", "250000 100000", 3),
-        ("", "1000 100000", 1),
-        ("0", "max 100000", 1),
-    ],
-)
+    [("", "max 100000", 6), ("4,2", "max 100000", 4), ("many", "max 100000", 6), ("64", "max 100000", 6),
+     ("", "250000 100000", 3), ("", "1000 100000", 1), ("0", "max 100000", 1)],
+)  # fmt: skip
 def test_cores_are_those_of_affinity_quota_and_environment(monkeypatch, tmp_path, limit, quota, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(6)))
     monkeypatch.setattr(threads, "CGROUP_QUOTA", tmp_path / "cpu.max")
     (tmp_path / "cpu.max").write_text(f"{quota}\n")
     monkeypatch.setenv("OMP_NUM_THREADS", limit)
     assert count_cores() == expected
-    (tmp_path / "cpu.max").unlink()
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    assert count_cores() == 6

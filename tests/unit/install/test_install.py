@@ -72,14 +72,6 @@ def test_an_extra_adds_only_what_the_base_lacks() -> None:
         assert not extra.keys() & read_lock(f"{platform}.lock").keys()
 
 
-def test_a_step_runs_once_for_the_same_content_and_again_for_another(installer: ModuleType) -> None:
-    runs: list[str] = []
-    assert installer.step("lock", "a==1", lambda: runs.append("first"))
-    assert not installer.step("lock", "a==1", lambda: runs.append("not needed"))
-    assert installer.step("lock", "a==2", lambda: runs.append("changed"))
-    assert runs == ["first", "changed"]
-
-
 PINS = {
     "torch": "torch==2.14.1",
     "cuda-toolkit": "cuda-toolkit==13.0.3.0",
@@ -91,29 +83,15 @@ PINS = {
 }
 
 
-def write_toolkit(home: Path, release: str) -> Path:
-    (home / "include").mkdir(parents=True)
-    (home / "include" / "cuda_runtime.h").touch()
-    (home / "bin").mkdir()
-    nvcc = home / "bin" / "nvcc"
-    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.88'\n")
-    nvcc.chmod(0o755)
-    return home
-
-
 @pytest.mark.parametrize("without", ["toolkit", "c++"])
 def test_without_toolkit_or_compiler_nothing_is_made_or_downloaded(
     installer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: str
 ) -> None:
-    def start(*arguments: object, **options: object) -> None:
-        raise AssertionError("a process was started")
-
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
     find = shutil.which
     monkeypatch.setattr(installer.shutil, "which", lambda name, **rest: None if name == without else find(name, **rest))
     monkeypatch.setattr(installer, "VENV", tmp_path / ".venv")
-    monkeypatch.setattr(installer.venv, "create", start)
-    monkeypatch.setattr(installer.subprocess, "run", start)
+    monkeypatch.setattr(installer.subprocess, "run", None)
     message = {"toolkit": "nowhere has no bin/nvcc", "c++": "c++ cannot be found.\nOn Debian: apt-get install gcc g++"}
     with pytest.raises(SystemExit, match=re.escape(message[without])):
         installer.main(["cuda"])
@@ -124,48 +102,56 @@ def test_the_key_of_a_wheel_changes_with_all_that_it_is_compiled_against(install
     key = installer.name_wheel_folder(PINS, "90")
     assert key.startswith("transformer-engine-torch-2.20.2_torch2.14.1_cuda13.0_python3.")
     assert re.fullmatch(r"[\w.-]+", installer.name_wheel_folder(PINS, "80;90"))
-    changes = {
-        "torch": "torch==2.14.2",
-        "cuda-toolkit": "cuda-toolkit==13.1.0",
-        "nvidia-cudnn-cu13": "nvidia-cudnn-cu13==9.25.0",
-        "transformer-engine-torch": "transformer-engine-torch==2.21.0",
-    }
+    changes = {"torch": "2.14.2", "cuda-toolkit": "13.1.0", "nvidia-cudnn-cu13": "9.25.0"}
+    changes = {name: f"{name}=={version}" for name, version in changes.items()}
     keys = {installer.name_wheel_folder({**PINS, name: pin}, "90") for name, pin in changes.items()}
     assert len(keys | {key, installer.name_wheel_folder(PINS, "100")}) == len(changes) + 2
     assert installer.name_wheel_folder({**PINS, "requests": "requests==3"}, "90") == key
 
 
-@pytest.fixture
-def pip_calls(installer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    """The calls of pip, in place of which `pip wheel` writes an empty wheel; the build can be imported."""
+def test_a_wheel_is_built_once_and_installed_with_the_other_parts_at_once(
+    installer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[tuple[str, ...]] = []
 
     def pip(*arguments: str, **options: object) -> None:
+        """In place of `pip wheel` an empty wheel; the build can be imported."""
         calls.append(arguments)
         for argument in arguments:
             if argument.startswith("--wheel-dir="):
                 (Path(argument.split("=")[1]) / "transformer_engine_torch.whl").touch()
 
-    monkeypatch.setattr(installer, "pip", pip)
-    monkeypatch.setattr(installer, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(installer, "VENV", tmp_path / ".venv")
-    monkeypatch.setattr(installer, "PYTHON", Path("/bin/true"))
-    monkeypatch.setenv("CUDA_HOME", str(write_toolkit(tmp_path / "cuda", "13.0")))
-    return calls
-
-
-def test_a_wheel_is_built_once_and_installed_with_the_other_parts_at_once(
-    installer: ModuleType, pip_calls: list[tuple[str, ...]], tmp_path: Path
-) -> None:
+    home = tmp_path / "cuda"
+    for file in ("include/cuda_runtime.h", "bin/nvcc"):
+        (home / file).parent.mkdir(parents=True)
+        (home / file).write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+        (home / file).chmod(0o755)
+    for name, value in {"pip": pip, "CACHE": tmp_path, "VENV": tmp_path / ".venv", "PYTHON": Path("/bin/true")}.items():
+        monkeypatch.setattr(installer, name, value)
+    monkeypatch.setenv("CUDA_HOME", str(home))
     for _ in range(2):
         installer.install_transformer_engine(PINS)
-    assert [call[0] for call in pip_calls] == ["uninstall", "wheel", "install", "uninstall", "install"]
-    assert "--no-cache-dir" in pip_calls[1], "pip's cache does not know which torch a wheel was built against"
-    assert pip_calls[2] == pip_calls[4]
-    *_, first, second, wheel = pip_calls[2]
+    assert [call[0] for call in calls] == ["uninstall", "wheel", "install", "uninstall", "install"]
+    assert "--no-cache-dir" in calls[1], "pip's cache does not know which torch a wheel was built against"
+    assert calls[2] == calls[4]
+    *_, first, second, wheel = calls[2]
     assert (first, second) == ("transformer-engine==2.20.2", "transformer-engine-cu13==2.20.2")
-    assert Path(wheel).parent == tmp_path / "cache" / "wheels" / installer.name_wheel_folder(PINS, "90")
+    assert Path(wheel).parent == tmp_path / "wheels" / installer.name_wheel_folder(PINS, "90")
     assert Path(wheel).is_file()
+
+
+def test_the_image_has_the_cuda_of_the_locked_torch_and_every_package_by_the_installer() -> None:
+    """slurm/Dockerfile; extensions are compiled against torch by the image's nvcc."""
+    lines = [line for line in (ROOT / "slurm" / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
+    text, pins = re.sub(r"\\\n\s*", " ", "\n".join(lines)), read_lock("cuda.lock")
+    base = re.search(r"^FROM nvidia/cuda:(\d+)\.(\d+)\.\d+-cudnn-devel-ubuntu24\.04$", text, re.MULTILINE)
+    assert base
+    assert pins["cuda-toolkit"].startswith(f"{base[1]}.{base[2]}.")
+    assert pins[f"transformer-engine-cu{base[1]}"] == pins["transformer-engine-torch"]
+    assert "tools/install/install.sh cuda" in text
+    assert not re.search(r"[\w\]-]+ *[=~<>]=+ *\d|@[0-9a-f]{7,}", text), "versions stand in tools/install/cuda.lock"
+    # Only wheels that whoever builds the image brings, such as one of NVIDIA's apex.
+    assert re.findall(r"pip install \S+ \S+", text) == ["pip install --no-deps --no-index"]
 
 
 def test_the_module_that_a_site_loads_is_of_the_locked_torchs_cuda() -> None:

@@ -51,23 +51,15 @@ def test_the_commands_of_an_installed_megarl_find_the_configuration(site, tmp_pa
     assert "SLURM_JOB_NUM_NODES" in plan
 
 
-def test_the_toys_of_an_installed_megarl_make_their_problems_and_answer(site, tmp_path):
+def test_the_toys_of_an_installed_megarl_make_their_problems(site, tmp_path):
     source = """
 from megarl.config.load import load_config
 from megarl.task.data import load_problems
-from megarl.task.environments import build_environment
-from megarl.task.tools import describe_tool, find_tools
 
 for words in ([], ["experiment=guess"], ["experiment=calculator"]):
-    config = load_config(words)
-    print(load_problems(config.data, 1).train[0].messages[-1].content)
-print(build_environment(load_config(["experiment=guess"]).environment)[1]().step)
-print(describe_tool(find_tools(["calculator"])[0])["function"]["name"])
+    print(load_problems(load_config(words).data, 1).train[0].messages[-1].content)
 """
-    found = run(site, tmp_path, "-c", source)
-    assert "1-7" in found
-    assert "Guess.step" in found
-    assert "calculator" in found
+    assert "1-7" in run(site, tmp_path, "-c", source)
 
 
 def test_the_console_script_of_an_installed_megarl_makes_a_task(site, tmp_path):

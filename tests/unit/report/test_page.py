@@ -62,11 +62,8 @@ def test_the_configuration_is_shown_as_a_difference_to_its_preset(run_dir):
     run = load_run(run_dir)
     assert find_changes(run) == (["algo=vapo"], {"algo.clip_high": (0.28, 0.4)})
     assert "algo.clip_high 0.28 0.4" in Page(format_run_page(run)).text
-    given = ["algo=vapo", "data.instruction='{question} Reply.'"]
-    assert shlex.split(format_command(["hydra.searchpath=['file:///a']", *given])) == [
-        *("megarl", "train", "--config-dir", "/a"),
-        *given,
-    ]
+    given = ["hydra.searchpath=['file:///a']", "algo=vapo", "data.instruction='{question} Reply.'"]
+    assert shlex.split(format_command(given)) == ["megarl", "train", *given]
 
 
 def test_the_settings_in_an_experiment_of_the_users_own_are_shown_beside_the_groups_that_it_chooses(tmp_path):
