@@ -43,15 +43,13 @@ def main() -> None:
 
 
 def create_task(words: list[str]) -> None:
-    """`megarl new DIR`: copy examples/own_task, which trains as it is, into a folder that is new or empty."""
+    """`megarl new DIR`: copy examples/own_task, which trains as it is, into a new folder."""
     if len(words) != 1 or words[0].startswith("-"):
         print("usage: megarl new DIR: a folder with a task of your own, which trains as it is")
         sys.exit(0 if words in (["-h"], ["--help"]) else EXIT_USAGE)
     directory = Path(words[0])
     try:
-        if directory.exists() and any(directory.iterdir()):
-            _end(f"new: found {directory}, which is there already; name a folder that is not, or an empty one")
-        shutil.copytree(EXAMPLE, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "runs"))
+        shutil.copytree(EXAMPLE, directory, ignore=shutil.ignore_patterns("__pycache__", "runs"))
     except OSError as error:
         _end(f"new: {directory} cannot be made: {error}")
     print(f"{directory}: README.md says what to change")

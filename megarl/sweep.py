@@ -248,12 +248,9 @@ OPTUNA = {
     "hydra.sweeper.sampler.seed": "1",
 }
 """Defaults with hydra/sweeper=optuna. A sampler with a seed proposes the same runs when the sweep is started again."""
-LOCAL_LAUNCHER = {"hydra.launcher.timeout_min": "14400"}
-"""Defaults with hydra/launcher=submitit_local, which would end every run after an hour"""
 ON_SLURM = "hydra/launcher=slurm"
 NODES, NODES_OF_JOB = "hydra.launcher.nodes=", "hydra.launcher.additional_parameters.nodes="
 """submitit waits for a result from every node it knows of; with hydra/launcher=slurm only the first node gives one"""
-NO_SEED = "hydra/sweeper/sampler=grid"
 
 
 def run_sweep(start: Callable[[], object]) -> int:
@@ -323,11 +320,6 @@ def complete_arguments(arguments: Sequence[str]) -> tuple[list[str], Path]:
         completed = [text.replace(NODES, NODES_OF_JOB) if text.startswith(NODES) else text for text in completed]
     if fixed:
         completed.append(f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]")
-    defaults = OPTUNA if "hydra/sweeper=optuna" in arguments else {}
-    defaults = defaults | (LOCAL_LAUNCHER if "hydra/launcher=submitit_local" in arguments else {})
-    completed += [
-        f"{key}={value}"
-        for key, value in defaults.items()
-        if key not in values and not (key.endswith(".seed") and NO_SEED in arguments)
-    ]
+    if "hydra/sweeper=optuna" in arguments:
+        completed += [f"{key}={value}" for key, value in OPTUNA.items() if key not in values]
     return completed, sweep_dir

@@ -155,7 +155,7 @@ def test_a_new_task_has_all_files_of_the_example_and_takes_nothings_place(monkey
     for name in ("README.md", "my_reward.py", "prompts.jsonl", "experiment/own_task.yaml"):
         assert (mine / name).read_bytes() == (ROOT / "examples" / "own_task" / name).read_bytes()
     (tmp_path / "file").write_text("")
-    for taken, message in ((tmp_path / "a", "is there already"), (tmp_path / "file", "Not a directory")):
+    for taken, message in ((tmp_path / "a", "File exists"), (tmp_path / "file", "File exists")):
         code, text = call(monkeypatch, capsys, "new", str(taken))
         assert (code, message in text) == (2, True)
     assert call(monkeypatch, capsys, "new")[0] == 2
