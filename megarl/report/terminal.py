@@ -113,7 +113,7 @@ class Progress:
         return ""
 
     def list_lines(self) -> Iterator[str]:
-        """Phase; rewards; servers and workers; the last warning. Those that there are."""
+        """Phase; rewards; responses under way; the last warning. Those that there are."""
         if phase := self.describe_phase():
             yield phase
         if self._rewards:

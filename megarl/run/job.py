@@ -136,7 +136,8 @@ def open_components(
         groups = opened.start_groups()
         generation = opened.open_generation(groups[Role.policy]) if inputs.saved_groups is None else None
         components = build_components(stack, config, inputs, run_dir, report, groups, generation, journal)
-        report.show_processes(partial(_describe_processes, groups, components))
+        if (collector := components.collector) is not None:
+            report.show_processes(lambda: f"{collector.num_running} responses under way")
         yield components
 
 
@@ -170,9 +171,9 @@ def build_components(
     )
     if (it := generation) is None:
         return components
-    writer = (
-        stack.enter_context(contextlib.closing(RolloutWriter(run_dir / FILE_NAME))) if logger.save_rollouts else None
-    )
+    writer = RolloutWriter(run_dir / FILE_NAME) if logger.save_rollouts else None
+    if writer is not None:
+        stack.callback(writer.close)
     options = {"journal": journal, "eval_sets": inputs.eval_sets}
     return replace(
         components,
@@ -185,17 +186,6 @@ def build_components(
         servers=it.servers,
         offloader=it.offloader,
     )
-
-
-def _describe_processes(groups: Mapping[Role, WorkerGroup], components: TrainerComponents) -> str:
-    """`2 servers, 192 responses under way | policy 4 workers | critic 2 workers`, for the live display."""
-    found = [(role.value, "worker", group.num_ranks) for role, group in groups.items()]
-    parts = [f"{name} {number} {what}{'s' * (number != 1)}" for name, what, number in found]
-    if components.engine is None or components.collector is None:
-        return " | ".join(parts)
-    number, running = components.engine.num_servers, components.collector.num_running
-    servers = f"{number} server{'s' * (number != 1)}" + (f", {running} responses under way" if running else "")
-    return " | ".join([servers, *parts])
 
 
 @dataclass(frozen=True)
