@@ -137,30 +137,8 @@ class Bucket:
         return self.offsets[-1] + self.copies[-1].num_bytes
 
 
-@dataclass(frozen=True)
-class Plan:
-    copies: Mapping[tuple[int, int], tuple[Copy, ...]]
-    """The copies of each (training rank, server rank), in the order of the server rank's tensors"""
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(self.sent.values())
-
-    @cached_property
-    def sent(self) -> dict[int, int]:
-        """Bytes that each training rank sends."""
-        return self._sum(0)
-
-    @cached_property
-    def received(self) -> dict[int, int]:
-        """Bytes that each server rank receives."""
-        return self._sum(1)
-
-    def _sum(self, side: int) -> dict[int, int]:
-        sums: dict[int, int] = defaultdict(int)
-        for pair, copies in self.copies.items():
-            sums[pair[side]] += sum(copy.num_bytes for copy in copies)
-        return dict(sums)
+Plan = Mapping[tuple[int, int], tuple[Copy, ...]]
+"""The copies of each (training rank, server rank), in the order of the server rank's tensors"""
 
 
 def build_plan(
@@ -202,11 +180,10 @@ def build_plan(
         )
         loads[source] += copy.num_bytes
         chosen[source, rank].append((number, copy))
-    ordered = {
+    return {
         pair: tuple(copy for _, copy in sorted(copies, key=lambda item: (item[0], item[1].target)))
         for pair, copies in sorted(chosen.items())
     }
-    return Plan(ordered)
 
 
 def _find_holders(sources: Pieces) -> dict[str, dict[TensorSlice, list[tuple[int, Piece]]]]:
@@ -245,8 +222,8 @@ def cut_buckets(plan: Plan, max_bytes: int) -> list[Bucket]:
     All ranks send and receive in this order: pairs of ranks take turns, so that all are busy and none deadlocks.
     """
     turns: dict[int, list[Bucket]] = defaultdict(list)
-    sources = sorted({source for source, _ in plan.copies})
-    for (source, target), copies in plan.copies.items():
+    sources = sorted({source for source, _ in plan})
+    for (source, target), copies in plan.items():
         for turn, bucket in enumerate(_fill_buckets(source, target, copies, max_bytes)):
             turns[turn].append(bucket)
 

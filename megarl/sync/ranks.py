@@ -256,7 +256,7 @@ class Session:
     def near(self) -> list[tuple[int, int]]:
         """The pairs (training rank, server rank) that exchange weights within a node."""
         sources, targets = self.nodes
-        return [(source, target) for source, target in self.plan.copies if sources[source] == targets[target]]
+        return [(source, target) for source, target in self.plan if sources[source] == targets[target]]
 
     @property
     def far(self) -> list[list[tuple[int, int]]]:
@@ -265,7 +265,7 @@ class Session:
         """
         sources, targets = self.nodes
         lists: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        for source, target in self.plan.copies:
+        for source, target in self.plan:
             if sources[source] != targets[target]:
                 lists[targets[target]].append((source, target))
         return list(lists.values())

@@ -1,5 +1,6 @@
 """What each rank of a policy holds under a layout, without a process of it."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -7,7 +8,7 @@ from megarl.config.schema.roles import ParallelConfig
 from megarl.mcore.entries import EMBEDDING, FINAL_NORM, HEAD, Entry, describe, list_layer
 from megarl.models.architecture import Architecture
 from megarl.sync.pieces import describe_rank
-from megarl.sync.plan import Piece
+from megarl.sync.plan import Piece, Plan
 
 
 def predict_ranks(
@@ -67,3 +68,11 @@ def find_layers(num_layers: int, parallel: ParallelConfig, stage: int, megatron:
     sizes[0] = sizes[0] if first is None else first
     sizes[-1] = sizes[-1] if last is None else last
     return list(range(sum(sizes[:stage]), sum(sizes[: stage + 1])))
+
+
+def count_bytes(plan: Plan, side: int) -> Counter[int]:
+    """Bytes that each training rank sends (side 0) or each server rank receives (side 1)."""
+    found: Counter[int] = Counter()
+    for pair, copies in plan.items():
+        found[pair[side]] += sum(copy.num_bytes for copy in copies)
+    return found

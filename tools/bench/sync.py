@@ -278,7 +278,7 @@ def measure(
     assert session is not None
     whole = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     gathered = whole * (NUM_RANKS - 1) / NUM_RANKS
-    moved = dict(zip(ways, (session.plan.num_bytes, gathered + TP * whole, whole + TP * whole), strict=True))
+    moved = dict(zip(ways, (session.bound, gathered + TP * whole, whole + TP * whole), strict=True))
     rows = [
         {
             "way": way,

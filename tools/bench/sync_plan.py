@@ -9,7 +9,7 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
-from policy_pieces import predict_ranks
+from policy_pieces import count_bytes, predict_ranks
 from speed import Result
 
 from megarl.config.schema.roles import ParallelConfig
@@ -52,12 +52,13 @@ def compute_row(
     targets = {server * tp + rank: one[rank] for server in range(num_servers) for rank in range(tp)}
     dtypes = {piece.tensor: "bfloat16" for pieces in one for piece in pieces}
     plan = build_plan(sources, targets, dtypes)
-    busiest = max(*plan.sent.values(), *plan.received.values())
-    whole = sum(plan.received.values()) / num_servers
+    sent, received = (count_bytes(plan, side) for side in range(2))
+    busiest, total = max(*sent.values(), *received.values()), received.total()
+    whole = total / num_servers
     return {
         "layout": name,
-        "GB": plan.num_bytes / 1e9,
-        "over the least": plan.num_bytes / compute_bound(targets, dtypes),
+        "GB": total / 1e9,
+        "over the least": total / compute_bound(targets, dtypes),
         "gather and broadcast GB": compute_broadcast(sources, targets, dtypes) / 1e9,
         "busiest GPU GB": busiest / 1e9,
         "seconds": busiest / NIC,

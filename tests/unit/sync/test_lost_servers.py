@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from concurrent.futures import CancelledError
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -163,25 +162,6 @@ def test_a_lost_server_shows_its_exit_status_once_it_is_known(checkpoint, monkey
         times = [at for _, at in server.asked]
         assert len(times) == 3
         assert min(b - a for a, b in itertools.pairwise(times)) > 0.25
-
-
-def test_cancelling_ends_a_rollout_of_another_thread_without_asking_again(checkpoint):
-    caught = []
-
-    def generate():
-        with pytest.raises(CancelledError):
-            generate_groups(engine, PROMPTS, num_responses=1, temperature=1.0)
-        caught.append(True)
-
-    with serving({"/generate": "hang"}) as server:
-        engine = SGLangEngine([server.url], checkpoint, RolloutConfig(), check_processes=build_check(0.0))
-        thread = threading.Thread(target=generate)
-        thread.start()
-        while not server.asked:
-            time.sleep(0.01)
-        engine.cancel()
-        thread.join(10)
-        assert (caught, len(server.asked)) == ([True], 1)
 
 
 @pytest.mark.parametrize(

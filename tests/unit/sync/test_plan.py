@@ -37,8 +37,7 @@ from megarl.sync.plan import (
 )
 
 policy_pieces = load_tool("bench/policy_pieces.py")
-predict_ranks = policy_pieces.predict_ranks
-find_layers = policy_pieces.find_layers
+predict_ranks, count_bytes = policy_pieces.predict_ranks, policy_pieces.count_bytes
 
 
 def build_architecture(family: str, num_kv_heads: int = 2, tied: bool = False, vocab_size: int = 70) -> Architecture:
@@ -179,7 +178,7 @@ def test_carried_out_the_plan_gives_every_server_rank_what_sglang_would_load_and
     # Each element of the vocabulary reaches one rank of every server; further rows of its tensors are padding.
     padding = num_servers * (find_vocab_rows(vocab_size, tp) * tp - vocab_size) * arch.hidden_size * (1 if tied else 2)
     least = 4 * (sum(x.numel() for held in expected.values() for x in held.values()) - padding)
-    assert plan.num_bytes == least == compute_bound(targets, dtypes)
+    assert count_bytes(plan, 0).total() == least == compute_bound(targets, dtypes)
     assert sum(each.num_bytes for each in cut_buckets(plan, bucket)) == least
 
 
@@ -204,8 +203,8 @@ def test_replicas_share_the_sending_evenly() -> None:
     targets = {rank: predict_server_rank(arch, 2, rank % 2) for rank in range(4)}
     dtypes = dict.fromkeys((piece.tensor for piece in targets[0]), "bfloat16")
     plan = build_plan(predict_ranks(arch, ParallelConfig(num_processes=8, tp=2, sp=True)), targets, dtypes)
-    assert set(plan.sent) == set(range(8))
-    assert max(plan.sent.values()) <= 1.1 * min(plan.sent.values())
+    assert set(count_bytes(plan, 0)) == set(range(8))
+    assert max(count_bytes(plan, 0).values()) <= 1.1 * min(count_bytes(plan, 0).values())
 
 
 def test_a_replica_on_the_receivers_node_sends_before_one_elsewhere() -> None:
@@ -215,9 +214,10 @@ def test_a_replica_on_the_receivers_node_sends_before_one_elsewhere() -> None:
     targets = {rank: predict_server_rank(arch, 2, rank % 2) for rank in range(4)}
     dtypes = {piece.tensor: "bfloat16" for pieces in targets.values() for piece in pieces}
     plan = build_plan(sources, targets, dtypes, lambda source, target: source // 2 == target // 2)
-    assert {source // 2 == target // 2 for source, target in plan.copies} == {True}
-    assert plan.num_bytes == compute_bound(targets, dtypes)
-    assert (plan.sent[0], plan.sent[1]) == (plan.sent[2], plan.sent[3])
+    assert {source // 2 == target // 2 for source, target in plan} == {True}
+    assert count_bytes(plan, 0).total() == compute_bound(targets, dtypes)
+    sent = count_bytes(plan, 0)
+    assert (sent[0], sent[1]) == (sent[2], sent[3])
 
 
 def test_a_norm_comes_from_a_rank_that_sends_to_the_server_rank_anyway() -> None:
@@ -229,7 +229,7 @@ def test_a_norm_comes_from_a_rank_that_sends_to_the_server_rank_anyway() -> None
         rank: [Piece(whole, 0, 0, whole, big), Piece("norm", 0, 0, "norm", norm)] for rank, whole in enumerate("ba")
     }
     plan = build_plan(sources, targets, dict.fromkeys(["a", "b", "norm"], "bfloat16"))
-    assert set(plan.copies) == {(1, 0), (0, 1)}
+    assert set(plan) == {(1, 0), (0, 1)}
 
 
 def test_a_server_of_another_model_is_refused_naming_the_tensor() -> None:

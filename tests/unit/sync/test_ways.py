@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.config.schema.run import RolloutConfig, Transport
-from megarl.sync.plan import Bucket, Copy, Plan, TensorSlice
+from megarl.sync.plan import Bucket, Copy, TensorSlice
 from megarl.sync.ranks import Session
 from megarl.sync.sync import ShardSync
 
@@ -19,7 +19,7 @@ def make_session(nodes: tuple[Sequence[str], Sequence[str]], pairs: Sequence[tup
     buckets = [Bucket(source, target, (COPY,)) for source, target in pairs]
     num_ranks = len(nodes[0]), len(nodes[1])
     pids = [100 + source for source in range(num_ranks[0])]
-    return Session(Plan(dict.fromkeys(pairs, (COPY,))), buckets, 40, num_ranks, nodes, pids)
+    return Session(dict.fromkeys(pairs, (COPY,)), buckets, 40, num_ranks, nodes, pids)
 
 
 TWO_NODES = make_session((["a", "b"], ["a", "b"]), [(0, 0), (0, 1), (1, 0), (1, 1)])
