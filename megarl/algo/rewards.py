@@ -67,18 +67,14 @@ def compute_adapted_coef(coef: float, kl: float, target: float, horizon: float, 
     return coef * (1.0 + error * num_samples / horizon)
 
 
-def compute_mean_kl(find_kl: Callable[[Block], Tensor], mask_BT: Tensor, mode: LossAggMode) -> float:
-    """The KL of a batch as one number, aggregated over its generated tokens as a loss is; 0 where there are none.
+def compute_mean_kl(find_kl: Callable[[Block], Tensor], mask_BT: Tensor) -> float:
+    """The KL of a batch as one number: the mean over responses of their tokens' means; 0 where there are none.
 
-    find_kl: gives that of a block's tokens, float [R]. mask_BT: bool [B, T]. Sequences without generated tokens do not
-    count. Raises ValueError for seq-mean-token-sum-norm.
+    find_kl: gives that of a block's tokens, float [R]. mask_BT: bool [B, T].
     """
-    lengths = count_generated(mask_BT)
-    counts = int(lengths.sum()), int((lengths > 0).sum())
-    return sum(
-        float(aggregate(find_kl(block), mode, block.token_rows, block.lengths, *counts))
-        for block in split_blocks(mask_BT)
-    )
+    lengths, mode = count_generated(mask_BT), LossAggMode["seq-mean-token-mean"]
+    counts, blocks = (int(lengths.sum()), int((lengths > 0).sum())), split_blocks(mask_BT)
+    return sum(float(aggregate(find_kl(x), mode, x.token_rows, x.lengths, *counts)) for x in blocks)
 
 
 @dataclass(frozen=True)
@@ -99,7 +95,7 @@ class KlController:
         if config.target is None:
             return self, metrics
         find_kl = partial(compute_token_kl, experience, config.reward_estimator)
-        kl = compute_mean_kl(find_kl, experience.mask, LossAggMode["seq-mean-token-mean"])
+        kl = compute_mean_kl(find_kl, experience.mask)
         coef = compute_adapted_coef(self.coef, kl, config.target, config.horizon, int((~experience.failed).sum()))
         return replace(self, coef=coef), metrics | {"kl/compared": kl}
 

@@ -5,7 +5,7 @@ Suffixes: B samples, T response positions.
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import torch
 from torch import Tensor
@@ -41,11 +41,31 @@ def compute_targets(
     """
     _check_experience(experience, algo)
     scored = drop_failed(experience)
-    samples, metrics = _compute_targets(scored, algo, kl_coef, response_length, reward_moments, wrong, tether_rho)
-    if has_old_logprobs:
-        metrics |= measure_old_logprobs(scored, algo)
-    else:
-        samples = replace(samples, old_logprobs=None)
+    mask, dtype = scored.mask, scored.old_logprobs.dtype
+    rewards_B = compute_shaped_rewards(scored, algo, response_length, reward_moments, wrong)
+    kl_BT, metrics = _compute_penalty(scored, algo, kl_coef)
+    turn_rewards_BT = compute_turn_rewards(scored, algo, response_length, reward_moments, wrong)
+    values, groups = scored.values, scored.groups
+    inputs = AdvantageInputs(rewards_B, kl_BT, mask, groups, values, turn_rewards_BT, dtype, tether_rho)
+    found = _compute_advantages(inputs, algo)
+    fresh = mask if scored.too_stale is None else mask & ~scored.too_stale
+    samples = TrainingSamples(
+        sequences=scored.sequences,
+        mask=mask,
+        loss_mask=fresh & ~scored.truncated[:, None] if algo.overlong.filter else fresh,
+        positive=scored.rewards >= algo.positive_threshold,
+        advantages=_finish_advantages(found.advantages, mask, algo, dtype),
+        rollout_logprobs=scored.rollout_logprobs,
+        old_logprobs=scored.old_logprobs if has_old_logprobs else None,
+        sampling_logprobs=scored.sampling_logprobs if uses_topr(algo) else None,
+        ref_logprobs=scored.ref_logprobs,
+        old_values=scored.values if found.returns is not None else None,
+        returns=None if found.returns is None else found.returns.to(dtype),
+        critic_mask=None if scored.too_stale is None else fresh,
+        critic_sequences=scored.critic_sequences,
+    )
+    metrics |= dict(found.metrics) | _compute_metrics(samples, rewards_B, scored.ages == 0)
+    metrics |= compute_replay_metrics(scored) | (measure_old_logprobs(scored, algo) if has_old_logprobs else {})
     return (samples if scored is experience else _restore_failed(samples, experience)), metrics
 
 
@@ -59,42 +79,6 @@ def _restore_failed(samples: TrainingSamples, experience: Experience) -> Trainin
         restored[field.name] = value
     unchanged = {name: getattr(experience, name) for name in ("sequences", "critic_sequences")}
     return TrainingSamples(**(restored | unchanged))
-
-
-def _compute_targets(
-    experience: Experience,
-    algo: AlgoConfig,
-    kl_coef: float,
-    response_length: int | None,
-    reward_moments: RunningMoments | None,
-    wrong: float,
-    tether_rho: float | None,
-) -> tuple[TrainingSamples, Metrics]:
-    mask, dtype = experience.mask, experience.old_logprobs.dtype
-    rewards_B = compute_shaped_rewards(experience, algo, response_length, reward_moments, wrong)
-    kl_BT, metrics = _compute_penalty(experience, algo, kl_coef)
-    turn_rewards_BT = compute_turn_rewards(experience, algo, response_length, reward_moments, wrong)
-    values, groups = experience.values, experience.groups
-    inputs = AdvantageInputs(rewards_B, kl_BT, mask, groups, values, turn_rewards_BT, dtype, tether_rho)
-    found = _compute_advantages(inputs, algo)
-    fresh = mask if experience.too_stale is None else mask & ~experience.too_stale
-    samples = TrainingSamples(
-        sequences=experience.sequences,
-        mask=mask,
-        loss_mask=fresh & ~experience.truncated[:, None] if algo.overlong.filter else fresh,
-        positive=experience.rewards >= algo.positive_threshold,
-        advantages=_finish_advantages(found.advantages, mask, algo, dtype),
-        rollout_logprobs=experience.rollout_logprobs,
-        old_logprobs=experience.old_logprobs,
-        sampling_logprobs=experience.sampling_logprobs if uses_topr(algo) else None,
-        ref_logprobs=experience.ref_logprobs,
-        old_values=experience.values if found.returns is not None else None,
-        returns=None if found.returns is None else found.returns.to(dtype),
-        critic_mask=None if experience.too_stale is None else fresh,
-        critic_sequences=experience.critic_sequences,
-    )
-    metrics |= dict(found.metrics) | _compute_metrics(samples, rewards_B, experience.ages == 0)
-    return samples, metrics | compute_replay_metrics(experience)
 
 
 def measure_old_logprobs(experience: Experience, algo: AlgoConfig) -> Metrics:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import reference
 import torch
-from algo_cases import as_lists, configure, experiences, make_experience, norm, some, start_kl
+from algo_cases import as_lists, configure, experiences, f64, make_experience, norm, some, start_kl
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,10 +22,6 @@ from megarl.algo.statistics import RunningMoments, merge_moments
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema.algo import KLEstimator
-
-
-def f64(x):
-    return torch.tensor(x, dtype=torch.float64)
 
 
 def close(found, expected, tol=1e-9):

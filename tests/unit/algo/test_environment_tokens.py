@@ -7,31 +7,21 @@ import torch
 from algo_cases import (
     NAMES,
     build_targets,
-    configure,
     load_preset,
     make_experience,
-    norm,
     response_positions,
     start_kl,
     with_failures,
     with_turn_rewards,
 )
 
-from megarl.algo.advantages import ADVANTAGES
 from megarl.algo.diagnostics import compute_batch_metrics
 from megarl.algo.losses import count_minibatch, critic_loss, policy_loss
-from megarl.algo.policy_losses import POLICY_LOSSES
 from megarl.algo.registry import needs_critic
 from megarl.algo.rewards import update_reward_moments
 from megarl.algo.statistics import RunningMoments
 from megarl.algo.targets import compute_targets
 from megarl.config.schema.algo import (
-    AdvantageStd,
-    KLEstimator,
-    LossAggMode,
-    MismatchCorrection,
-    RatioLevel,
-    StdOf,
     uses_topr,
 )
 from megarl.types import Sequences
@@ -131,43 +121,3 @@ def test_environment_tokens_change_nothing_under_any_preset(name, poison):
     places[4, 25] = 3
     check(with_turn_rewards(e, 5) if not uses_topr(algo) else e, algo, places, poison)
     check(with_failures(e, [False, False, True, False] * 2), algo, places, poison)
-
-
-CHOICES = {
-    **{f"advantage={name}": {"advantage": name} for name in ADVANTAGES},
-    **{f"surrogate={name}": {"surrogate": name} for name in POLICY_LOSSES},
-    "gamma": {"gamma": 0.9, "lambda_policy": "adaptive", "kl__in_reward": True},
-    "reward to go": {"advantage": "reinforce", "gamma": 0.9, "kl__in_reward": True, "whiten_advantages": True},
-    "group std": {"advantage": "group", "advantage_std": AdvantageStd.group},
-    "batch std": {"advantage": "group", "advantage_std": AdvantageStd.batch, "std_of": StdOf.centered},
-    "reward norm": {"reward_norm": norm("group", "batch"), "reward_clip": 0.9},
-    "running norm": {"reward_norm": norm("running", "running")},
-    "overlong filter": {"overlong__filter": True, "overlong__filter_critic": True},
-    "value clip": {"value_clip": 0.1, "value_loss_agg_mode": LossAggMode["seq-mean-token-mean"]},
-    "dual clip": {"dual_clip": 1.5, "entropy_coef": 0.1, "positive_lm_coef": 0.1},
-    **{f"kl={each.name}": {"kl__in_loss": True, "kl__loss_estimator": each} for each in KLEstimator},
-    **{f"kl reward={each.name}": {"kl__in_reward": True, "kl__reward_estimator": each} for each in KLEstimator},
-    **{
-        f"{how.name} {level.name}": {"mismatch__correction": how, "mismatch__level": level}
-        for how in (MismatchCorrection.tis, MismatchCorrection.mis)
-        for level in RatioLevel
-    },
-    **{
-        f"topr {level.name}": {
-            "advantage": "group",
-            "rl_loss_coef": 0.0,
-            "topr__positive_loss_coef": 1.0,
-            "topr__negative_loss_coef": 1.0,
-            "topr__ratio_level": level,
-        }
-        for level in RatioLevel
-    },
-}
-
-
-@pytest.mark.parametrize("choice", CHOICES)
-def test_environment_tokens_change_nothing_under_any_single_choice(choice):
-    algo = configure(**CHOICES[choice])
-    lengths, rewards = [3, 5, 12, 1, 25, 7], [1.0, 0.0, 0.3, 1.0, -1.0, 0.0]
-    e = make_experience([0] * 3 + [1] * 3, lengths, rewards, [False, True] * 3, 9)
-    check(e if uses_topr(algo) else with_turn_rewards(e, 5), algo, draw_places(e, 4), POISON[0])

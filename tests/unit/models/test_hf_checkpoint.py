@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from megarl.config.errors import ConfigError
 from megarl.config.schema.roles import ModelConfig, ModelSource, RandomModelConfig
 from megarl.models import checkpoint
-from megarl.models.checkpoint import build_once, default_cache_dir, load_tokenizer, resolve_checkpoint
+from megarl.models.checkpoint import build_once, load_tokenizer, resolve_checkpoint
 from megarl.models.families import FAMILIES
 
 SMALL = RandomModelConfig(num_layers=1, hidden_size=32, ffn_size=48, num_heads=2, num_kv_heads=1, alphabet="ab0=")
@@ -56,20 +56,17 @@ def test_no_token_that_a_policy_can_sample_has_a_gradient_of_another_magnitude(t
     assert max(norms) < 10 * sorted(norms)[len(norms) // 2]
 
 
-def test_the_same_numbers_give_the_same_weights_and_another_seed_gives_others(tmp_path):
-    first = load_file(resolve_random(SMALL, tmp_path / "a") / "model.safetensors")
-    again = load_file(resolve_random(SMALL, tmp_path / "b") / "model.safetensors")
-    other = load_file(resolve_random(replace(SMALL, seed=2), tmp_path / "a") / "model.safetensors")
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
-
-
-def test_a_checkpoint_is_reused_for_the_same_numbers(tmp_path):
-    directory = resolve_random(SMALL, tmp_path)
+def test_the_same_numbers_give_the_same_weights_which_are_reused_and_other_numbers_give_others(tmp_path):
+    directory = resolve_random(SMALL, tmp_path / "a")
+    first = load_file(directory / "model.safetensors")
     written = (directory / "model.safetensors").stat().st_mtime_ns
-    assert resolve_random(SMALL, tmp_path) == directory
+    assert resolve_random(SMALL, tmp_path / "a") == directory
     assert (directory / "model.safetensors").stat().st_mtime_ns == written
-    assert resolve_random(replace(SMALL, tie_embeddings=True), tmp_path) != directory
+    again = load_file(resolve_random(SMALL, tmp_path / "b") / "model.safetensors")
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    other = load_file(resolve_random(replace(SMALL, seed=2), tmp_path / "a") / "model.safetensors")
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+    assert resolve_random(replace(SMALL, tie_embeddings=True), tmp_path / "a") != directory
 
 
 def test_the_character_tokenizer_gives_one_token_per_character_and_back(tmp_path):
@@ -127,14 +124,6 @@ def test_builders_at_the_same_time_agree_on_one_complete_directory(tmp_path):
     assert (tmp_path / "m" / "file").read_text() == "whole"
 
 
-def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
-    monkeypatch.setenv("MEGARL_CACHE", str(tmp_path))
-    assert default_cache_dir() == tmp_path
-    monkeypatch.setenv("MEGARL_CACHE", "")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert default_cache_dir() == tmp_path / ".cache" / "megarl"
-
-
 def resolve_path(path, cache_dir):
     return resolve_checkpoint(ModelConfig(name="t", source=ModelSource.path, path=path), cache_dir)
 
@@ -158,11 +147,6 @@ def test_a_model_that_is_nowhere_is_named_with_where_it_was_looked_for(path, tmp
     with pytest.raises(ConfigError, match=r"model\.path: .*no directory /.*Hugging Face cache /") as caught:
         resolve_path(path, tmp_path)
     assert path in str(caught.value)
-
-
-def test_a_path_that_is_not_set_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"model\.path: None found"):
-        resolve_path(None, tmp_path)
 
 
 def test_a_name_in_the_local_hub_cache_is_found(tmp_path, monkeypatch):
