@@ -1,5 +1,4 @@
-"""The generated tokens of many responses, worked on in blocks of rows: what stands where, discounted sums, and the
-refusal of numbers that are not finite.
+"""The generated tokens of many responses in blocks of rows, discounted sums, and the refusal of what is not finite.
 
 Suffixes: B samples, T positions, N blocks, K positions of a block; R tokens of all samples, end to end.
 """

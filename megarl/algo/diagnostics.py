@@ -65,10 +65,8 @@ def is_constant(low: float, high: float) -> bool:
 
 
 def compute_quarters(lengths: Tensor) -> Tensor:
-    """Which quarter of its response each generated token lies in, int8 [R]: 0 to 3.
-
-    floor(4 n / l) for the token that n of the response's l generated tokens precede. lengths: int64 [K], l of each
-    response; R is their sum.
+    """Which quarter of its response each generated token lies in, int8 [R]: floor(4 n / l) for the token that n of the
+    response's l generated tokens precede. lengths: int64 [K], l of each response; R is their sum.
     """
     ends = find_quarter_ends(lengths)
     sizes = ends.diff(dim=1, prepend=torch.zeros(len(lengths), 1, dtype=torch.int64))
@@ -163,9 +161,7 @@ def _compute_older_logprobs(experience: Experience) -> Metrics:
 
 
 def compute_replay_metrics(experience: Experience) -> Metrics:
-    """replay/frac: share of the samples that are replayed; replay/age_mean: their mean age in iterations. Empty where
-    none with a generated token is.
-    """
+    """replay/frac: share of the samples that are replayed; replay/age_mean: their mean age in iterations."""
     old_B = experience.ages > 0
     if not bool(experience.mask[old_B].any()):
         return {}

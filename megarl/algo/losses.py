@@ -63,10 +63,7 @@ class TokenTargets:
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """One micro-batch for the policy's loss, its positions that the policy did not generate replaced by 0.
-
-    All float [R] in the dtype of the log-probs.
-    """
+    """One micro-batch for the policy's loss, 0 where the policy did not generate; float [R] in the log-probs' dtype."""
 
     logprobs: Tensor
     """of the policy being trained, differentiable"""

@@ -1,7 +1,5 @@
-"""Advantage estimators and policy losses by the names that the configuration gives them.
-
-A plain name is one of ADVANTAGES or POLICY_LOSSES; FILE.py:NAME or package.module:NAME is a declaration of the user's
-own.
+"""Advantage estimators and policy losses by the names that the configuration gives them: of ADVANTAGES, POLICY_LOSSES,
+or FILE.py:NAME or package.module:NAME for a declaration of the user's own.
 """
 
 import json
@@ -66,9 +64,8 @@ def has_ratio_to_rollout(algo: AlgoConfig) -> bool:
 
 
 def reads_old_logprobs(algo: AlgoConfig) -> bool:
-    """Whether anything reads the log-probs that the policy gives to a rollout before its update.
-
-    Not where the ratio of the only term is to the rollout engine's; a KL to the reference and TOPR read them.
+    """Whether anything reads the log-probs that the policy gives to a rollout before its update: not where the ratio of
+    the only term is to the rollout engine's.
     """
     return not has_ratio_to_rollout(algo) or uses_topr(algo) or algo.kl.in_reward or needs_reference(algo)
 
@@ -88,10 +85,8 @@ def needs_pass(config: Config) -> bool:
 
 
 def reuses_logprobs(config: Config, num_samples: int | None = None, iteration: int | None = None) -> bool:
-    """Whether old_logprobs are the update's own, and the policy does not score the responses before it.
-
-    num_samples: of the iteration, which replayed groups may make more than one minibatch; None: as many as configured.
-    iteration: one in which the policy is frozen has no update; None: it is not.
+    """Whether old_logprobs are the update's own, and the policy does not score the responses before it. num_samples: of
+    the iteration, which replayed groups may make more than one minibatch. iteration: in some the policy is frozen.
     """
     if num_samples is not None and num_samples > config.train.minibatch_size:
         return False

@@ -46,10 +46,7 @@ def compute_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -
 
 
 def compute_token_kl(experience: Experience, estimator: KLEstimator, block: Block) -> Tensor:
-    """KL(old policy, reference) per generated token of a block, float64 [R].
-
-    Raises ValueError when the experience has under full no `ref_kl`.
-    """
+    """KL(old policy, reference) per generated token of a block, float64 [R]. Raises ValueError without its `ref_kl`."""
     if estimator is KLEstimator.full:
         if experience.ref_kl is None:
             raise ValueError("ref_kl: none found; algo.kl.reward_estimator=full needs the KL over the vocabulary")
@@ -101,9 +98,7 @@ class KlController:
 
 
 # From the verifier's scores to the reward of each token: scale, overlong penalty (DAPO 2503.14476, equation 13),
-# normalisation, clipping, and the KL penalty (REINFORCE++ 2501.03262).
-#
-# Suffixes: B samples, T response positions.
+# normalisation, clipping, and the KL penalty (REINFORCE++ 2501.03262). Suffixes: B samples, T response positions.
 
 
 def drop_failed(experience: Experience) -> Experience:
@@ -170,9 +165,7 @@ def update_reward_moments(
     response_length: int | None = None,
     wrong: float = 0.0,
 ) -> RunningMoments:
-    """The run's moments with this iteration's rewards taken in, without failed samples; what reward_norm=running
-    divides by.
-    """
+    """The run's moments with this iteration's rewards taken in, without failed samples, for reward_norm=running."""
     experience = drop_failed(experience)
     return merge_moments(moments, compute_penalised_rewards(experience, algo, response_length, wrong))
 
@@ -199,10 +192,7 @@ def compute_shaped_rewards(
     reward_moments: RunningMoments | None = None,
     wrong: float = 0.0,
 ) -> Tensor:
-    """R' per sample: scale, overlong penalty, normalisation and clipping, in this order; float64 [B].
-
-    wrong: reward.wrong.
-    """
+    """R' per sample: scale (`wrong`), overlong penalty, normalisation and clipping, in this order; float64 [B]."""
     rewards = compute_penalised_rewards(experience, algo, response_length, wrong)
     rewards = compute_normalised_rewards(rewards, experience.groups, algo.reward_norm, reward_moments)
     if algo.reward_clip is not None:

@@ -1,7 +1,6 @@
-"""Means and standard deviations over the batch, the groups, or the run so far.
+"""Means and standard deviations, of the population (1/n), over the batch, the groups, or the run so far.
 
-Suffixes: B samples, T response positions. Standard deviations are those of the population (1/n), so that a set of one
-has a std of 0.
+Suffixes: B samples, T response positions.
 """
 
 from __future__ import annotations

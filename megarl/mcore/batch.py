@@ -1,11 +1,9 @@
 """Packed micro-batches: rows of `Sequences` laid end to end, and which rank has which of their tokens.
 
-Under context parallelism each sequence is cut into 2 * cp equal chunks (it is padded so that they are equal); rank r
-has chunks r and 2 * cp - 1 - r, so that the ranks have the same share of causal attention. This is the layout of
-Transformer Engine's packed (thd) attention.
+Under context parallelism each sequence is padded and cut into 2 * cp equal chunks, of which rank r has r and
+2 * cp - 1 - r, as in Transformer Engine's packed (thd) attention: all have the same share of causal attention.
 
-Shapes: K rows of the micro-batch, S packed tokens of all ranks, R response tokens, T response positions of the padded
-tensors.
+Shapes: K rows of the micro-batch, S packed tokens of all ranks, R response tokens, T padded response positions.
 """
 
 import math

@@ -100,9 +100,7 @@ def export_hf(
     take: Callable[[Tensor], Tensor] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every Hugging Face tensor (on the CPU) on global rank 0; every rank must run it to its end.
-
-    take: what is exported of each parameter, in the parameter's shape; by default its weights. dtype: of that; by
+    """Yield every Hugging Face tensor (on the CPU) on global rank 0; every rank must run it to its end. take: what is exported of each parameter, in the parameter's shape; by default its weights. dtype: of that; by
     default the parameter's. Rank 0 holds one parameter at a time, or one of each expert-parallel rank's next expert.
     """
     pp_group = parallel_state.get_pipeline_model_parallel_group()

@@ -110,10 +110,8 @@ def list_roles(directory: Path) -> list[Path]:
 
 def open_source(directory: Path, *, role: Role | None = None, verify: bool = True) -> Source:
     """The checkpoint in a directory, of whichever form. role: of Hugging Face's; by default a critic where there is a
-    value head. verify: check the files against the manifest first.
-
-    Raises CheckpointError for what does not fit, or ValueError and FileNotFoundError for a config.json of no supported
-    model.
+    value head. verify: check the files against the manifest first. Raises CheckpointError for what does not fit, or
+    ValueError and FileNotFoundError for a config.json of no supported model.
     """
     if roles := list_roles(directory):
         raise CheckpointError(f"{directory}: holds the roles {', '.join(x.name for x in roles)}; give one of them")
@@ -172,9 +170,8 @@ def _open_megatron(directory: Path) -> Source:
 
 @contextmanager
 def load_model(source: Source, dtype: Dtype) -> Iterator[list[PackedGPT]]:
-    """The model in this process, which joins process groups of its own meanwhile; what is trained is in `dtype`.
-
-    Raises CheckpointError for what cannot be read, or holds NaN or infinity.
+    """The model in this process, which joins process groups of its own meanwhile; what is trained is in `dtype`. Raises
+    CheckpointError for what cannot be read, or holds NaN or infinity.
     """
     with tempfile.TemporaryDirectory(prefix="megarl-convert-") as scratch, alone(Path(scratch)):
         config = build_config(source.arch, ALONE, dtype, {})

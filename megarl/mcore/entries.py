@@ -1,7 +1,5 @@
-"""The parameters of a whole model: their names in Megatron and in Hugging Face checkpoints, and how they are split.
-
-What a layer has is the table of its family (megarl/models/families.py). Experts lie over expert-parallel ranks, each
-split over the expert-tensor-parallel ones. Imports no Megatron.
+"""The parameters of a whole model: their names in Megatron and in Hugging Face checkpoints, and how they are split. What
+a layer has is the table of its family (megarl/models/families.py). Imports no Megatron.
 """
 
 import json

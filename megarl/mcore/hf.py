@@ -1,6 +1,5 @@
-"""Hugging Face checkpoint directories: read, checked before a run, and written so that they appear whole or not at all.
-
-A critic is a ...ForSequenceClassification with one label, its weights in score.weight. Imports no Megatron.
+"""Hugging Face checkpoint directories: read, checked before a run, and written whole or not at all. A critic is a
+...ForSequenceClassification with one label, its weights in score.weight. Imports no Megatron.
 """
 
 import json
@@ -182,10 +181,7 @@ def write_safetensors(
 
 
 def check_critic_checkpoint(directory: Path, critic: Architecture, policy: Architecture, longest: int) -> list[str]:
-    """Why a checkpoint cannot be a critic of the policy; one message each, what was found and what would be right.
-
-    longest: most tokens of prompt and response together.
-    """
+    """Why a checkpoint cannot be a critic of the policy; one message each. longest: of prompt and response."""
     problems = check_checkpoint(directory, critic, Role.critic)
     if not problems:
         with CheckpointReader(directory) as reader:
@@ -237,9 +233,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def check_checkpoint(directory: Path, arch: Architecture, role: Role) -> list[str]:
-    """Why training cannot start from the tensors, each message with the directory or file; [] where nothing is wrong.
-
-    Tensors that config.json does not ask for are left alone.
+    """Why training cannot start from the tensors, each message with the directory or file. Tensors that config.json
+    does not ask for are left alone.
     """
     expected = [name for entry in list_entries(arch, role is Role.critic) for name in entry.hf_names]
     if problems := check_files(directory, expected):
@@ -249,9 +244,7 @@ def check_checkpoint(directory: Path, arch: Architecture, role: Role) -> list[st
 
 
 def check_files(directory: Path, expected: Collection[str] | None = None) -> list[str]:
-    """What a server would load otherwise than the index says, each message with the directory or file. expected: the
-    tensors that the model needs; None: those of the index.
-    """
+    """What a server would load otherwise than the index says; `expected` as in `CheckpointReader.find_misplaced`."""
     try:
         with CheckpointReader(directory) as reader:
             return [f"{directory}: {problem}" for problem in reader.find_misplaced(expected)]

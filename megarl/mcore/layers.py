@@ -1,8 +1,5 @@
-"""Who computes a model's layers, and which of Megatron-Core's faster ways this process takes.
-
-Transformer Engine's layers where it can run, the local ones elsewhere. Read in megatron-core 0.16.1 and Transformer
-Engine 2.20. No faster way changes a result but by rounding, and a key of model.megatron or of the optimizer decides
-instead where it is given.
+"""Who computes a model's layers, and which of Megatron-Core's (0.16.1) faster ways this process takes. None changes a
+result but by rounding, and a key of model.megatron or of the optimizer decides instead where it is given.
 """
 
 import functools
@@ -175,10 +172,7 @@ def check_fast_fields(arch: Architecture, megatron: Mapping[str, Any]) -> Iterat
 
 
 def resolve_overlap(optimizer: OptimizerConfig, parallel: ParallelConfig, gpu: bool) -> OptimizerConfig:
-    """The optimizer with true or false for each null of its overlap keys.
-
-    A given overlap_param_gather=true asks for overlap_grad_reduce, and false of the latter excludes the former.
-    """
+    """The optimizer with true or false for each null of its overlap keys, of which gathering needs reducing."""
     automatic = gpu and parallel.dp * parallel.cp > 1
     reduce, gather = optimizer.overlap_grad_reduce, optimizer.overlap_param_gather
     reduce = reduce if reduce is not None else automatic or bool(gather)

@@ -1,8 +1,5 @@
-"""Log-probs and entropy of the temperature-scaled distribution, from vocabulary-parallel logits.
-
-Shapes: R response tokens, V vocabulary columns on this tensor-parallel rank (of which the last may be
-padding), C tokens of a chunk. Math is in float32, over chunks of tokens: no float32 [R, V] is held unless
-the logits are it.
+"""Log-probs and entropy of the temperature-scaled distribution, from vocabulary-parallel logits, in float32 over chunks
+of tokens. Shapes: R response tokens, V vocabulary columns of this tensor-parallel rank, C tokens of a chunk.
 """
 
 from collections.abc import Iterator

@@ -233,9 +233,8 @@ def _check_fields(megatron: dict[str, Any], own: dict[str, Any]) -> list[str]:
 
 
 def mark_tensor_parallel(model: torch.nn.Module) -> None:
-    """Mark the split weights as such: Megatron's layers do it only when they initialise them.
-
-    An unmarked weight counts as a copy, so that the gradient norm would miss all shards but the first rank's.
+    """Mark the split weights as such, which Megatron does only where it initialises them: others count as copies, of
+    which the gradient norm has the first rank's alone.
     """
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
@@ -274,9 +273,8 @@ class ValueHead(MegatronModule):  # type: ignore[misc]
 
 
 class PackedGPT(GPTModel):  # type: ignore[misc]
-    """Megatron's GPT over packed sequences, whose head sees only the positions that predict response tokens.
-
-    The last stage returns logits [R, V] in the model's dtype, or values float32 [R] with a value head.
+    """Megatron's GPT over packed sequences, whose head sees only the positions that predict response tokens: the last
+    stage returns logits [R, V] in the model's dtype, or values float32 [R] with a value head.
     """
 
     def __init__(
@@ -398,10 +396,8 @@ class _Meta(TorchFunctionMode):
 def count_stages(
     arch: Architecture, parallel: ParallelConfig, dtype: Dtype, megatron: dict[str, Any], with_value_head: bool
 ) -> tuple[StageParameters, ...]:
-    """The parameters of a rank of each pipeline stage.
-
-    megatron: model.megatron. Raises ValueError for a layout that does not fit the model, RuntimeError in a process
-    that has joined a process group.
+    """The parameters of a rank of each pipeline stage. megatron: model.megatron. Raises ValueError for a layout that
+    does not fit the model, RuntimeError in a process that has joined a process group.
     """
     stages = []
     for stage in range(parallel.pp):

@@ -76,8 +76,8 @@ class ReshardableOptimizer(DistributedOptimizer):  # type: ignore[misc]
         inner.load_state_dict = functools.partial(torch.optim.Optimizer.load_state_dict, inner)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The stock one takes all keys of the parameter groups from the checkpoint, which another Adam may have
-        written, and leaves torch's AdamW one step tensor for all parameters, so that each step counts once for each.
+        """The stock one takes all keys of the groups from the checkpoint, which another Adam may have written, and
+        leaves torch's AdamW one step tensor for all parameters, which then counts each step once for each.
         """
         before = [dict(group) for group in self.optimizer.param_groups]
         super().load_state_dict(state_dict)
@@ -188,9 +188,8 @@ def build_optimizer(
     )
     if USING_PYTORCH_OPTIMIZER:
         for group in optimizer.param_groups:
-            # torch's one-kernel AdamW (of float32 tensors, as all are here): on a CPU several times as fast as its
-            # default loop over tensors; on a GPU without the temporaries of its default there, foreach, which are as
-            # large as the shard of the weights, and which megarl/plan/ does not count.
+            # torch's one-kernel AdamW: on a CPU several times as fast as its default; on a GPU without the temporaries
+            # of its default there, foreach, which are as large as the shard of the weights and in no plan.
             group["fused"] = True
             group["foreach"] = False
     shown: Any = optimizer

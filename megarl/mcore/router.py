@@ -1,8 +1,7 @@
 """The router of a mixture of experts, its load-balancing terms, replayed routes, and what it tells of both.
 
-Megarl's terms are sums over whole sequences and over tokens, divided by the counts of the whole minibatch, so that
-their gradient does not depend on the layout or on how the minibatch was cut into micro-batches. Megatron's own are
-about a micro-batch, which is here any number of packed sequences.
+The terms are sums over whole sequences and over tokens, divided by the counts of the whole minibatch: their gradient
+does not depend on the layout or on the cut into micro-batches, about which Megatron's own are.
 
 Shapes: S tokens of this rank, E experts, K packed sequences of the micro-batch.
 """

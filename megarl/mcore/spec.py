@@ -1,6 +1,5 @@
-"""What a role's ranks are told and give back, the model that they compute, and what they cannot do.
-
-Plain data and checks, which import no Megatron: they run before any process is started.
+"""What a role's ranks are told and give back, the model that they compute, and what they cannot do. It imports no
+Megatron: checks run before any process is started.
 """
 
 import functools

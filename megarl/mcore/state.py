@@ -62,10 +62,8 @@ class Writing:
 
 
 def write_on_first_rank(write: Callable[[], None], gathered: Iterable[object] = ()) -> None:
-    """The first rank writes; every rank must call it. Raises, on the first rank, the OSError of a full disk.
-
-    gathered: what `write` reads and all ranks gather, read to its end by each: also after an error they have joined
-    every gather and the barrier, and the next call finds them together.
+    """The first rank writes; every rank must call it. Raises, on the first rank, the OSError of a full disk. gathered:
+    what `write` reads and all ranks gather, read to its end by each also after an error.
     """
     failed: OSError | None = None
     if dist.get_rank() == 0:

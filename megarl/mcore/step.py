@@ -1,7 +1,5 @@
-"""Forward and backward passes over micro-batches through Megatron's own schedules.
-
-Gradients are the sum over micro-batches and data-parallel ranks, undivided: losses come already divided by
-the counts of the whole minibatch, so that the gradient does not depend on how the minibatch was cut.
+"""Forward and backward passes over micro-batches through Megatron's own schedules. Gradients are undivided sums: losses
+come already divided by the counts of the whole minibatch, so that they do not depend on how it was cut.
 """
 
 from collections.abc import Callable, Iterator, Sequence
