@@ -1,5 +1,5 @@
-"""The parameters of a whole model: their names in Megatron and in Hugging Face checkpoints, and how they are split. What
-a layer has is the table of its family (megarl/models/families.py). Imports no Megatron.
+"""The parameters of a whole model: their names in Megatron and in Hugging Face checkpoints, and how they are split.
+What a layer has is the table of its family (megarl/models/families.py). Imports no Megatron.
 """
 
 import json
