@@ -100,8 +100,8 @@ def export_hf(
     take: Callable[[Tensor], Tensor] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every Hugging Face tensor (on the CPU) on global rank 0, which holds one parameter at a time, or one of each
-    expert-parallel rank's next expert; every rank must run it to its end. take: what is exported of each parameter, in
+    """Yield every Hugging Face tensor (on the CPU) on global rank 0, which holds one parameter at a time, or one of all
+    experts at one place; every rank must run it to its end. take: what is exported of each parameter, in
     the parameter's shape; by default its weights. dtype: of that; by default the parameter's.
     """
     pp_group = parallel_state.get_pipeline_model_parallel_group()
