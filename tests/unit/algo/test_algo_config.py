@@ -31,7 +31,6 @@ from megarl.config.schema.algo import (
     MismatchCorrection,
     StdOf,
     needs_entropy,
-    needs_full_kl,
     needs_reference,
 )
 
@@ -89,15 +88,6 @@ def test_what_a_preset_needs():
     assert with_reference == ["grpo", "reinforce_pp", "reinforce_pp_baseline", "rloo"]
     assert not any(needs_entropy(load_preset(n)[0]) for n in NAMES)
     assert needs_entropy(configure(entropy_coef=0.01))
-
-
-@pytest.mark.parametrize("where", ["in_reward", "in_loss"])
-def test_a_full_kl_alone_needs_no_reference_role(where):
-    full = {"kl__reward_estimator": KLEstimator.full, "kl__loss_estimator": KLEstimator.full}
-    algo = configure(**{f"kl__{where}": True}, **full)
-    assert needs_full_kl(algo)
-    assert not needs_reference(algo)
-    assert not needs_full_kl(configure(**full))
 
 
 @pytest.mark.parametrize("value", ["adaptive", "0.9", "1"])

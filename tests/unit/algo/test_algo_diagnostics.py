@@ -17,7 +17,6 @@ from megarl.algo.diagnostics import (
     compute_mismatch_metrics,
     compute_quarters,
     compute_replay_metrics,
-    is_constant,
 )
 from megarl.algo.targets import compute_targets
 from megarl.config.schema.algo import AlgoConfig, RatioLevel
@@ -189,10 +188,3 @@ def test_explained_variance_and_mismatch_by_position_equal_the_reference(e):
             assert metrics[f"mismatch/logprob_gap_at_{name}"] == pytest.approx(reference.mean([abs(d) for d in gaps]))
             expected = reference.mean([math.exp(d) - 1 - d for d in gaps])
             assert metrics[f"mismatch/kl_at_{name}"] == pytest.approx(expected, abs=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "equal"), [(0.3, 0.3 + 1e-7, True), (5e4, 5e4 + 0.01, True), (0.0, 1e-5, False)]
-)
-def test_returns_that_differ_by_rounding_alone_are_constant(low: float, high: float, equal: bool) -> None:
-    assert is_constant(low, high) is equal

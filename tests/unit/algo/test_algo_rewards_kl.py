@@ -59,7 +59,7 @@ def test_a_horizon_that_could_make_the_coefficient_negative_is_refused_before_an
     keys = ("algo.kl.in_reward=true", "algo.kl.target=0.1")
     assert load_config([*keys, "algo.kl.horizon=51.3"]).algo.kl.horizon == 51.3
     for horizon in (51.2, 10):
-        with pytest.raises(ConfigError, match=r"algo\.kl\.horizon: found .* 256 samples .* must be above 51\.2 "):
+        with pytest.raises(ConfigError, match=r"algo\.kl\.horizon: found .* must be above 51\.2 "):
             load_config([*keys, f"algo.kl.horizon={horizon}"])
     # It decides nothing for a fixed coefficient.
     load_config(["algo.kl.in_reward=true", "train.prompts_per_iteration=6400"])

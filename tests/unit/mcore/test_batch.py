@@ -10,7 +10,7 @@ from tiny_checkpoints import build_sequences
 
 import megarl.mcore  # noqa: F401
 from megarl.cpu.layers import Rectangle
-from megarl.mcore.batch import ContextGroup, PackedBatch, build_batch, find_owners, share_responses
+from megarl.mcore.batch import ContextGroup, PackedBatch, build_batch, find_owners
 from megarl.types import Sequences
 
 CPU = torch.device("cpu")
@@ -40,19 +40,6 @@ def test_ranks_have_as_many_tokens_and_as_many_pairs_of_causal_attention(cp: int
 def test_a_rank_has_the_first_and_the_last_chunk() -> None:
     owners = find_owners(torch.arange(8), torch.full((8,), 8), 2)
     assert owners.tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
-
-
-@settings(max_examples=100)
-@given(owners=st.lists(st.integers(0, 2), max_size=20))
-def test_gathered_numbers_are_in_the_order_of_the_response_tokens(owners: list[int]) -> None:
-    tokens = torch.arange(len(owners)) * 10.0
-    shares = [share_responses(torch.tensor(owners, dtype=torch.int64), ContextGroup(3, rank), CPU) for rank in range(3)]
-    width = shares[0].width
-    gathered = torch.full((3 * width,), -1.0)
-    for rank, share in enumerate(shares):
-        assert share.mine.numel() <= width
-        gathered[rank * width : rank * width + share.mine.numel()] = tokens[share.mine]
-    assert torch.equal(gathered[shares[0].order], tokens)
 
 
 @pytest.mark.parametrize(("cp", "multiple"), [(1, 1), (2, 1), (3, 1), (2, 4)])

@@ -14,7 +14,6 @@ from megarl.mcore.layers import (
     build_fast_fields,
     check_fast_fields,
     find_kernels,
-    fuse_weight_gradients,
     resolve_overlap,
 )
 from megarl.models.architecture import Architecture
@@ -81,19 +80,6 @@ def test_overlap_is_automatic_on_gpus_that_share_gradients_and_as_given_elsewher
     optimizer = OptimizerConfig(overlap_grad_reduce=given[0], overlap_param_gather=given[1])
     found = resolve_overlap(optimizer, ParallelConfig(num_processes=num_processes, tp=tp), gpu)
     assert (found.overlap_grad_reduce, found.overlap_param_gather) == expected
-
-
-def test_only_layers_that_can_are_told_to_add_up_their_weight_gradients() -> None:
-    class Linear(torch.nn.Linear):
-        """As Transformer Engine's layers have it (2.20: Linear, LayerNormLinear, GroupedLinear)."""
-
-        fuse_wgrad_accumulation = False
-
-    model = torch.nn.Sequential(Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Sequential(Linear(2, 2)))
-    assert fuse_weight_gradients(model) == 2
-    assert model[0].fuse_wgrad_accumulation
-    assert model[2][0].fuse_wgrad_accumulation
-    assert not hasattr(model[1], "fuse_wgrad_accumulation")
 
 
 @on_cpu

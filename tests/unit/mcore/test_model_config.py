@@ -29,13 +29,11 @@ from megarl.config.schema.roles import (
 from megarl.mcore.entries import describe, list_entries, padded_vocab_size, to_hf, to_megatron
 from megarl.mcore.model import build_config, check_options, is_mlp
 from megarl.mcore.spec import (
-    COMPUTE_CAPABILITIES,
     ROLE_KEYS,
     Role,
     build_role_fields,
     check_engine,
     check_role_fields,
-    find_token_multiple,
     read_architecture,
 )
 from megarl.models.architecture import Architecture
@@ -269,13 +267,6 @@ def test_what_transformer_engine_cannot_compute_here_is_refused(
     assert message is None or message in problems[0]
 
 
-def test_every_recipe_has_a_least_gpu_and_a_multiple_of_tokens() -> None:
-    assert set(COMPUTE_CAPABILITIES) == set(Fp8Recipe)
-    multiples = [find_token_multiple(build_spec(fp8=Fp8.hybrid, fp8_recipe=recipe)) for recipe in Fp8Recipe]
-    assert all(multiple % 16 == 0 for multiple in multiples)
-    assert find_token_multiple(build_spec()) == 1
-
-
 def run_python(code: str, folder: Path) -> str:
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{Path(__file__).resolve().parents[3]}"}
     command = [sys.executable, "-W", "ignore", "-c", code]
@@ -299,3 +290,38 @@ except RuntimeError as error:
 """
     broken = "Transformer Engine is installed and broken (FileNotFoundError: no shared object file); make clean install"
     assert run_python(code, tmp_path).startswith(broken)
+
+
+COUNT = """
+import dataclasses, json, sys
+import torch
+with_te = {with_te}
+if with_te and not torch.cuda.is_available():
+    # What Megatron asks of a GPU while it builds a model. FlashMLA is linked against a driver; Megatron can do without.
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch.cuda.Stream = lambda *args, **kwargs: None
+    sys.modules["flash_mla"] = None
+from megarl.config.schema.roles import Dtype, ParallelConfig, RandomModelConfig
+from megarl.mcore import layers
+from megarl.mcore.model import count_stages
+from megarl.models.families import FAMILIES
+from megarl.plan.job import describe_random
+if not with_te:
+    layers.has_transformer_engine = lambda: False
+assert layers.find_layers().name.startswith("Transformer Engine") is with_te
+for family in FAMILIES:
+    arch = describe_random(RandomModelConfig(family=family, num_layers=4))
+    stages = count_stages(arch, ParallelConfig(num_processes=2, pp=2), Dtype.bfloat16, {{}}, family == "llama")
+    print(json.dumps([family, *map(dataclasses.asdict, stages)]))
+"""
+
+
+@pytest.mark.skipif(
+    not has_transformer_engine(), reason="Transformer Engine is not installed; CONTRIBUTING says how it is tested"
+)
+def test_transformer_engines_layers_have_the_parameters_of_the_local_ones_in_every_family(tmp_path: Path) -> None:
+    found, expected = (run_python(COUNT.format(with_te=with_te), tmp_path) for with_te in (True, False))
+    assert found == expected
