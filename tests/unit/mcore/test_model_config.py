@@ -34,6 +34,7 @@ from megarl.mcore.spec import (
     build_role_fields,
     check_engine,
     check_role_fields,
+    has_transformer_engine,
     read_architecture,
 )
 from megarl.models.architecture import Architecture
