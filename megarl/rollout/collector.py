@@ -57,7 +57,7 @@ def build_eval_sets(
     for name, each in config.train.eval_sets.items():
         key, notes = f"train.eval_sets.{name}.path", list[str]()
         try:
-            tokenized = build_evaluation_set(
+            prompts = build_evaluation_set(
                 *(config.data, tokenizer, config.seed),
                 name=name,
                 path=each.path,
@@ -71,7 +71,6 @@ def build_eval_sets(
             problems = [text if text.startswith(key) else f"{key}: {text}" for text in error.problems]
             raise ConfigError(problems) from error
         truncation = Truncation(each.top_p, each.top_k)
-        prompts = tuple(prompt for _, prompt in tokenized)
         sets.append(EvalSet(str(name), prompts, each.num_samples, each.temperature, truncation, tuple(notes)))
     return tuple(sets)
 

@@ -40,7 +40,7 @@ from megarl.rollout.episodes import EpisodeRunner, check_conversation
 from megarl.rollout.server import add_turn_end, build_command, check_served_class, load_generation_spec
 from megarl.run.fleet import Recovery
 from megarl.run.process import get_terminal
-from megarl.task.data import build_evaluation_set, build_heldout
+from megarl.task.data import build_data, build_evaluation_set, draw
 from megarl.task.environments import build_tool_prompt
 from megarl.task.render import Renderer, use_chat_template
 from megarl.task.scorer import Scorer, build_scorer, reads_answers
@@ -154,12 +154,13 @@ def _load_set(name: str, config: Config, tokenizer: "PreTrainedTokenizerBase", v
     evaluate, notes, path = config.evaluate, list[str](), config.evaluate.paths.get(name)
     tools = build_tool_prompt(config.environment, config.data, tokenizer)
     given, number = (config.data, tokenizer, config.seed), evaluate.num_problems
-    said: dict[str, Any] = {"num_problems": number, "tools": tools, "vocab_size": vocab_size, "notes": notes}
-    if evaluate.heldout:
-        tokenized = build_heldout(*given, most=config.train.num_eval_prompts, **said)
+    said: dict[str, Any] = {"tools": tools, "vocab_size": vocab_size}
+    if evaluate.heldout:  # Those on which a run evaluates itself.
+        splits = build_data(*given, **said)
+        notes += splits.notes
+        prompts = tuple(draw(splits.heldout[: config.train.num_eval_prompts], number, f"evaluate/{config.seed}"))
     else:
-        tokenized = build_evaluation_set(*given, name=name, path=path, **said)
-    prompts = tuple(prompt for _, prompt in tokenized)
+        prompts = build_evaluation_set(*given, name=name, path=path, num_problems=number, notes=notes, **said)
     open_scorer = partial(build_scorer, config.reward)
     with contextlib.closing(open_scorer()) as scorer:
         data = name_data(config.data) if path is None else f"evaluate.paths.{name}={path}"

@@ -36,8 +36,8 @@ for number, test in enumerate(tests):
 class Tests(NamedTuple):
     """The tests of a prompt: pairs of input and output, or statements that must not raise."""
 
-    pairs: tuple[tuple[str, str], ...] = ()
-    asserts: tuple[str, ...] = ()
+    pairs: list[tuple[str, str]]
+    asserts: list[str]
 
 
 class CodeReward(AsyncReward):
@@ -69,36 +69,28 @@ class CodeReward(AsyncReward):
         tests, source = read_tests(prompt), find_code(text)
         if source is None:
             return Score(0.0, False, {"block": 0.0, "passed": 0.0, "timeout": 0.0})
+        passed, timeout = 0, False
         try:
-            passed, timeout = self._count_pairs(source, tests.pairs)
+            # Each pair is a process of its own, whose output is compared outside of it.
+            for given, expected in tests.pairs:
+                done = self._run(source, given)
+                is_right = done.is_well and normalize_output(done.stdout) == normalize_output(expected)
+                passed, timeout = passed + is_right, timeout or done.stopped == "time"
+                if not is_right and not self._partial:
+                    break
+            # Statements are one process, which ends without a word where the response's code calls exit().
             if tests.asserts and (self._partial or passed == len(tests.pairs)):
-                more, late = self._count_asserts(source, tests.asserts)
-                passed, timeout = passed + more, timeout or late
+                token = secrets.token_hex(16)  # So that what the code prints is not taken for a test that passed.
+                done = self._run(RUN_ASSERTS, json.dumps([token, tests.asserts]), {"solution.py": source})
+                lines = set(done.stdout.splitlines())
+                passed += sum(f"{token} {number}" in lines for number in range(len(tests.asserts)))
+                timeout = timeout or done.stopped == "time"
         except SandboxError as error:
             raise RewardFailedError(str(error)) from error
         num_tests = len(tests.pairs) + len(tests.asserts)
         share, all_pass = passed / num_tests, passed == num_tests
         details = {"block": 1.0, "passed": share, "timeout": float(timeout)}
         return Score(share if self._partial else float(all_pass), all_pass, details)
-
-    def _count_pairs(self, source: str, pairs: tuple[tuple[str, str], ...]) -> tuple[int, bool]:
-        """(tests passed, whether one ran out of time); each is a process of its own, compared outside of it."""
-        passed, timeout = 0, False
-        for given, expected in pairs:
-            done = self._run(source, given)
-            is_right = done.is_well and normalize_output(done.stdout) == normalize_output(expected)
-            passed, timeout = passed + is_right, timeout or done.stopped == "time"
-            if not is_right and not self._partial:
-                break
-        return passed, timeout
-
-    def _count_asserts(self, source: str, asserts: tuple[str, ...]) -> tuple[int, bool]:
-        """As above, in one process: that of the response's code, which ends without a word where it calls exit()."""
-        token = secrets.token_hex(16)  # So that what the code prints is not taken for a test that passed.
-        stdin = json.dumps([token, asserts])
-        done = self._run(RUN_ASSERTS, stdin, {"solution.py": source})
-        lines = set(done.stdout.splitlines())
-        return sum(f"{token} {number}" in lines for number in range(len(asserts))), done.stopped == "time"
 
     def _run(self, source: str, stdin: str, files: Mapping[str, str] | None = None) -> Finished:
         if self._closed:
@@ -133,39 +125,27 @@ def read_tests(prompt: Prompt) -> Tests:
     JSON: {"inputs": [texts], "outputs": [texts]}, {"asserts": [statements]}, or a list of statements; or plain text of
     assert statements.
     """
-    stored = prompt.metadata.get("tests", prompt.answer)
+    stored: Any = prompt.metadata.get("tests", prompt.answer)
     try:
-        tests = parse_tests(stored)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if stored.lstrip()[:1] in ("{", "["):
+            stored = parse_json(stored)
+        else:
+            stored = [stored] if "assert" in stored else []
+        stored = stored if isinstance(stored, dict) else {"asserts": stored}
+        inputs, outputs, asserts = ([*stored.get(name, ())] for name in ("inputs", "outputs", "asserts"))
+        if wrong := [value for value in (*inputs, *outputs, *asserts) if not isinstance(value, str)]:
+            raise ValueError(f"found {wrong[0]!r}, a {type(wrong[0]).__name__}; a text was expected")
+        if len(inputs) != len(outputs):
+            raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
+    except (ValueError, TypeError) as error:
         needed = 'JSON such as {"inputs": ["1 2"], "outputs": ["3"]} or ["assert add(1, 2) == 3"]'
         found = f"no tests in metadata['tests'] or the answer ({error}); reward=code needs {needed}"
         raise ValueError(f"prompt {prompt.id!r}: {found}") from error
-    if not any(tests):
+    if not inputs and not asserts:
         raise ValueError(f"prompt {prompt.id!r}: it has no tests; reward=code needs one at least")
-    return tests
-
-
-def parse_tests(stored: Any) -> Tests:
-    """As `read_tests`, from the text or what it holds."""
-    if isinstance(stored, str):
-        if stored.lstrip()[:1] not in ("{", "["):
-            return Tests(asserts=(stored,) if "assert" in stored else ())
-        stored = parse_json(stored)
-    if isinstance(stored, Mapping):
-        inputs, outputs = stored.get("inputs", []), stored.get("outputs", [])
-        if len(inputs) != len(outputs):
-            raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
-        pairs = tuple((_check_text(given), _check_text(out)) for given, out in zip(inputs, outputs, strict=True))
-        return Tests(pairs, tuple(map(_check_text, stored.get("asserts", []))))
-    return Tests(asserts=tuple(map(_check_text, stored)))
+    return Tests(list(zip(inputs, outputs, strict=True)), asserts)
 
 
 def normalize_output(text: str) -> list[str]:
     """The lines without white space at their ends and without empty lines at the end of the text."""
     return [line.rstrip() for line in text.rstrip().split("\n")]
-
-
-def _check_text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"found {value!r}, a {type(value).__name__}; a text was expected")
-    return value

@@ -73,21 +73,6 @@ def build_data(
     unreadable or malformed files, and where no prompt is short enough.
     """
     problems = load_problems(config, seed)
-    train, heldout, num_too_long, num_read, notes = _split(problems, config, tokenizer, seed, tools, vocab_size)
-    num_dropped = num_read - len(train) - len(heldout)
-    train_prompts, heldout_prompts = (tuple(prompt for _, prompt in side) for side in (train, heldout))
-    return DataSplits(train_prompts, heldout_prompts, num_dropped, num_dropped - num_too_long, tuple(notes))
-
-
-def _split(
-    problems: ProblemSplits,
-    config: DataConfig,
-    tokenizer: "PreTrainedTokenizerBase",
-    seed: int,
-    tools: ToolPrompt | None,
-    vocab_size: int | None = None,
-) -> tuple[list[Tokenized], list[Tokenized], int, int, list[str]]:
-    """(training, held-out, number of problems that are too long, number of problems that were read, notes)"""
     renderer = Renderer(config, tokenizer, tools, vocab_size)
     notes, num_read = list(problems.notes), len(problems.train)
     train = tokenize_problems(problems.train, renderer, "training", notes)
@@ -99,7 +84,7 @@ def _split(
         num_too_long += len(problems.heldout) - len(whole)
         if config.num_heldout is not None and config.num_heldout < 1:
             raise ConfigError([f"data.num_heldout: found {config.num_heldout}; it must be 1 or more"])
-        heldout = _draw(whole, config.num_heldout, f"heldout/{seed}")
+        heldout = draw(whole, config.num_heldout, f"heldout/{seed}")
         num_read += len(problems.heldout) - len(whole) + len(heldout)
         if not problems.shares_questions:
             asked = {problem.question_key for problem, _ in heldout}
@@ -108,7 +93,9 @@ def _split(
             same = "every training question is held out as well; the two files or splits must differ"
             raise ConfigError([f"data: {same}"])
     notes.append(describe_prompts(renderer, train))
-    return train, heldout, num_too_long, num_read, notes
+    num_dropped = num_read - len(train) - len(heldout)
+    prompts = (tuple(prompt for _, prompt in side) for side in (train, heldout))
+    return DataSplits(*prompts, num_dropped, num_dropped - num_too_long, tuple(notes))
 
 
 def describe_prompts(renderer: Renderer, items: Sequence[Tokenized]) -> str:
@@ -225,7 +212,7 @@ def build_evaluation_set(
     key: str | None = None,
     vocab_size: int | None = None,
     notes: list[str] | None = None,
-) -> tuple[Tokenized, ...]:
+) -> tuple[Prompt, ...]:
     """The problems of data=`name`, in their order: every one, or `num_problems` drawn at random under `seed`.
 
     path: a file or directory in place of the one the configuration names. key: of the path; None:
@@ -245,37 +232,18 @@ def build_evaluation_set(
         if isinstance(config, HuggingFaceDataConfig) and path is None:
             hint = f"; {key}=FILE reads a local .jsonl or .parquet file, or a dataset's directory"
         raise ConfigError([f"data={name}: {problem}{hint}" for problem in error.problems]) from error
-    problems = _draw(found.train if found.heldout is None else found.heldout, num_problems, f"evaluate/{seed}")
+    problems = draw(found.train if found.heldout is None else found.heldout, num_problems, f"evaluate/{seed}")
     renderer = Renderer(replace(chosen, prompt_length=sys.maxsize), tokenizer, tools, vocab_size)
     notes = [] if notes is None else notes
     notes += found.notes
-    tokenized = tuple(tokenize_problems(problems, renderer, name, notes))
+    tokenized = tokenize_problems(problems, renderer, name, notes)
     notes.append(describe_prompts(renderer, tokenized))
-    longest = max(len(prompt.token_ids) for _, prompt in tokenized)
+    prompts = tuple(prompt for _, prompt in tokenized)
+    longest = max(len(prompt.token_ids) for prompt in prompts)
     if longest > config.prompt_length:
         why = f"the longest prompt of data={name} has {longest} tokens, and an evaluation leaves no problem out"
         raise ConfigError([f"data.prompt_length: found {config.prompt_length}; {why}"])
-    return tokenized
-
-
-def build_heldout(
-    config: DataConfig,
-    tokenizer: "PreTrainedTokenizerBase",
-    seed: int,
-    *,
-    most: int,
-    num_problems: int | None,
-    tools: ToolPrompt | None,
-    vocab_size: int | None,
-    notes: list[str],
-) -> tuple[Tokenized, ...]:
-    """The prompts of these data on which a run evaluates itself, in the run's order; of them `num_problems` at random.
-
-    most: train.num_eval_prompts. notes: grows by how they are read. Raises ConfigError.
-    """
-    _, heldout, *_, said = _split(load_problems(config, seed), config, tokenizer, seed, tools, vocab_size)
-    notes += said
-    return tuple(_draw(heldout[:most], num_problems, f"evaluate/{seed}"))
+    return prompts
 
 
 def use_local_path(config: DataConfig, path: str, key: str) -> DataConfig:
@@ -294,7 +262,7 @@ def use_local_path(config: DataConfig, path: str, key: str) -> DataConfig:
     return kind(**{name: value for name, value in vars(config).items() if name in names} | {"path": path})
 
 
-def _draw(problems: Sequence[Each], number: int | None, seed: str) -> list[Each]:
+def draw(problems: Sequence[Each], number: int | None, seed: str) -> list[Each]:
     """All, or a random number of them in their order."""
     if number is None or number >= len(problems):
         return list(problems)

@@ -74,15 +74,11 @@ def read_unit(text: str, *, spaced: bool) -> Unit | None:
     factor = 1
     while words and words[0].rstrip("s") in SCALES:
         factor *= SCALES[words.pop(0).rstrip("s")]
-    if words and words[0] == "of":
-        words.pop(0)
     known = _measure(words)
     if words and not is_text and not _is_no_product(words, spaced=spaced, is_known=known is not None):
         return None
     if known is not None:
         return Unit(tuple(words), known[0], known[1], factor)
-    if words and len(words[0]) == 1:
-        return None
     return Unit(tuple(_singular(word) for word in words), "", Fraction(1), factor)
 
 
@@ -115,8 +111,6 @@ def _measure(words: list[str]) -> tuple[str, Fraction] | None:
     if len(words) == 1 and _singular(words[0]) in _MONEY:
         return "money", _MONEY[_singular(words[0])]
     words = [part for word in words for part in _SHORT.get(_singular(word), word).split()]
-    if not words:
-        return None
     dimension: dict[str, int] = {}
     size, sign, power = Fraction(1), 1, 1
     for word in words:
@@ -202,9 +196,7 @@ def read_number(text: str) -> Number | None:
         value, form = _evaluate(get)
     except (ValueError, ZeroDivisionError):
         return None
-    negative = [get["sign"], get["sign2"], get["sign3"]].count("-")
-    if negative > 1:
-        return None
+    negative = [get["sign"], get["sign2"], get["sign3"]].count("-") % 2
     rest = text[found.end() :]
     is_percent = rest.lstrip().startswith("%")
     rest = rest.lstrip()[1:] if is_percent else rest
@@ -351,9 +343,6 @@ def _read_one(text: str) -> Answer | None:
     if found := re.match(r"(\\?[a-zA-Z](?:_\w)?)\s*\\in(?![a-z])", text):
         region = to_region(_read(text[found.end() :]))
         return replace(region, name=found.group(1)) if region else None
-    if found := re.match(r"\\\{\s*([a-z])\s*(?:\\mid|\||:)(.*)\\\}$", text):
-        region = to_region(_read(found.group(2)))
-        return replace(region, name="") if region and region.name in ("", found.group(1)) else None
     pieces = list(split(text, re.compile(r"\\cup(?![a-z])")))
     if len(pieces) > 1:
         items = _read_items("", pieces)
@@ -472,8 +461,6 @@ def _split_unit(text: str) -> tuple[str, Unit | None]:
     if found is None or not found.start():
         return text, None
     unit = read_unit(found.group(0), spaced=True)
-    if unit is None and found.group(0).isascii() and "\\text" not in found.group(0):
-        return text, None
     return (text[: found.start()], unit) if unit else ("", None)
 
 

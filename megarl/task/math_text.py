@@ -6,18 +6,16 @@ length of the response.
 
 import re
 from collections.abc import Iterator
-from itertools import islice
+from itertools import accumulate, islice
 
-_SIGNS = (
+_TABLE = (
     "− - – - × \\times* · \\cdot* ⋅ \\cdot* ÷ / π \\pi* ∞ \\infty* ≤ \\le* ≥ \\ge* ≠ \\ne* ∪ \\cup* ∈ \\in* ± \\pm*"
-)
-_SIGNS += (
     " ℝ \\mathbb{R} ½ \\frac{1}{2} ¼ \\frac{1}{4} ¾ \\frac{3}{4} ⟨ \\langle* ⟩ \\rangle* ² ^{2} ³ ^{3} ≈ \\approx*"
+    " ∅ \\emptyset* √ \\sqrt* \u00a0 * θ \\theta*"
 )
-_SIGNS += " ∅ \\emptyset* √ \\sqrt* \u00a0 * θ \\theta*"
-_PARTS = _SIGNS.split(" ")
-_UNICODE = {sign: latex.replace("*", " ") for sign, latex in zip(_PARTS[::2], _PARTS[1::2], strict=True)}
-"""Signs and what they are in LaTeX, with * for the space behind a command"""
+"""Signs, each followed by what it is in LaTeX, with * for the space behind a command"""
+_SIGNS = _TABLE.split(" ")
+_UNICODE = {sign: latex.replace("*", " ") for sign, latex in zip(_SIGNS[::2], _SIGNS[1::2], strict=True)}
 _REMOVED = re.compile(
     r"\\(?:left|right|displaystyle|textstyle|limits|(?:[bB]ig|[bB]igg)[lr]?)(?![a-zA-Z])\.?|(?<!\\)\\(?:[,;:>]|!\s*)|(?<!\\)\$"
     r"|(?<=\\\\)\[-?[\d.]+ ?[a-z]{2}\]|\\(?:tag|label)\{[^{}]*\}|\*\*|(?<!\w)`(?=\S)|(?<=\S)`(?!\w)"
@@ -41,11 +39,7 @@ _RENAMED = [
     (r"\\gt(?![a-z])", r">"),
     (r"<=", r"\\le "),
     (r">=", r"\\ge "),
-    (r"\\neq(?![a-z])|!=", r"\\ne "),
-    (r"\\not\s*=", r"\\ne "),
-    (r"\\var(?=(?:epsilon|phi|theta)(?![a-z]))", r"\\"),
-    (r"\\lbrace(?![a-z])", r"\\{"),
-    (r"\\rbrace(?![a-z])", r"\\}"),
+    (r"\\neq(?![a-z])|!=|\\not\s*=", r"\\ne "),
     (r"(?i)\\varnothing(?![a-z])|\\\{\s*\\\}|^\s*(?:\\text\{\s*)?(?:the\s+)?empty set\W*$", r"\\emptyset "),
     (r"\{,\}", r","),
     (r"[\[(]\s*\\begin\{array\}\{[^{}]*\}(.*?)\\end\{array\}\s*[\])]", r"\\begin{pmatrix}\1\\end{pmatrix}"),
@@ -136,11 +130,7 @@ def is_one_group(text: str) -> bool:
 
 
 def measure_depth(text: str) -> int:
-    depth = deepest = 0
-    for sign in text:
-        depth += _DEPTH.get(sign, 0)
-        deepest = max(deepest, depth)
-    return deepest
+    return max(accumulate(_DEPTH.get(sign, 0) for sign in text), default=0)
 
 
 MAX_CHARACTERS = 1000
@@ -206,7 +196,7 @@ def extract_statements(text: str, mode: str) -> list[str] | None:
     """
     if any(any(islice(each.finditer(text), MAX_MATCHES, None)) for each in (_BOX, _STATEMENT, _ANSWER_TAG)):
         return None
-    boxes = [(start, content) for start, _, content in _find_boxes(text)]
+    boxes = list(_find_boxes(text))
     if mode == "boxed" and not boxes:
         return []
     return [content for _, content in sorted(boxes + _find_final_statements(text))]
@@ -248,8 +238,8 @@ def find_last_value(text: str) -> str | None:
     return max(found)[1] if found else None
 
 
-def _find_boxes(text: str) -> Iterator[tuple[int, int, str]]:
-    """Start, end and content of each box that is closed and not taken back in its sentence."""
+def _find_boxes(text: str) -> Iterator[tuple[int, str]]:
+    """Start and content of each box that is closed and not taken back in its sentence."""
     position = 0
     while match := _BOX.search(text, position):
         end = _find_closing_brace(text, match.end())
@@ -258,7 +248,7 @@ def _find_boxes(text: str) -> Iterator[tuple[int, int, str]]:
         position = end
         before, after = text[max(0, match.start() - 40) : match.start()], text[end : end + 60]
         if not _TAKEN_BACK.match(after) and not _NEGATED.search(before) and not _SAID_WRONG.search(before):
-            yield match.start(), end, text[match.end() : end - 1]
+            yield match.start(), text[match.end() : end - 1]
 
 
 def _find_closing_brace(text: str, start: int) -> int | None:
@@ -284,13 +274,8 @@ def _find_final_statements(text: str) -> list[tuple[int, str]]:
 
 
 def _cut(text: str) -> tuple[str, str]:
-    """The statement at the start of the text, and what follows: a formula, or the line up to the sentence's end."""
+    """The statement at the start of the text, the line up to the sentence's end, and what follows."""
     text = text.lstrip()
-    for opening, closing in (("\\[", "\\]"), ("$$", "$$")):
-        if text.startswith(opening):
-            end = text.find(closing, len(opening))
-            if end > 0:
-                return text[len(opening) : end].strip(), text[end + len(closing) :][:60]
     line = text.split("\n", 1)[0]
     if sentence_end := _SENTENCE_END.search(line):
         line = line[: sentence_end.start()]

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megarl.task.process import PACKAGES, ROOT, describe_status, end_process, exchange, list_readable
@@ -44,8 +44,6 @@ class Limits:
     """What a program may use."""
 
     wall_s: float = 10.0
-    cpu_s: int | None = None
-    """Seconds of computing; None: as wall_s, rounded up"""
     memory_mb: int = 1024
     """Address space in MiB"""
     files_mb: int = 64
@@ -103,47 +101,17 @@ def run_python(
     what is in it, from any thread, ends it. Raises SandboxError where the protections cannot be had, and where it was
     ended so.
     """
-    limits = limits or Limits()
-    used = find_protections() if protections is None else protections
-    bounds = asdict(replace(limits, cpu_s=limits.cpu_s or int(limits.wall_s) + 1))
+    limits, running = limits or Limits(), set() if running is None else running
     task = {
         "arguments": [os.path.realpath(sys.executable), "-P", "-s", "-S", "-B", "-c", _RUN],
         # The order of a set of texts is the same in each run.
         "environment": {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},
         "files": {**(files or {}), "main.py": source},
         "stdin": stdin,
-        "limits": bounds,
+        "limits": {**asdict(limits), "cpu_s": int(limits.wall_s) + 1},
         "readable": list_readable(),
-        "protections": used,
+        "protections": find_protections() if protections is None else protections,
     }
-    return Finished(**_launch(task, limits.wall_s + START_S, set() if running is None else running), limits=limits)
-
-
-@functools.cache
-def find_protections() -> tuple[str, ...]:
-    """Those of PROTECTIONS that this machine has, each found by running a program with it."""
-    found = []
-    for name in PROTECTIONS:
-        with contextlib.suppress(SandboxError):
-            done = run_python("print(6 * 7)", limits=Limits(wall_s=30.0), protections=(name,))
-            found += [name] if done.is_well and done.stdout == "42\n" else []
-    return tuple(found)
-
-
-def list_gaps(protections: tuple[str, ...] | None = None) -> list[str]:
-    """What is not kept from a program on this machine, as sentences; empty where everything is."""
-    has = set(find_protections() if protections is None else protections)
-    return [gap for gap, kept_by in GAPS.items() if not has & kept_by]
-
-
-def warn_of_gaps(key: str) -> None:
-    """A RuntimeWarning where this machine does not keep programs from something; key: the setting that runs them."""
-    if gaps := "; ".join(list_gaps()):
-        text = f"{key}: programs that the policy writes run here, and not everything is kept from one: {gaps}"
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
-
-
-def _launch(task: dict[str, Any], seconds: float, running: set["subprocess.Popen[bytes]"]) -> dict[str, Any]:
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-B", "-c", _LAUNCH],
         stdin=subprocess.PIPE,
@@ -154,6 +122,7 @@ def _launch(task: dict[str, Any], seconds: float, running: set["subprocess.Popen
         cwd="/",
     )
     running.add(process)
+    seconds = limits.wall_s + START_S
     try:
         line = exchange(process, json.dumps(task).encode() + b"\n", seconds)
     except TimeoutError:
@@ -170,7 +139,26 @@ def _launch(task: dict[str, Any], seconds: float, running: set["subprocess.Popen
     answer: dict[str, Any] = json.loads(line)
     if "error" in answer:
         raise SandboxError(f"the sandbox could not be made: {answer['error']}")
-    return answer
+    return Finished(**answer, limits=limits)
+
+
+@functools.cache
+def find_protections() -> tuple[str, ...]:
+    """Those of PROTECTIONS that this machine has, each found by running a program with it."""
+    found = []
+    for name in PROTECTIONS:
+        with contextlib.suppress(SandboxError):
+            done = run_python("print(6 * 7)", limits=Limits(wall_s=30.0), protections=(name,))
+            found += [name] if done.is_well and done.stdout == "42\n" else []
+    return tuple(found)
+
+
+def warn_of_gaps(key: str) -> None:
+    """A RuntimeWarning where this machine does not keep programs from something; key: the setting that runs them."""
+    has = set(find_protections())
+    if gaps := "; ".join(gap for gap, kept_by in GAPS.items() if not has & kept_by):
+        text = f"{key}: programs that the policy writes run here, and not everything is kept from one: {gaps}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def python(code: str) -> str:
