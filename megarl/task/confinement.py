@@ -277,10 +277,8 @@ def main() -> None:
 
 
 def run(task: dict[str, Any]) -> dict[str, Any]:
-    """{"stdout", "stderr", "status", "stopped"}, or {"error"} where the program could not be started as asked.
-
-    status: exit status, or minus the signal's number. stopped: null, "time" or "output".
-    """
+    """{"stdout", "stderr", "status", "stopped"}, or {"error"} where the program could not be started as asked. status:
+    exit status, or minus the signal's number. stopped: null, "time" or "output"."""
     # Processes below this one whose parent ends become its children.
     _check(_LIBRARY.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
     own_files = "namespaces" in task["protections"]

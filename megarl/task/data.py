@@ -279,10 +279,8 @@ T = TypeVar("T", bound=HasId)
 
 
 class PromptSampler(Generic[T]):
-    """Draws prompts, or groups of saved responses, without replacement within an epoch; a batch may span epochs.
-
-    The order depends on the prompts, the seed and the epoch only.
-    """
+    """Draws prompts, or groups of saved responses, without replacement within an epoch; a batch may span epochs. The
+    order depends on the prompts, the seed and the epoch only."""
 
     def __init__(self, prompts: Sequence[T], seed: int):
         if not prompts:

@@ -27,10 +27,8 @@ EnvironmentFactory = Callable[[], Environment]
 
 
 def build_environment(config: EnvironmentConfig) -> tuple[MultiTurnEnvironmentConfig, EnvironmentFactory] | None:
-    """The limits of an episode and what makes its environment; None where the first turn is the whole episode.
-
-    Makes one environment, to see that it can be made. Raises ConfigError naming the key that is wrong.
-    """
+    """The limits of an episode and what makes its environment; None where the first turn is the whole episode. Makes
+    one environment, to see that it can be made. Raises ConfigError naming the key that is wrong."""
     if isinstance(config, SingleTurnEnvironmentConfig):
         return None
     make: EnvironmentFactory
@@ -57,10 +55,8 @@ def build_environment(config: EnvironmentConfig) -> tuple[MultiTurnEnvironmentCo
 def build_tool_prompt(
     config: EnvironmentConfig, data: DataConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> ToolPrompt | None:
-    """How the tools of this configuration are described; None where there are none.
-
-    Raises ConfigError naming environment.tools, or environment.id.
-    """
+    """How the tools of this configuration are described; None where there are none. Raises ConfigError naming
+    environment.tools, or environment.id."""
     schemas: tuple[Mapping[str, Any], ...] = ()
     text = None
     if isinstance(config, ToolsEnvironmentConfig):

@@ -228,11 +228,8 @@ def list_columns(prompt: Prompt) -> dict[str, Any]:
 
 
 def read_result(path: str, result: Any) -> Score:
-    """The Score that a function's result means.
-
-    Of a dict: "score" or "reward", "correct" or verl's "acc", and every other number as a detail; texts and None are
-    left out. Raises TypeError for what is no result.
-    """
+    """The Score that a function's result means. Of a dict: "score" or "reward", "correct" or verl's "acc", and every
+    other number as a detail; texts and None are left out. Raises TypeError for what is no result."""
     if isinstance(result, Score):
         return result
     entries = dict(result) if isinstance(result, Mapping) else {"score": result}

@@ -129,9 +129,7 @@ def _equals_equation(gold: Answer, answer: Equation) -> bool:
 
 def _is_name(side: str, *, operators: bool = True) -> bool:
     """Whether the side names a quantity (x, f(2), m + n, P(A)) rather than being a sum to solve such as 2x + 3.
-
-    operators: whether m + n is a name; on the left of an expected equation it is the left of a curve.
-    """
+    operators: whether m + n is a name; on the left of an expected equation it is the left of a curve."""
     if re.fullmatch(r"\(\s*[A-Za-z]\w*(?:\s*,\s*[A-Za-z]\w*)+\s*\)", side):
         return True
     side = re.sub(r"_\{[^{}]*\}|_\w|\([^()]*\)", "", side)
@@ -161,10 +159,8 @@ def _equals_function(gold: Equation, answer: Equation) -> bool:
 
 
 def _read_solutions(answer: Any) -> list[dict[str, Answer]] | None:
-    """The values by name: one dict for x = 1, y = 2 and for (x, y) = (1, 2), two for p=5, q=2; p=7, q=2.
-
-    None for what has no two names; empty where not every name has equally many values.
-    """
+    """The values by name: one dict for x = 1, y = 2 and for (x, y) = (1, 2), two for p=5, q=2; p=7, q=2. None for what
+    has no two names; empty where not every name has equally many values."""
     names: list[str] = []
     values: Any = ()
     if isinstance(answer, Equation) and isinstance(answer.value, Items) and answer.value.brackets == "()":
@@ -300,10 +296,8 @@ def _has_open_product(factors: list[Any]) -> bool:
 
 
 def _is_zero(difference: Any) -> bool:
-    """Whether the expression is zero for all values of its symbols: at random points, to 50 digits.
-
-    Schwartz-Zippel: an expression that is not zero everywhere is zero at a random point with probability about 0.
-    """
+    """Whether the expression is zero for all values of its symbols: at random points, to 50 digits. Schwartz-Zippel: an
+    expression that is not zero everywhere is zero at a random point with probability about 0."""
     symbols = sorted(difference.free_symbols, key=str)
     chance = random.Random(0)
     for _ in range(_POINTS if symbols else 1):
@@ -337,10 +331,8 @@ class Verdict:
 
 
 def grade(gold_text: str, text: str, mode: str, *, thinking: bool = False) -> Verdict:
-    """Whether the response states the expected answer, once or several times, and no other one.
-
-    mode: reward.answer. thinking: the prompt ends with an open thinking tag.
-    """
+    """Whether the response states the expected answer, once or several times, and no other one. mode: reward.answer.
+    thinking: the prompt ends with an open thinking tag."""
     visible = remove_thinking(text, thinking=thinking)
     extracted = extract_statements(visible, mode)
     statements = list(dict.fromkeys(extracted or []))

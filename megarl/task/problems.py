@@ -145,9 +145,7 @@ def _read_chat(
     where: str, record: Mapping[str, Any], prompt_field: str, answer_field: str | None
 ) -> tuple[tuple[Message, ...], Message | None]:
     """The messages, without the assistant's one at the end, which is returned too: it must not be shown to the model.
-
-    Raises ConfigError where there is no question, or no such message and no answer field.
-    """
+    Raises ConfigError where there is no question, or no such message and no answer field."""
     value, place = _decode_chat(get_field(record, prompt_field)), f"{where}: {prompt_field}"
     if isinstance(value, list):
         messages = read_messages(place, value)

@@ -255,10 +255,8 @@ def kill_group(process: "subprocess.Popen[bytes]") -> None:
 
 
 def load_callable(path: str) -> Callable[..., Any]:
-    """The callable named "file.py:name" or "package.module:name".
-
-    Raises ValueError saying what was found and why it cannot be called.
-    """
+    """The callable named "file.py:name" or "package.module:name". Raises ValueError saying what was found and why it
+    cannot be called."""
     try:
         target = load_named("path", path)
     except ConfigError as error:

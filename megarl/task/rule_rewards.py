@@ -86,10 +86,8 @@ def format_number(number: Fraction) -> str:
 
 
 class NumericReward:
-    """1 where the response's last number is the prompt's answer, within the tolerances, else 0.
-
-    details: "format" is 1 where the response has a number.
-    """
+    """1 where the response's last number is the prompt's answer, within the tolerances, else 0. details: "format" is 1
+    where the response has a number."""
 
     def __init__(self, config: NumericRewardConfig):
         # As written: 0.1 is a tenth.
@@ -136,10 +134,8 @@ class MathReward(ProcessReward):
 
 
 class LengthReward:
-    """1 for a response of min_length to max_length tokens, falling linearly to 0 at `falloff` tokens outside.
-
-    Tokens are those that the policy generated. Correct within the range. details: {"tokens": their number}.
-    """
+    """1 for a response of min_length to max_length tokens, falling linearly to 0 at `falloff` tokens outside. Tokens
+    are those that the policy generated. Correct within the range. details: {"tokens": their number}."""
 
     def __init__(self, config: LengthRewardConfig):
         """Raises ConfigError for an empty range."""

@@ -161,10 +161,8 @@ def check_finite(score: Score) -> None:
 
 
 class Scorer:
-    """Awaits a reward and turns its failures into scores that say so.
-
-    `score` may be awaited many times at once, on one event loop; `close` may be called from any thread.
-    """
+    """Awaits a reward and turns its failures into scores that say so. `score` may be awaited many times at once, on one
+    event loop; `close` may be called from any thread."""
 
     def __init__(self, reward: AsyncReward | RewardFunction):
         self._reward = reward if isinstance(reward, AsyncReward) else DirectReward(reward)

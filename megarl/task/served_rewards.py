@@ -146,10 +146,8 @@ HTTP_ANSWER = Draft202012Validator(
 
 
 class HttpReward(AsyncReward):
-    """POSTs {"prompt", "response", "answer", "metadata"} as JSON and reads {"reward", "correct", "details"}.
-
-    "correct" may be left out: it is then whether the reward is at least 1; so may "details", numbers by name.
-    """
+    """POSTs {"prompt", "response", "answer", "metadata"} as JSON and reads {"reward", "correct", "details"}. "correct"
+    may be left out: it is then whether the reward is at least 1; so may "details", numbers by name."""
 
     def __init__(self, config: HttpRewardConfig):
         self._server = ScoringServer(config)
@@ -199,10 +197,8 @@ class ScalarModelReward(AsyncReward):
 
 
 class JudgeReward(AsyncReward):
-    """verdict score: a tenth of the number in the judge's last box. verdict word: p(yes) / (p(yes) + p(no)).
-
-    The judge is asked at temperature 0. Correct from reward.correct_at on. details: none.
-    """
+    """verdict score: a tenth of the number in the judge's last box. verdict word: p(yes) / (p(yes) + p(no)). The judge
+    is asked at temperature 0. Correct from reward.correct_at on. details: none."""
 
     def __init__(self, config: JudgeRewardConfig):
         """Raises ConfigError for a rubric without {response}, and where the server at reward.url does not answer."""
@@ -271,10 +267,8 @@ def read_score(text: str) -> float:
 
 
 def compare_words(top: Iterable[tuple[str, float]], yes: str, no: str) -> float:
-    """p(yes) / (p(yes) + p(no)) from tokens and their log-probs; case and spaces do not count.
-
-    Raises RewardFailedError where both together have less than LEAST_PROBABILITY.
-    """
+    """p(yes) / (p(yes) + p(no)) from tokens and their log-probs; case and spaces do not count. Raises RewardFailedError
+    where both together have less than LEAST_PROBABILITY."""
     entries = [(token.strip().lower(), math.exp(logprob)) for token, logprob in top]
     right, wrong = (math.fsum(p for token, p in entries if token == word.lower()) for word in (yes, no))
     if right + wrong < LEAST_PROBABILITY:

@@ -121,10 +121,8 @@ def open_dataset(path: str, subset: str | None, split: str, key: str) -> Any:
 
 
 def load_made(config: FunctionDataConfig, seed: int) -> ProblemSplits:
-    """What the function makes: problems or records as in a file, held-out ones apart or not.
-
-    Raises ConfigError for a function that cannot be found or called so, and with what it raises.
-    """
+    """What the function makes: problems or records as in a file, held-out ones apart or not. Raises ConfigError for a
+    function that cannot be found or called so, and with what it raises."""
     path = config.path
     make = load_named("data.path", path)
     if not callable(make):

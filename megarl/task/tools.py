@@ -31,10 +31,8 @@ class ToolResult(NamedTuple):
 
 
 class Toolbox:
-    """Answers tool calls, each in one of environment.num_processes processes with limits. Thread-safe.
-
-    What a tool does wrong is a result that says so.
-    """
+    """Answers tool calls, each in one of environment.num_processes processes with limits. Thread-safe. What a tool does
+    wrong is a result that says so."""
 
     def __init__(self, config: ToolsEnvironmentConfig):
         """Loads the tools. Raises ConfigError naming environment.tools."""
@@ -101,10 +99,8 @@ def find_tools(names: Sequence[str]) -> list[str]:
 
 
 def describe_tool(path: str) -> ToolSchema:
-    """The schema of the function "package.module:function", from its signature and its docstring.
-
-    Raises ConfigError naming environment.tools where it has none.
-    """
+    """The schema of the function "package.module:function", from its signature and its docstring. Raises ConfigError
+    naming environment.tools where it has none."""
     from transformers.utils import chat_template_utils as templates
 
     function = load_named("environment.tools", path)
@@ -179,9 +175,7 @@ FindCalls = Callable[[str], FoundCalls]
 
 class ToolsEnvironment(Environment):
     """Answers each call with the tool's result or with what is wrong with it. An action without a call is final.
-
-    details of each turn: tool_calls (calls begun, malformed ones included) and tool_errors (answered with an error).
-    """
+    details of each turn: tool_calls (calls begun, malformed ones included) and tool_errors (answered with an error)."""
 
     def __init__(self, config: ToolsEnvironmentConfig, toolbox: Toolbox, prompt: ToolPrompt, find_calls: FindCalls):
         self._config = config

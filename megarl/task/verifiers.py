@@ -214,10 +214,8 @@ class VerifiersEnvironment(Environment):
         return state
 
     async def _wait(self, given: Action | dict[str, Any]) -> Messages | None:
-        """What the policy is asked next; None where the episode has ended. Raises what it raised.
-
-        given: the action, or the row with which the episode begins.
-        """
+        """What the policy is asked next; None where the episode has ended. Raises what it raised. given: the action, or
+        the row with which the episode begins."""
         if isinstance(given, Action):
             self._policy.answers.put_nowait(given)
         else:
