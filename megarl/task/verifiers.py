@@ -192,12 +192,23 @@ class VerifiersEnvironment(Environment):
 
     async def cut(self) -> Step:  # type: ignore[override]
         """End the episode. Its reward is that of what has been said."""
-        state = await _run(self._end())
+
+        async def end() -> dict[str, Any]:
+            assert self._episode is not None
+            self._policy.answers.put_nowait(None)
+            return await self._episode
+
+        state = await _run(end())
         details = {name: float(value) for name, value in (state["metrics"] or {}).items()}
         return Step(reward=float(state["reward"]), done=True, details=details)
 
     async def close(self) -> None:  # type: ignore[override]
-        await _run(self._cancel())
+        async def cancel() -> None:
+            if self._episode is not None and not self._episode.done():
+                self._episode.cancel()
+                await asyncio.wait((self._episode,))
+
+        await _run(cancel())
 
     # The rest runs on the loop of `verifiers`.
 
@@ -228,16 +239,6 @@ class VerifiersEnvironment(Environment):
         asked.cancel()
         self._episode.result()
         return None
-
-    async def _end(self) -> dict[str, Any]:
-        assert self._episode is not None
-        self._policy.answers.put_nowait(None)
-        return await self._episode
-
-    async def _cancel(self) -> None:
-        if self._episode is not None and not self._episode.done():
-            self._episode.cancel()
-            await asyncio.wait((self._episode,))
 
 
 class _Policy:

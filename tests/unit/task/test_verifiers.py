@@ -18,6 +18,7 @@ from megarl.rollout.conversation import build_conversation
 from megarl.rollout.episodes import EpisodeRequest, EpisodeRunner, Sampling, check_conversation
 from megarl.task.data import build_data
 from megarl.task.environments import build_tool_prompt
+from megarl.task.problems import Problem
 from megarl.task.tools import FoundCalls
 from megarl.task.verifiers import VerifiersEnvironment, load_rows
 from megarl.types import FinishReason, Message, Prompt, Response
@@ -36,26 +37,33 @@ def load(env_id=COUNTDOWN, **args):
     return load_rows(VerifiersDataConfig(id=env_id, args=args), seed=1)
 
 
-def set_up(problem):
-    return EpisodeSetting(Prompt("p", "", (1,), problem.answer, problem.metadata, problem.messages), seed=1)
+async def begin(problem, env_id=COUNTDOWN, args=None, *tools):
+    """(the environment, what it says first)"""
+    env = VerifiersEnvironment(env_id, args or {}, *tools)
+    prompt = Prompt("p", "", (1,), problem.answer, problem.metadata, problem.messages)
+    return env, await env.reset(EpisodeSetting(prompt, seed=1))
 
 
 def act(text, turn=0, finish_reason=FinishReason.stop):
     return Action(text, text, (1,), turn, finish_reason)
 
 
-def play(problem, texts, env_id=COUNTDOWN, **args):
-    """What reset and each step returned, until the environment is done."""
+CUT = "cut"
+
+
+def play(problem, texts, env_id=COUNTDOWN, finish_reason=FinishReason.stop, **args):
+    """What each step returned, until the environment is done; CUT stands for a limit of ours."""
 
     async def run():
-        env = VerifiersEnvironment(id=env_id, args=args)
-        found = [await env.reset(set_up(problem))]
+        env, said = await begin(problem, env_id, args)
+        assert said is None
         try:
-            for turn, text in enumerate(texts):
-                found.append(await env.step(act(text, turn)))
+            return [
+                await (env.cut() if text == CUT else env.step(act(text, turn, finish_reason)))
+                for turn, text in enumerate(texts)
+            ]
         finally:
             await env.close()
-        return found
 
     return asyncio.run(run())
 
@@ -70,78 +78,55 @@ def test_the_dataset_becomes_prompts_and_its_evaluation_rows_are_held_out():
 
 
 def test_an_episode_runs_to_the_rubrics_reward():
-    begin, first, second, last = play(load().train[2], ["2", "1", "5"])
-    assert begin is None
+    first, second, last = play(load().train[2], ["2", "1", "5"])
     assert (first.observation, first.reward, first.done) == ((Message("user", "now 2"),), 0.0, False)
     assert second.observation == (Message("user", "now 1"),)
     assert (last.done, last.reward) == (True, pytest.approx(2 * 2 / 3))
     assert last.details == {"share_right": pytest.approx(2 / 3), "num_turns": 3.0}
 
 
-def test_the_environments_own_limit_ends_the_episode_with_its_reward():
-    begin, only = play(load().train[2], ["2"], max_turns=1)
-    assert begin is None
-    assert (only.done, only.reward) == (True, pytest.approx(2 / 3))
-
-
-@pytest.mark.parametrize("finish_reason", [FinishReason.stop, FinishReason.length])
-def test_an_episode_cut_by_a_limit_of_ours_has_its_reward(finish_reason):
-    async def run():
-        env = VerifiersEnvironment(id=COUNTDOWN, args={})
-        await env.reset(set_up(load().train[2]))
-        assert not (await env.step(act("2", 0, finish_reason))).done
-        step = await env.cut()
-        await env.close()
-        return step
-
-    assert asyncio.run(run()).reward == pytest.approx(2 / 3)
-
-
-def test_an_empty_answer_is_the_policys_and_not_a_servers_fault():
-    *_, last = play(load().train[0], [""])
-    assert (last.done, last.reward) == (True, 0.0)
+@pytest.mark.parametrize(
+    ("row", "texts", "keys", "reward"),
+    [
+        (2, ["2"], {"max_turns": 1}, 2 / 3),  # The environment's own limit.
+        (2, ["2", CUT], {}, 2 / 3),
+        (2, ["2", CUT], {"finish_reason": FinishReason.length}, 2 / 3),
+        (0, [""], {}, 0.0),  # The policy's, and not a server's fault.
+    ],
+)
+def test_an_episode_that_ends_before_has_its_reward(row, texts, keys, reward):
+    *before, last = play(load().train[row], texts, **keys)
+    assert (last.done, last.reward) == (True, pytest.approx(reward))
+    assert not any(step.done for step in before)
 
 
 @pytest.mark.parametrize(
-    ("texts", "reason"),
+    ("env_id", "texts", "reason"),
     [
-        (["crash"], "the environment failed: InfraError"),
-        (["raise", "1", "0"], "share_right raised KeyError: 'no such word'"),
-        (["rewrite"], "has rewritten the conversation"),
+        (COUNTDOWN, ["crash"], "the environment failed: InfraError"),
+        (COUNTDOWN, ["raise", "1", "0"], "share_right raised KeyError: 'no such word'"),
+        ("vf_environments:mixed", ["raise", CUT], "share_right raised KeyError"),
+        (COUNTDOWN, ["rewrite"], "has rewritten the conversation"),
     ],
 )
-def test_what_the_environment_or_its_rubric_raises_costs_the_sample(texts, reason):
+def test_what_the_environment_or_its_rubric_raises_costs_the_sample(env_id, texts, reason):
     with pytest.raises(RuntimeError, match=reason):
-        play(load().train[2], texts)
+        play(load(env_id).train[2 if env_id == COUNTDOWN else -1], texts, env_id)
 
 
 def test_each_environment_of_a_group_is_rewarded_by_its_own_rubric():
-    problems = load("vf_environments:mixed").train
-    sums, countdown = problems[0], problems[-1]
-    *_, last = play(sums, ["5"], "vf_environments:mixed")
+    sums, *_, countdown = load("vf_environments:mixed").train
+    (last,) = play(sums, ["5"], "vf_environments:mixed")
     assert (last.done, "check_answer_reward_func" in last.details) == (True, True)
-    assert play(countdown, ["15"], "vf_environments:mixed")[1].observation == (Message("user", "now 15"),)
-
-    async def run():
-        env = VerifiersEnvironment("vf_environments:mixed", {})
-        await env.reset(set_up(countdown))
-        await env.step(act("raise"))
-        try:
-            await env.cut()
-        finally:
-            await env.close()
-
-    with pytest.raises(RuntimeError, match="share_right raised KeyError"):
-        asyncio.run(run())
+    assert play(countdown, ["15"], "vf_environments:mixed")[0].observation == (Message("user", "now 15"),)
 
 
 def test_a_broken_off_episode_ends_without_a_reward():
     async def run():
-        env = VerifiersEnvironment(id=COUNTDOWN, args={})
-        await env.close()
-        await env.reset(set_up(load().train[2]))
+        env, _ = await begin(load().train[2])
         await env.close()
         assert env._episode.cancelled()
+        await VerifiersEnvironment(id=COUNTDOWN, args={}).close()
 
     asyncio.run(run())
 
@@ -158,8 +143,7 @@ def test_tools_are_described_called_and_answered():
         return FoundCalls((("add_one", '{"x": 1}'), ("no_tool", "{}")) if text == "call" else ())
 
     async def run():
-        env = VerifiersEnvironment(env_id, {}, prompt, find_calls)
-        await env.reset(set_up(load(env_id).train[0]))
+        env, _ = await begin(load(env_id).train[0], env_id, {}, prompt, find_calls)
         steps = [await env.step(act("call")), await env.step(act("2", 1))]
         await env.close()
         return steps
@@ -218,18 +202,18 @@ def test_the_runner_plays_it_token_by_token():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "num_turns", "finish_reason"),
+    ("texts", "override", "finish_reason"),
     [
-        (["environment.max_turns=2"], 2, FinishReason.max_turns),
-        (["rollout.response_length=14"], 2, FinishReason.length),  # No room for what the environment says.
-        (["rollout.response_length=9"], 2, FinishReason.length),  # No room for the end of the second action.
+        (["2", "1", "0"], "environment.max_turns=2", FinishReason.max_turns),
+        (["2", "1", "0"], "rollout.response_length=14", FinishReason.length),  # No room for what the environment says.
+        (["2", "1 ", "0"], "rollout.response_length=9", FinishReason.length),  # No room for the second action's end.
     ],
 )
-def test_an_episode_that_the_runner_cuts_is_rewarded_for_what_was_said(overrides, num_turns, finish_reason):
-    response = run_episode(["2", "1 ", "0"] if "=9" in overrides[0] else ["2", "1", "0"], *overrides)[0].response
-    assert (len(response.turns), response.finish_reason) == (num_turns, finish_reason)
-    assert [turn.reward for turn in response.turns][:-1] == [0.0]
-    assert response.turns[-1].reward == pytest.approx(4 / 3 if response.turns[-1].text == "1" else 2 / 3)
+def test_an_episode_that_the_runner_cuts_is_rewarded_for_what_was_said(texts, override, finish_reason):
+    response = run_episode(texts, override)[0].response
+    assert response.finish_reason == finish_reason
+    last = 4 / 3 if response.turns[-1].text == "1" else 2 / 3
+    assert [turn.reward for turn in response.turns] == [0.0, pytest.approx(last)]
 
 
 def test_the_runs_signal_handlers_stay():
@@ -254,7 +238,5 @@ def test_an_environment_that_does_not_fit_is_named(env_id, args, problem):
 
 
 def test_a_prompt_of_other_data_is_refused():
-    env = VerifiersEnvironment(id=COUNTDOWN, args={})
-    setting = EpisodeSetting(Prompt("p", "", (1,), "1"), seed=1)
     with pytest.raises(ValueError, match="goes with data=verifiers"):
-        asyncio.run(env.reset(setting))
+        asyncio.run(begin(Problem((), "1")))

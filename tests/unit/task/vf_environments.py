@@ -50,18 +50,6 @@ def of_groups():
     return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[best]))
 
 
-def own_beginning():
-    """An environment that changes what the policy is asked."""
-
-    class Greeter(vf.SingleTurnEnv):
-        async def setup_state(self, state):
-            state["prompt"] = [*state["prompt"], {"role": "user", "content": "please"}]
-            return state
-
-    rows = Dataset.from_list([{"question": "q", "answer": "1"}])
-    return Greeter(dataset=rows, rubric=vf.Rubric(funcs=[share_right]))
-
-
 def add_one(x: int) -> int:
     """Add one.
 
