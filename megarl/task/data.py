@@ -94,8 +94,8 @@ def build_data(
             raise ConfigError([f"data: {same}"])
     notes.append(describe_prompts(renderer, train))
     num_dropped = num_read - len(train) - len(heldout)
-    prompts = (tuple(prompt for _, prompt in side) for side in (train, heldout))
-    return DataSplits(*prompts, num_dropped, num_dropped - num_too_long, tuple(notes))
+    kept, held = (tuple(prompt for _, prompt in side) for side in (train, heldout))
+    return DataSplits(kept, held, num_dropped, num_dropped - num_too_long, tuple(notes))
 
 
 def describe_prompts(renderer: Renderer, items: Sequence[Tokenized]) -> str:
