@@ -59,10 +59,10 @@ class CodeReward(AsyncReward):
     async def score(self, prompt: Prompt, response: Response) -> Score:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self.run_tests, prompt, response.text)
 
-    async def check(self, prompt: Prompt, empty: Response) -> Score:
+    async def check(self, prompt: Prompt, response: Response) -> Score:
         """Also warns of what this machine does not keep from programs."""
         warn_of_gaps("reward=code")
-        return await self.score(prompt, empty)
+        return await self.score(prompt, response)
 
     def run_tests(self, prompt: Prompt, text: str) -> Score:
         """Raises ValueError naming the prompt without tests, and RewardFailedError where there is no sandbox."""

@@ -114,21 +114,15 @@ def load_problems(config: DataConfig, seed: int) -> ProblemSplits:
 def tokenize_problems(problems: Sequence[Problem], renderer: Renderer, side: str, notes: list[str]) -> list[Tokenized]:
     """Problems of at most data.prompt_length tokens with their prompts, in order. notes: grows by what was done.
     Raises ConfigError where none is short enough, and for one that a model could not answer."""
-    for problem in problems:
-        if (role := problem.messages[-1].role) != "user":
-            found = f"{role}, {problem.messages[-1].content[:60]!r}"
-            raise _refuse(problem, f"the last message is of {found}; expected one of the user, which the model answers")
     asked, problems = problems, _settle_special(problems, renderer, side, notes)
     texts = [renderer.render(problem) for problem in problems]
     tokens = renderer.tokenize(texts, names=[each.metadata.get("location", "data") for each in problems])
     limit = renderer.config.prompt_length
     begin, end = renderer.tokenizer.bos_token_id, renderer.tokenizer.eos_token_id
     for problem, ids in zip(problems, tokens, strict=True):
-        if not ids:
-            raise _refuse(problem, f"the tokenizer makes no tokens of {problem.messages[-1].content!r}")
         if begin is not None and ids[:2] == (begin, begin):
             raise _refuse(problem, f"the prompt begins with {renderer.tokenizer.bos_token} twice; it must be once")
-        if ids[-1] == end and not renderer.uses_template:
+        if ids[-1:] == (end,) and not renderer.uses_template:
             why = "behind which a model writes another text; take it out of the data"
             raise _refuse(problem, f"the prompt ends with {renderer.tokenizer.eos_token}, {why}")
     if not any(len(ids) <= limit for ids in tokens):
@@ -180,14 +174,11 @@ def split_heldout(
     """(training, held-out): a random part, repeats of a question kept on one side. Raises ConfigError where
     `num_heldout` would leave a side empty."""
     keys = list(dict.fromkeys(problem.question_key for problem, _ in problems))
-    if len(keys) < 2:
-        needed = "one to train on and another to hold out are needed"
-        raise ConfigError([f"data: all problems ask the same question; {needed}"])
     if num_heldout is None:
         num_heldout = max(1, min(MOST_HELDOUT_BY_DEFAULT, len(keys) // 10))
     if not 1 <= num_heldout < len(keys):
-        needed = f"there are {len(keys)} different questions to split, and each side needs one or more"
-        raise ConfigError([f"data.num_heldout: found {num_heldout}; {needed}"])
+        needed = "and each side needs one or more"
+        raise ConfigError([f"data.num_heldout: {num_heldout} of {len(keys)} different questions to split, {needed}"])
     random.Random(f"heldout/{seed}").shuffle(keys)
     chosen = set(keys[:num_heldout])
     held: dict[str, Tokenized] = {}

@@ -27,9 +27,9 @@ class AsyncReward:
         """Score a response. Whatever it raises costs the sample."""
         raise NotImplementedError
 
-    async def check(self, prompt: Prompt, response: Response) -> Score | None:
-        """Before anything starts: score a response to one of the data's prompts, None where that needs what does not
-        run yet. Raises ValueError where the reward cannot read the prompt."""
+    async def check(self, prompt: Prompt, response: Response) -> Score:
+        """Before anything starts: score a response to one of the data's prompts. Raises ValueError where the reward
+        cannot read the prompt."""
         return await self.score(prompt, response)
 
     def state(self) -> Any:

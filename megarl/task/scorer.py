@@ -44,15 +44,11 @@ class WeightedReward(AsyncReward):
         self.is_users = any(part.reward.is_users for part in parts.values())
 
     async def score(self, prompt: Prompt, response: Response) -> Score:
-        """Raises RewardFailedError where a part fails, naming it."""
-        calls = [part.reward.score(prompt, response) for part in self._parts.values()]
-        return self._add([score for score in await _gather(calls, self._parts) if score is not None])
+        """Raises RewardFailedError where a part fails, naming the first."""
+        return await self._add([part.reward.score(prompt, response) for part in self._parts.values()])
 
-    async def check(self, prompt: Prompt, response: Response) -> Score | None:
-        """None where a part cannot be asked yet."""
-        scores = await _gather([part.reward.check(prompt, response) for part in self._parts.values()], self._parts)
-        known = [score for score in scores if score is not None]
-        return self._add(known) if len(known) == len(scores) else None
+    async def check(self, prompt: Prompt, response: Response) -> Score:
+        return await self._add([part.reward.check(prompt, response) for part in self._parts.values()])
 
     def state(self) -> Any:
         found = {name: part.reward.state() for name, part in self._parts.items()}
@@ -67,35 +63,27 @@ class WeightedReward(AsyncReward):
         for part in self._parts.values():
             part.reward.close()
 
-    def _add(self, scores: Sequence[Score]) -> Score:
-        by_name = dict(zip(self._parts, scores, strict=True))
-        reward = sum(self._parts[name].weight * score.reward for name, score in by_name.items())
+    async def _add(self, calls: Sequence[Awaitable[Score]]) -> Score:
+        scores: dict[str, Score] = {}
+        for name, result in zip(self._parts, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if isinstance(result, BaseException):
+                if not isinstance(result, Exception):
+                    raise result
+                raised = "" if isinstance(result, RewardFailedError) else f"raised {type(result).__name__}: "
+                raise RewardFailedError(f"{name}: {raised}{result}") from result
+            if result.failure is not None:
+                raise RewardFailedError(f"{name}: {result.failure}")
+            scores[name] = result
+        reward = sum(self._parts[name].weight * score.reward for name, score in scores.items())
         details: dict[str, float] = {}
-        for name, score in by_name.items():
+        for name, score in scores.items():
             details[name] = score.reward
             details |= {f"{name}/{detail}": value for detail, value in score.details.items()}
         if self._correct_by is not None:
-            decides = by_name[self._correct_by]
+            decides = scores[self._correct_by]
             return Score(reward, decides.correct, details, decides.answer)
-        answers = [score.answer for score in scores if score.answer is not None]
+        answers = [score.answer for score in scores.values() if score.answer is not None]
         return Score(reward, reward >= self._correct_at - ROUNDING, details, answers[0] if answers else None)
-
-
-async def _gather(calls: Sequence[Awaitable[Score | None]], names: Iterable[str]) -> list[Score | None]:
-    """The scores of all parts. Raises RewardFailedError for the first of them, in their order, that failed."""
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    scores: list[Score | None] = []
-    for name, result in zip(names, results, strict=True):
-        if isinstance(result, RewardFailedError):
-            raise type(result)(f"{name}: {result}") from result
-        if isinstance(result, Exception):
-            raise RewardFailedError(f"{name}: raised {type(result).__name__}: {result}") from result
-        if isinstance(result, BaseException):
-            raise result
-        if result is not None and result.failure is not None:
-            raise RewardFailedError(f"{name}: {result.failure}")
-        scores.append(result)
-    return scores
 
 
 def build_reward(config: RewardConfig, key: str = "reward") -> AsyncReward:
@@ -194,9 +182,8 @@ class Scorer:
                 for text in ("", prompt.answer) if self._reward.is_users else ("",):
                     try:
                         score = await self._reward.check(prompt, build_short(text))
-                        if score is not None:
-                            check_finite(score)
-                            check_score(score.reward, wrong)
+                        check_finite(score)
+                        check_score(score.reward, wrong)
                     except ConfigError:
                         raise
                     except (ValueError, RewardFailedError) as error:

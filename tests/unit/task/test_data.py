@@ -79,7 +79,7 @@ def test_prompts_over_the_length_are_dropped_and_counted(tmp_path: Path) -> None
         (b'{"question": "Q", "answer": "\xff"}\n', r"a\.jsonl:1: found bytes that are not UTF-8"),
         (b"PAR1\x00\x01", r"a\.jsonl:1: found 'PAR1"),
         (b"", "holds no problems"),
-        (b'\xef\xbb\xbf{"question": "Q", "answer": "A"}\n', "data: all problems ask the same question"),
+        (b'\xef\xbb\xbf{"question": "Q", "answer": "A"}\n', "data.num_heldout: 1 of 1 different questions to split"),
     ],
 )
 def test_a_bad_line_is_located(tmp_path: Path, content: bytes, expected: str) -> None:

@@ -125,7 +125,7 @@ def test_what_is_wrong_in_building_a_part_is_named_by_the_parts_key():
 
 
 class Late(AsyncReward):
-    """Gives its score, or raises, after the other parts; it cannot be asked before the run."""
+    """Gives its score, or raises, after the other parts."""
 
     def __init__(self, result):
         self.result, self.closed, self.awaited = result, 0, 0
@@ -136,9 +136,6 @@ class Late(AsyncReward):
         if isinstance(self.result, Exception):
             raise self.result
         return self.result
-
-    async def check(self, prompt, response):
-        return None
 
     def close(self):
         self.closed += 1
@@ -160,8 +157,6 @@ def test_the_reward_is_the_weighted_sum_and_each_part_is_shown():
     ]:
         reward = WeightedReward(parts, correct_by, correct_at)
         assert ask(Scorer(reward), "85") == [Score(0.5, correct, details, answer)]
-    # One of its parts cannot be asked yet.
-    assert asyncio.run(reward.check(build_prompt("85"), build_response(""))) is None
     reward.close()
     assert late.closed == 1
 
