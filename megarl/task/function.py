@@ -8,7 +8,6 @@ import inspect
 import json
 import math
 import re
-import threading
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
@@ -70,11 +69,7 @@ def _explain(path: str, error: Exception, prompt: Prompt) -> str:
 
 
 class FunctionReward(ProcessReward):
-    """Holds what the user's function returns to what the means under reward/ need.
-
-    Every Score must have the same names in `details` as the first one, that of the check before the start, and none of
-    RESERVED_NAMES. A function that keeps a state is called in one process.
-    """
+    """Calls the user's function; one that keeps a state in one process alone."""
 
     path = f"{serve_function.__module__}:{serve_function.__name__}"
     key = "reward.path"
@@ -83,9 +78,6 @@ class FunctionReward(ProcessReward):
     def __init__(self, config: FunctionRewardConfig):
         super().__init__(config, path=config.path)
         self._keeps_state = False
-        self._names_lock = threading.Lock()
-        self._names: frozenset[str] | None = None
-        """The names in `details` of the first Score"""
 
     def _start(self) -> int:
         """Also finds out whether the function keeps a state."""
@@ -121,24 +113,12 @@ class FunctionReward(ProcessReward):
         return {"question": encode_question(prompt, response)}
 
     def read(self, answer: Any, prompt: Prompt) -> Score:
-        """Raises ValueError for other names in `details`."""
-        score = Score(**answer)
-        if score.failure is not None:
-            return score
-        names = frozenset(score.details)
-        found = f"reward.path={self._options['path']}: found details {_list_names(names)}"
-        if reserved := names & RESERVED_NAMES:
-            raise ValueError(f"{found}; megarl's own metrics have the names {_list_names(reserved)} under reward/")
-        with self._names_lock:
-            expected = self._names = names if self._names is None else self._names
-        if names != expected:
-            needed = "every response must have the same (0.0 for a part that does not apply)"
-            raise ValueError(f"{found}; the first response had {_list_names(expected)}, and {needed}")
-        return score
-
-
-def _list_names(names: frozenset[str]) -> str:
-    return ", ".join(sorted(names)) or "no names"
+        """Raises ValueError for RESERVED_NAMES in `details`."""
+        if reserved := RESERVED_NAMES & answer["details"].keys():
+            names = ", ".join(sorted(reserved))
+            found = f"reward.path={self._options['path']}: found details {names}"
+            raise ValueError(f"{found}; megarl's own metrics have these names under reward/")
+        return Score(**answer)
 
 
 ACCEPTED = (
