@@ -15,8 +15,9 @@ from megarl.config.schema.task import (
     ToolsEnvironmentConfig,
     VerifiersEnvironmentConfig,
 )
-from megarl.config.user_code import describe_error, load_named
+from megarl.config.user_code import describe_error
 from megarl.environment import Environment
+from megarl.task.process import load_callable
 from megarl.task.tools import HERMES, TOOLS_PLACEHOLDER, ToolPrompt, describe_tool, find_tools
 from megarl.task.verifiers import VerifiersEnvironment, load_verifiers_environment
 
@@ -36,10 +37,7 @@ def build_environment(config: EnvironmentConfig) -> tuple[MultiTurnEnvironmentCo
         make = partial(VerifiersEnvironment, config.id, config.args)
     else:
         assert isinstance(config, ClassEnvironmentConfig)
-        target = load_named("environment.path", config.path)
-        if not callable(target):
-            raise ConfigError([f"environment.path: found {config.path!r}; a class was expected"])
-        make = partial(target, **config.options)
+        make = partial(load_callable(config.path, "environment.path"), **config.options)
     try:
         made = make()
     except ConfigError:

@@ -254,15 +254,11 @@ def kill_group(process: "subprocess.Popen[bytes]") -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def load_callable(path: str) -> Callable[..., Any]:
-    """The callable named "file.py:name" or "package.module:name". Raises ValueError saying what was found and why it
-    cannot be called."""
-    try:
-        target = load_named("path", path)
-    except ConfigError as error:
-        raise ValueError(error.problems[0].removeprefix("path: ")) from error
+def load_callable(path: str, key: str = "path") -> Callable[..., Any]:
+    """The callable named "file.py:name" or "package.module:name". Raises ConfigError naming the key."""
+    target = load_named(key, path)
     if not callable(target):
-        raise ValueError(f"found {path!r}, a {type(target).__name__}; a callable was expected")
+        raise ConfigError([f"{key}: found {path!r}, a {type(target).__name__}; a callable was expected"])
     return target
 
 
@@ -326,7 +322,8 @@ def main() -> None:
         if task["options"] is not None:
             function = function(**task["options"])
     except Exception as error:
-        write({"error": " ".join(str(error).split()) if isinstance(error, ValueError) else describe(error)})
+        text = str(error).removeprefix("path: ")
+        write({"error": " ".join(text.split()) if isinstance(error, ValueError) else describe(error)})
         return
     memory = psutil.Process().memory_info().vms + task["memory_bytes"]
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

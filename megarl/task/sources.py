@@ -13,9 +13,10 @@ from megarl.config.schema.task import (
     JsonlDataConfig,
     ParquetDataConfig,
 )
-from megarl.config.user_code import describe_error, load_named
+from megarl.config.user_code import describe_error
 from megarl.files import parse_json
 from megarl.task.problems import Located, Problem, ProblemSplits, read_problems
+from megarl.task.process import load_callable
 
 Read = tuple[list[Problem], str]
 """Problems, and a note on how they were read"""
@@ -124,9 +125,7 @@ def load_made(config: FunctionDataConfig, seed: int) -> ProblemSplits:
     """What the function makes: problems or records as in a file, held-out ones apart or not. Raises ConfigError for a
     function that cannot be found or called so, and with what it raises."""
     path = config.path
-    make = load_named("data.path", path)
-    if not callable(make):
-        raise ConfigError([f"data.path: found {path!r}, a {type(make).__name__}; a function was expected"])
+    make = load_callable(path, "data.path")
     parameters = inspect.signature(make).parameters
     if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         check_names("data.options.", config.options, list(parameters), f"such parameter of {path}")

@@ -10,10 +10,9 @@ from jsonschema.exceptions import best_match
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.task import ToolsEnvironmentConfig
-from megarl.config.user_code import load_named
 from megarl.environment import Action, Environment, Step
 from megarl.files import parse_json
-from megarl.task.process import CallError, FunctionProcess, StartError
+from megarl.task.process import CallError, FunctionProcess, StartError, load_callable
 from megarl.types import FinishReason, Message
 
 BUILT_IN: Mapping[str, str] = {
@@ -103,10 +102,7 @@ def describe_tool(path: str) -> ToolSchema:
     naming environment.tools where it has none."""
     from transformers.utils import chat_template_utils as templates
 
-    function = load_named("environment.tools", path)
-    if not callable(function):
-        found = f"found {path!r}, of type {type(function).__name__}"
-        raise ConfigError([f"environment.tools: {found}; a function was expected"])
+    function = load_callable(path, "environment.tools")
     try:
         schema: ToolSchema = templates.get_json_schema(function)
         return schema

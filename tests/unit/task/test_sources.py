@@ -46,7 +46,7 @@ def test_letter_count_holds_every_pair_of_letter_and_number_of_dots_once() -> No
         (load_toy("calculator", digits=1), "data.options.num_train: found 4096"),
         (load_toy("calculator", 0), "data.num_heldout: found 0"),
         (FunctionDataConfig(path="mine.py"), "data.path: found 'mine.py'; it must be FILE.py:NAME"),
-        (FunctionDataConfig(path="math:pi"), "data.path: found 'math:pi', a float; a function was expected"),
+        (FunctionDataConfig(path="math:pi"), "data.path: found 'math:pi', a float; a callable was expected"),
         (FunctionDataConfig(path="os:listdir"), "data.path: os:listdir raised TypeError"),
         (DataConfig(), "DataConfig is not a source"),
     ],

@@ -85,7 +85,7 @@ def test_a_function_is_described_by_its_signature_and_docstring() -> None:
         (["calculater"], "found .calculater.; it must be one of calculator, python or a function of your own"),
         (["no_such_module:tool"], "importing no_such_module failed"),
         (["toolbox_cases:missing"], "toolbox_cases has no missing"),
-        (["toolbox_cases:NUMBER"], "of type int; a function was expected"),
+        (["toolbox_cases:NUMBER"], "a int; a callable was expected"),
         (["toolbox_cases:undescribed"], "toolbox_cases:undescribed cannot be described"),
         (["calculator", "calculator"], "two tools have the same name"),
     ],

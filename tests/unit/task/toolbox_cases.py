@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import sys
 import time
 
 
@@ -40,11 +39,6 @@ def fill() -> str:
 def die() -> str:
     """End the process."""
     os._exit(3)
-
-
-def list_modules() -> list[str]:
-    """List the names of the modules that the process has imported."""
-    return sorted(sys.modules)
 
 
 async def wait(seconds: float) -> dict[str, float]:
