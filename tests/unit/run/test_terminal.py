@@ -103,18 +103,11 @@ def test_a_signal_raises_stopped_even_where_the_shell_ignores_it_and_the_handler
 
 
 def test_a_second_signal_is_ignored_while_the_first_one_is_handled():
-    steps = []
-
-    def stop_twice():
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-        finally:
-            os.kill(os.getpid(), signal.SIGINT)
-            steps.append("cleaned")
-
-    with pytest.raises(Stopped), stopping_on_signals():
-        stop_twice()
-    assert steps == ["cleaned"]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(pytest.raises(Stopped, match="SIGTERM"))
+        stack.enter_context(stopping_on_signals())
+        stack.callback(os.kill, os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_within_a_deferral_a_signal_waits_for_its_end_and_then_raises(capfd):
