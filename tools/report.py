@@ -6,7 +6,7 @@
 
 Of a run: its curves, critic, mismatch of the engines, time, configuration, warnings with what to do, and some of its
 responses token by token. Of the runs of a sweep, or of those that are named: what differs between them, their curves
-laid over one another, the effect of each difference with its spread over seeds, what failed and why. Runs that are
+laid over one another, the spread of each setting over its seeds, what failed and why. Runs that are
 still in progress are shown as far as they are; files that are missing or damaged are named on the page. Without --out:
 report.html in the folder, of several runs in the one above them.
 """

@@ -6,7 +6,6 @@ chart follows the reader's light or dark theme. Every text is escaped.
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,8 +29,6 @@ class Chart:
     """The label of each metric; a name that ends in * stands for all that begin with it, * in its label for the rest"""
     note: str = ""
     """How to read it, in a sentence"""
-    turn_on: str = ""
-    """What a user does to get it; empty: a chart without values is not mentioned"""
     floor: float = -math.inf
     """Values below are drawn there."""
     is_stack: bool = False
@@ -46,7 +43,6 @@ LEARNING = (
           "The held-out prompts are never trained on: a gap that widens is overfitting, or a reward that is gamed."),
     Chart("Right answers", "share of responses", {"heldout/correct": HELDOUT, "reward/correct": SAMPLED}),
     Chart("Parts of the reward", "training, mean", {"reward/*": "*"},
-          turn_on="a reward function that returns named parts (docs/environments-and-rewards.md)",
           without="mean std min max heldout correct equal_groups_frac failed_frac positive_frac shaped_mean"),
     Chart("Response length", "generated tokens",
           {"length/mean": "mean", "length/max": "longest", "length/min": "shortest"}),
@@ -61,18 +57,15 @@ LEARNING = (
            "reward/failed_frac": "responses without a reward"},
           "Without a critic, a group of equal rewards has advantages of 0."),
     Chart("Episodes", "mean per episode", {"environment/*": "*"},
-          turn_on="an environment of several turns, for example experiment=guess",
           without="max_turns_frac tokens_mean"),
 )
 POLICY = (
     Chart("Entropy", "nats per token", {"policy/entropy": "of the distribution"},
-          "A fall to nearly 0 ends exploration: all responses to a prompt are then alike.",
-          turn_on="algo.entropy_coef above 0"),
+          "A fall to nearly 0 ends exploration: all responses to a prompt are then alike."),
     Chart("Step of the policy", "KL per token, before to after", {"policy/approx_kl": "approx_kl"},
           "How far one iteration moves the policy from the one that sampled the responses."),
     Chart("KL to the reference", "per token",
-          {"kl/mean": "in the reward", "policy/kl_loss": "in the loss", "kl/coef": "coefficient"},
-          turn_on="algo.kl.in_reward=true or algo.kl.in_loss=true"),
+          {"kl/mean": "in the reward", "policy/kl_loss": "in the loss", "kl/coef": "coefficient"}),
     Chart("Clipped", "share of tokens",
           {"policy/clip_frac": "policy", "policy/dual_clip_frac": "policy, dual clip", "critic/clip_frac": "critic"}),
     Chart("Gradient norm", "before clipping", {"policy/grad_norm": "policy", "critic/grad_norm": "critic"}),
@@ -82,8 +75,7 @@ CRITIC = (
           {"critic/explained_variance": "all tokens", "critic/ev_at_0_25": "first quarter",
            "critic/ev_at_75_100": "last quarter"},
           "1 foresees every return, 0 is as good as a constant; below -1 is drawn at -1. Iterations up to 0 are value"
-          " pretraining.",
-          turn_on="an algorithm with a critic, for example algo=vapo", floor=-1.0),
+          " pretraining.", floor=-1.0),
     Chart("Error against the mean", "ratio of squared errors",
           {"critic/mse_vs_group": "all tokens, over the group's mean", "critic/mse_vs_group_first": "first state",
            "critic/mse_vs_batch": "all tokens, over the batch's mean",
@@ -94,8 +86,7 @@ CRITIC = (
     Chart("Value loss", "", {"critic/loss": "loss", "critic/abs_error": "mean absolute error"}),
     Chart("Length-adaptive lambda", "of the policy's advantages",
           {"advantage/lambda_mean": "mean lambda", "advantage/lambda_at_min_frac": "share at algo.lambda_min"},
-          "Responses at the lower bound are too short for the formula 1 - 1/(alpha l).",
-          turn_on="algo.lambda_policy=adaptive, as algo=vapo has it"),
+          "Responses at the lower bound are too short for the formula 1 - 1/(alpha l)."),
     Chart("Weight of the value", "in the baseline",
           {"advantage/tether_rho": "rho", "advantage/tether_rho_batch": "best of the batch"}),
 )
@@ -104,14 +95,11 @@ ENGINES = (
           {"mismatch/logprob_gap_mean": "mean", "mismatch/logprob_gap_max": "largest", "mismatch/kl": "KL"},
           "The same weights in two engines: what is left is rounding (1e-5 nats in float32, up to 0.06 in bfloat16 or"
           " FP8), or a fault. With staleness it has what was learned since, too. A growing one often comes before a"
-          " collapse of the reward: algo.mismatch.correction=mis leaves out the worst tokens.",
-          turn_on="a loss that reads old_logprobs (any but that of algo.surrogate=dis or dppo)"),
+          " collapse of the reward: algo.mismatch.correction=mis leaves out the worst tokens."),
     Chart("Staleness", "updates between sampling and learning",
           {"rollout/staleness_mean": "mean", "rollout/staleness_max": "largest",
-           "rollout/too_stale_frac": "share too stale", "rollout/mixed_frac": "share of several versions"},
-          turn_on="rollout.max_staleness above 0; at 0 every token is sampled by the weights that learn from it"),
-    Chart("Steps of a sync", "seconds", {"sync/seconds_*": "*"},
-          turn_on="servers that generate (rollout.file=null)", is_stack=True),
+           "rollout/too_stale_frac": "share too stale", "rollout/mixed_frac": "share of several versions"}),
+    Chart("Steps of a sync", "seconds", {"sync/seconds_*": "*"}, is_stack=True),
 )
 TIME_CHARTS = (
     Chart("Where the time goes", "seconds per iteration", {f"{TIME}*": "*"}, is_stack=True, without=" ".join(ONCE)),
@@ -122,8 +110,7 @@ TIME_CHARTS = (
     Chart("Tokens per second", "", {"perf/tokens_per_second": "generated, over the whole iteration"}),
     Chart("Model FLOPs utilization (MFU) of the update", "share of the processors' peak", {MFU: "policy and critic"},
           "Operations of the models' forward and backward passes, over what the processors of policy and critic could"
-          " do in the update's seconds: GPUs by their data sheet in bfloat16, a CPU as measured.",
-          turn_on="a known GPU (`cluster.hardware`)"),
+          " do in the update's seconds: GPUs by their data sheet in bfloat16, a CPU as measured."),
 )
 # fmt: on
 
@@ -353,17 +340,6 @@ def list_gap_pictures(history: History) -> list[Picture]:
         " sure of its ends. High at the left: the prompts differ, or a cached prefix is of older weights."
     )
     return [Picture("Gap between the log-probs, by position", QUARTER, curves, note)] if curves else []
-
-
-def draw_lengths(responses: Sequence[tuple[int, bool]], note: str, num_bins: int = 24) -> Picture:
-    """How many right and wrong responses have which length. responses: (generated tokens, whether it is right)."""
-    width = max(1.0, (max(size for size, _ in responses) + 1) / num_bins)
-    curves = []
-    for label, group, wanted in (("right", 2, True), ("wrong", 6, False)):
-        counts = Counter(int(size / width) for size, is_right in responses if is_right is wanted)
-        last = max(int(size / width) for size, _ in responses)
-        curves.append(Curve(label, group, [(width * number, counts[number]) for number in range(last + 1)]))
-    return Picture("Length of right and wrong responses", "generated tokens; vertical: responses", curves, note)
 
 
 def _draw_thirds(lines: Lines, read: Callable[[Lines], Points]) -> list[Curve]:

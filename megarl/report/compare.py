@@ -1,12 +1,10 @@
 """The page of several runs, a sweep's or any named ones: what differs between them, their curves over one another, and
-the effect of each difference with its spread over seeds.
+the spread of each setting over its seeds.
 """
 
 import json
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 
 from megarl.report.charts import NUM_COLOURS, Curve, draw_curves, needs_log
@@ -34,19 +32,6 @@ CHARTS = (
 """(metric, title, unit) of each chart; those that some run has are drawn"""
 
 
-@dataclass(frozen=True)
-class Level:
-    """One value of a parameter."""
-
-    value: str
-    points: tuple[float, ...]
-    """The metric of every run with this value, in the runs' order"""
-    mean: float
-    """Mean over the settings of the other parameters, each the mean of its seeds"""
-    seed_std: float | None
-    """Standard deviation over seeds within a setting, pooled over the settings; None where none has two seeds"""
-
-
 def find_parameters(runs: Sequence[RunRecord]) -> list[str]:
     """The keys whose values differ between the runs and that their command lines give differently, the seed last.
 
@@ -70,32 +55,18 @@ def get_value(run: RunRecord, key: str) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def compute_effects(
+def group_settings(
     runs: Sequence[RunRecord], parameters: Sequence[str], scores: Mapping[str, float]
-) -> dict[str, list[Level]]:
-    """The levels of each parameter other than the seed; the largest difference of means first.
+) -> dict[tuple[str, ...], list[float]]:
+    """The scores of each combination of the parameters other than the seed, the best mean first.
 
-    scores: the metric by run name; runs without one are left out. A setting is one combination of the parameters other
-    than the seed; every setting has the same weight, however many seeds it has.
+    scores: the metric by run name; runs without one are left out.
     """
     settings: dict[tuple[str, ...], list[float]] = {}
-    varied = [key for key in parameters if key != SEED]
-    counted = [run for run in runs if run.name in scores]
-    for run in counted:
-        settings.setdefault(tuple(get_value(run, key) for key in varied), []).append(scores[run.name])
-    effects: dict[str, list[Level]] = {}
-    for position, key in enumerate(varied):
-        for value in sort_values({setting[position] for setting in settings}):
-            groups = [points for setting, points in settings.items() if setting[position] == value]
-            several = [points for points in groups if len(points) > 1]
-            freedom = sum(len(points) - 1 for points in several)
-            squares = sum((len(points) - 1) * statistics.variance(points) for points in several)
-            points = tuple(scores[run.name] for run in counted if get_value(run, key) == value)
-            mean = statistics.mean(statistics.mean(points) for points in groups)
-            level = Level(value, points, mean, (squares / freedom) ** 0.5 if freedom else None)
-            effects.setdefault(key, []).append(level)
-    ranges = {key: max(x.mean for x in levels) - min(x.mean for x in levels) for key, levels in effects.items()}
-    return {key: effects[key] for key in sorted(effects, key=lambda key: -ranges[key]) if len(effects[key]) > 1}
+    for run in (run for run in runs if run.name in scores):
+        setting = tuple(get_value(run, key) for key in parameters if key != SEED)
+        settings.setdefault(setting, []).append(scores[run.name])
+    return dict(sorted(settings.items(), key=lambda each: -statistics.mean(each[1])))
 
 
 def sort_values(values: set[str]) -> list[str]:
@@ -110,21 +81,12 @@ def sort_values(values: set[str]) -> list[str]:
     return sorted(values, key=rank)
 
 
-def is_complete_grid(runs: Sequence[RunRecord], parameters: Sequence[str]) -> bool:
-    """Whether every combination of the values was run; otherwise an effect may be another parameter's."""
-    combinations = {tuple(get_value(run, key) for key in parameters) for run in runs}
-    return len(combinations) == math.prod(len(set(column)) for column in zip(*combinations, strict=True))
-
-
 def format_comparison(title: str, runs: Sequence[RunRecord]) -> str:
     """The whole page."""
     parameters = find_parameters(runs)
     done = [run for run in runs if run.state == State.done.value and HELDOUT in run.history.last]
     scores = {run.name: run.history.last[HELDOUT] for run in done}
-    effects = compute_effects(runs, parameters, scores)
-    columns = sorted(dict.fromkeys([*effects, *parameters]), key=lambda key: key == SEED)
-    # The colours are those of the parameter with the largest effect.
-    key = [*columns, ""][0]
+    key = [*parameters, ""][0]
     values = sort_values({get_value(run, key) for run in runs})
     values = values if len(values) <= NUM_COLOURS else [*values[:NUM_COLOURS], OTHERS]
     number = {value: i for i, value in enumerate(values)}
@@ -133,12 +95,12 @@ def format_comparison(title: str, runs: Sequence[RunRecord]) -> str:
     swatches = (f'<span><i class="swatch g{i}"></i>{escape(value)}</span>' for i, value in enumerate(values))
     body = [
         *_format_head(title, runs, scores),
-        *_format_runs(ranked, columns, group_of),
+        *_format_runs(ranked, parameters, group_of),
         "<h2>Curves</h2>",
         "<p>Every run, over the iterations. Point at a line or a row of the table to follow one run.</p>",
         f'<div class="legend"><code>{escape(key)}</code>{"".join(swatches)}</div>',
         *_format_curves(ranked, group_of, parameters),
-        *_format_effects(effects, done, parameters),
+        *_format_settings(group_settings(runs, parameters, scores), parameters),
         *_format_failures([run for run in runs if run.state != State.done.value]),
         *format_problems([problem for run in runs for problem in run.problems]),
     ]
@@ -210,25 +172,15 @@ def _format_curves(runs: Sequence[RunRecord], group_of: Mapping[str, int], param
     yield "</div>"
 
 
-def _format_effects(
-    effects: Mapping[str, Sequence[Level]], done: Sequence[RunRecord], parameters: Sequence[str]
-) -> Iterator[str]:
-    """done: the runs that count."""
-    if not effects:
+def _format_settings(settings: Mapping[Sequence[str], Sequence[float]], parameters: Sequence[str]) -> Iterator[str]:
+    if not any(len(points) > 1 for points in settings.values()):
         return
-    yield "<h2>Effect of each parameter</h2>"
-    yield "<p>Held-out reward at the end; a mean is over the settings of the other parameters. ± is one standard"
-    yield "deviation over seeds, within a setting: empty where each has one seed, so that chance is unknown.</p>"
-    if not is_complete_grid(done, parameters):
-        yield "<p>Not every combination is done: a mean may carry the effect of another parameter.</p>"
-    yield '<div class="grid-of-charts effects">'
-    for key, levels in effects.items():
-        rows = []
-        for level in levels:
-            std = "" if level.seed_std is None else f"{level.seed_std:.3f}"
-            ends = f"{min(level.points):.3f} … {max(level.points):.3f}"
-            row = (level.value, str(len(level.points)), f"{level.mean:.3f}", std, ends)
-            rows.append([f'<td class="number">{escape(cell)}</td>' for cell in row])
-        table = format_table(("value", "runs", "mean", "± seeds", "lowest … highest"), rows)
-        yield f'<div class="card"><h3><code>{escape(key)}</code></h3>{table}</div>'
-    yield "</div>"
+    yield "<h2>Over the seeds</h2>"
+    yield "<p>Held-out reward at the end; ± is one standard deviation over the seeds of a setting.</p>"
+    rows = []
+    for setting, points in settings.items():
+        std = f"{statistics.stdev(points):.3f}" if len(points) > 1 else ""
+        numbers = (str(len(points)), f"{statistics.mean(points):.3f}", std, f"{min(points):.3f}", f"{max(points):.3f}")
+        rows.append([f'<td class="number">{escape(cell)}</td>' for cell in (*setting, *numbers)])
+    heads = [key for key in parameters if key != SEED]
+    yield format_table((*heads, "runs", "mean", "± seeds", "lowest", "highest"), rows)

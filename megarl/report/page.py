@@ -20,8 +20,7 @@ from megarl.report.record import HELDOUT, UNFINISHED, RunRecord, Start
 from megarl.report.signs import NUM_RULES, list_warnings
 from megarl.report.terminal import LOG_NAME
 from megarl.report.text import format_number, format_seconds, shorten
-from megarl.report.token_file import TRAIN
-from megarl.report.viewer import Record, dump_for_script, format_viewer, load_records
+from megarl.report.viewer import dump_for_script, format_viewer, load_records
 
 HERE = Path(__file__).resolve().parent
 VIEWER_BYTES = 4_000_000
@@ -40,7 +39,7 @@ def format_run_page(run: RunRecord) -> str:
     body = [
         *_format_head(run),
         *_format_warnings(run),
-        *drawn.format_section("Learning", charts.LEARNING, _picture_lengths(records)),
+        *drawn.format_section("Learning", charts.LEARNING),
         *drawn.format_section("Policy", charts.POLICY),
         *drawn.format_section("Critic", charts.CRITIC, charts.list_critic_pictures(history)),
         *drawn.format_section("Trainer and rollout engine", charts.ENGINES, charts.list_gap_pictures(history)),
@@ -105,18 +104,12 @@ class _Charts:
         self.data["charts"] = []
 
     def format_section(self, title: str, found: Sequence[Chart], pictures: Sequence[Picture] = ()) -> Iterator[str]:
-        """Heading, cards, and a line for each chart that has no values but could have some."""
-        metrics = {chart.title: name_metrics(chart, self.history.names) for chart in found}
-        cards = [self.format_chart(chart, metrics[chart.title]) for chart in found if metrics[chart.title]]
-        cards += map(_format_picture, pictures)
-        missing = [chart for chart in found if chart.turn_on and not metrics[chart.title]]
-        if not cards and not missing:
-            return
-        yield f'<h2 id="{title.lower().replace(" ", "-")}">{escape(title)}</h2>'
-        yield f'<div class="grid-of-charts">{"".join(cards)}</div>'
-        if missing:
-            shown = (f"<b>{escape(each.title)}</b>, which takes {mark_keys(each.turn_on)}" for each in missing)
-            yield f'<p class="missing">Without values: {"; ".join(shown)}.</p>'
+        """Heading and cards; nothing where no chart has values."""
+        named = [(chart, name_metrics(chart, self.history.names)) for chart in found]
+        cards = [self.format_chart(chart, metrics) for chart, metrics in named if metrics]
+        if cards := [*cards, *map(_format_picture, pictures)]:
+            yield f'<h2 id="{title.lower().replace(" ", "-")}">{escape(title)}</h2>'
+            yield f'<div class="grid-of-charts">{"".join(cards)}</div>'
 
     def format_chart(self, chart: Chart, metrics: Mapping[str, str]) -> str:
         curves = build_curves(self.history, metrics, is_stack=chart.is_stack)
@@ -150,31 +143,15 @@ def _format_picture(picture: Picture) -> str:
     return _format_card(head, svg, picture.curves, escape(picture.note))
 
 
-def _picture_lengths(records: Sequence[Record]) -> list[Picture]:
-    """Of the last third of the responses of training."""
-    trained = [record for record in records if record["kind"] == TRAIN]
-    recent, lengths = trained[len(trained) * 2 // 3 :], []
-    for record in recent:
-        num_observed = sum(end - start for start, end in record["observed"])
-        lengths.append((record["num_tokens"] - num_observed, bool(record["score"]["correct"])))
-    if not recent:
-        return []
-    note = f"{len(recent)} sampled responses of iterations {recent[0]['iteration']} to {recent[-1]['iteration']}."
-    return [charts.draw_lengths(lengths, note)]
-
-
 def _format_head(run: RunRecord) -> Iterator[str]:
     yield f"<h1>{escape(run.name)}</h1>"
     parts = [f'<span class="{escape(run.state)}">{escape(run.state)}</span>']
     recent = run.history.list_recent(SECONDS, 20)
-    if run.silent_s is not None:
-        parts.append(
-            f"no sign of life for {format_seconds(run.silent_s)}: if its process is gone,"
-            f" megarl train resume={escape(str(run.directory))} continues it"
-        )
-    elif run.state == UNFINISHED and run.num_iterations is not None and recent:
-        left = max(0, run.num_iterations - run.history.num_iterations)
-        parts.append(f"{left} iterations left, about {format_seconds(sum(recent) / len(recent) * left)}")
+    if run.state == UNFINISHED:
+        parts.append(f"if its process is gone, megarl train resume={escape(str(run.directory))} continues it")
+        if run.num_iterations is not None and recent:
+            left = max(0, run.num_iterations - run.history.num_iterations)
+            parts.append(f"{left} iterations left, about {format_seconds(sum(recent) / len(recent) * left)}")
     if run.why:
         parts.append(escape(run.why))
     yield f"<p>{' · '.join(parts)}</p>"

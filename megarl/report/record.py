@@ -42,8 +42,6 @@ PACKAGES = ("megarl", "torch", "megatron-core", "sglang", "ray", "transformers",
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
 UNFINISHED = "unfinished"
 """The state of a run that is in progress or was killed: it has no outcome"""
-SILENT_S = 1800.0
-"""Without a sign of life for so long, a run is said to be silent"""
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
 """What reading a file raises that is not what a run writes"""
 
@@ -188,15 +186,6 @@ class RunRecord:
         """How many the run is to have; None: not known"""
         found = self.config.get("train.num_iterations")
         return found if isinstance(found, int) else None
-
-    @property
-    def silent_s(self) -> float | None:
-        """Seconds since the newest of the files that a run that is alive writes, where they are more than SILENT_S and
-        the run is unfinished.
-        """
-        paths = [path for name in (RUN_FILE, FILE_NAME) if (path := self.directory / name).is_file()]
-        silent = time.time() - max((path.stat().st_mtime for path in paths), default=time.time())
-        return silent if silent > SILENT_S and self.state == UNFINISHED else None
 
 
 def is_run(directory: Path) -> bool:

@@ -10,7 +10,6 @@ from megarl.report.charts import (
     Picture,
     build_axis,
     draw_curves,
-    draw_lengths,
     list_critic_pictures,
     name_metrics,
     needs_log,
@@ -105,14 +104,6 @@ def test_areas_stand_upon_one_another_and_a_missing_point_counts_as_0():
     assert (first.points, first.ranges) == ([(1, 2.0), (2, 1.0)], [(0.0, 2.0), (0.0, 1.0)])
     assert (second.points, second.ranges) == ([(1, 2.0), (2, 5.0)], [(2.0, 2.0), (1.0, 5.0)])
     assert draw_curves([first, second], is_stack=True).count('class="area') == 2
-
-
-def test_lengths_of_right_and_wrong_responses_are_counted_in_bins_of_equal_width():
-    right, wrong = draw_lengths([(0, True), (9, True), (9, False)], "").curves
-    assert [point for point in right.points if point[1]] == [(0.0, 1), (9.0, 1)]
-    assert [point for point in wrong.points if point[1]] == [(9.0, 1)]
-    (right, _) = draw_lengths([(99, True)], "", num_bins=10).curves
-    assert (len(right.points), right.points[-1]) == (10, (90.0, 1))
 
 
 def test_a_star_stands_for_all_metrics_of_that_beginning_but_those_left_out():

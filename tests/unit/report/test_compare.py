@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from page_run import Page
 
-from megarl.report.compare import compute_effects, find_parameters, format_comparison, is_complete_grid, sort_values
+from megarl.report.compare import find_parameters, format_comparison, group_settings, sort_values
 from megarl.report.metrics import History
 from megarl.report.record import (
     UNFINISHED,
@@ -70,45 +70,13 @@ def test_parameters_are_what_the_command_lines_give_differently_with_the_seed_la
     assert find_parameters(runs) == parameters.split()
 
 
-def test_an_effect_is_the_mean_over_settings_with_the_pooled_spread_of_their_seeds():
-    scores = {}
-    runs = []
-    for clip, lam, rewards in (
-        (0.2, 0.95, (0.1, 0.3)),
-        (0.2, "adaptive", (0.5, 0.5, 0.8)),
-        (0.3, 0.95, (0.6,)),
-        (0.3, "adaptive", (0.9, 0.7)),
-    ):
-        for seed, reward in enumerate(rewards):
-            run = build_run(f"{clip}-{lam}-{seed}", algo__clip_high=clip, algo__lambda_policy=lam, seed=seed)
-            runs.append(run)
-            scores[run.name] = reward
-    runs.append(build_run("failed", algo__clip_high=0.2, algo__lambda_policy=0.95, seed=9))
-    effects = compute_effects(runs, find_parameters(runs), scores)
-    assert list(effects) == ["algo.clip_high", "algo.lambda_policy"]
-    low, high = effects["algo.clip_high"]
-    assert (low.value, high.value) == ("0.2", "0.3")
-    # (0.2 + 0.6) / 2: each setting weighs the same.
-    assert low.mean == pytest.approx(0.4)
-    assert low.points == pytest.approx((0.1, 0.3, 0.5, 0.5, 0.8))
-    # Squares about the setting's mean: 2 * 0.1^2 and 0.1^2 + 0.1^2 + 0.2^2; 1 + 2 degrees of freedom.
-    assert low.seed_std == pytest.approx(((0.02 + 0.06) / 3) ** 0.5)
-    assert high.mean == pytest.approx((0.6 + 0.8) / 2)
-    # The setting of one seed tells nothing of the spread.
-    assert high.seed_std == pytest.approx(0.02**0.5)
-
-
-def test_one_seed_has_no_spread_and_a_parameter_of_one_value_no_effect():
-    runs = [build_run(str(clip), algo__clip_high=clip) for clip in (0.2, 0.3)]
-    effects = compute_effects(runs, ["algo.clip_high"], {"0.2": 0.5, "0.3": 0.4})
-    assert [level.seed_std for level in effects["algo.clip_high"]] == [None, None]
-    assert compute_effects(runs, ["algo.clip_high"], {"0.2": 0.5}) == {}
-
-
-def test_a_grid_with_a_hole_is_told_from_a_whole_one_and_values_are_sorted_as_numbers():
-    runs = [build_run(f"{a}{b}", a=a, b=b) for a in (1, 2) for b in (1, 2)]
-    assert is_complete_grid(runs, ["a", "b"])
-    assert not is_complete_grid(runs[:3], ["a", "b"])
+def test_a_setting_has_the_scores_of_its_seeds_and_the_best_mean_is_first():
+    runs = [
+        build_run(f"{c}{s}", algo__clip=c, algo__lam=lam, seed=s) for c, lam in ((0.2, "a"), (0.3, 1)) for s in (1, 2)
+    ]
+    scores = {"0.21": 0.1, "0.22": 0.3, "0.31": 0.6}
+    found = group_settings(runs, ["algo.clip", "algo.lam", "seed"], scores)
+    assert list(found.items()) == [(("0.3", "1"), [0.6]), (("0.2", "a"), [0.1, 0.3])]
     assert sort_values({"adaptive", "1", "0.95", "10", "9e-1"}) == ["9e-1", "0.95", "1", "10", "adaptive"]
 
 

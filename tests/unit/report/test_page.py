@@ -1,13 +1,11 @@
 """The page of a run: what it reads, what it says, and that it is whole and safe."""
 
 import json
-import os
 import re
 import shlex
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,7 @@ from megarl.report.page import (
     list_tiles,
     read_warnings,
 )
-from megarl.report.record import SILENT_S, is_run, load_run, record_start, update_record
+from megarl.report.record import is_run, load_run, record_start, update_record
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -52,9 +50,6 @@ def test_the_page_is_whole_loads_nothing_and_has_every_section(run_dir):
     data = json.loads(text.split('id="data">')[1].split("</script>")[0])
     assert len(data["charts"]) == len(page.charts)
     assert data["domain"] == [-1, 40]
-    assert "Length of right and wrong responses" in page.text
-    # A chart without values is left out.
-    assert "Entropy , which takes algo.entropy_coef above 0; KL to the reference" in page.text
     assert list_tiles(load_run(run_dir))["training reward, mean of the last iterations"] == "0.887"
 
 
@@ -79,16 +74,13 @@ def test_the_settings_in_an_experiment_of_the_users_own_are_shown_beside_the_gro
     assert run.problems == []
 
 
-def test_a_run_in_progress_shows_what_is_there_and_one_that_is_silent_says_how_to_go_on(tmp_path):
+def test_a_run_in_progress_shows_what_is_there_and_says_how_to_go_on(tmp_path):
     folder = write_page_run(tmp_path / "run", 30)
     update_record(folder, outcome=None, status={"iteration": 31, "phase": "rollout", "since": 0.0, "pid": 1})
     page = Page(format_run_page(load_run(folder)))
     assert "in progress or killed, at iteration 31, in rollout" in page.text
     assert re.search(r"\d+ iterations left, about", page.text)
-    long_ago = time.time() - 2 * SILENT_S
-    for name in ("run.json", "metrics.jsonl"):
-        os.utime(folder / name, (long_ago, long_ago))
-    assert f"megarl train resume={folder}" in Page(format_run_page(load_run(folder))).text
+    assert f"megarl train resume={folder}" in page.text
 
 
 @pytest.mark.parametrize("left", [(), ("run.json",), ("metrics.jsonl",)])
