@@ -101,22 +101,9 @@ def format_comparison(title: str, runs: Sequence[RunRecord]) -> str:
         f'<div class="legend"><code>{escape(key)}</code>{"".join(swatches)}</div>',
         *_format_curves(ranked, group_of, parameters),
         *_format_settings(group_settings(runs, parameters, scores), parameters),
-        *_format_failures([run for run in runs if run.state != State.done.value]),
         *format_problems([problem for run in runs for problem in run.problems]),
     ]
     return wrap_page(title, "", body, f"Written by megarl report from {len(runs)} runs", None, "compare.js")
-
-
-def _format_failures(failed: Sequence[RunRecord]) -> Iterator[str]:
-    if failed:
-        yield "<h2>Not done, and why</h2>"
-        whys = [f'<td class="wide">{escape(run.why)}</td>'.replace("\n", "<br>") for run in failed]
-        names = [f"<td><code>{escape(run.name)}</code></td>" for run in failed]
-        yield format_table(("run", "state", "why"), list(zip(names, map(_format_state, failed), whys, strict=True)))
-
-
-def _format_state(run: RunRecord) -> str:
-    return f'<td class="{escape(run.state)}">{escape(run.state)}</td>'
 
 
 def _format_head(title: str, runs: Sequence[RunRecord], scores: Mapping[str, float]) -> Iterator[str]:
@@ -144,10 +131,12 @@ def _format_runs(runs: Sequence[RunRecord], parameters: Sequence[str], group_of:
         shown = [_show(value) for value in (last.get(HELDOUT), best, last.get("reward/mean"), last.get("length/mean"))]
         shown += [str(run.history.num_iterations), format_seconds(run.history.seconds)]
         name = f'<td data-run="{escape(run.name)}" class="g{group_of[run.name]}"><i class="swatch"></i>'
-        cells = [f"{name}<code>{escape(run.name)}</code></td>", _format_state(run)]
+        state = f'<td class="{escape(run.state)}">{escape(run.state)}</td>'
+        cells = [f"{name}<code>{escape(run.name)}</code></td>", state]
         cells += [f"<td>{escape(get_value(run, key))}</td>" for key in parameters]
-        rows.append([*cells, *(f'<td class="number">{each}</td>' for each in shown)])
-    yield format_table(("run", "state", *parameters, *numbers), rows)
+        why = f'<td class="wide">{escape(run.why)}</td>'.replace("\n", "<br>")
+        rows.append([*cells, *(f'<td class="number">{each}</td>' for each in shown), why])
+    yield format_table(("run", "state", *parameters, *numbers, "why it is not done"), rows)
 
 
 def _show(value: float | None) -> str:

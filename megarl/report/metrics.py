@@ -186,9 +186,9 @@ class History:
         return [point.metrics[metric].mean for point in self.points if metric in point.metrics][-number:]
 
 
-def load_history(path: Path, problems: list[str], *, needed: bool = False) -> History:
+def load_history(path: Path, problems: list[str]) -> History:
     """Read the file, with what `derive_metrics` adds; lines that cannot be read are left out, and `problems` names the
-    first of them. needed: a missing file is a problem, too.
+    first of them.
     """
     history, bad = History(), list[str]()
     try:
@@ -199,9 +199,6 @@ def load_history(path: Path, problems: list[str], *, needed: bool = False) -> Hi
                     history.add(line | derive_metrics(line))
                 except ValueError as error:
                     bad.append(str(error))
-    except FileNotFoundError:
-        if needed:
-            problems.append(f"{path}: is missing")
     except OSError as error:
         problems.append(f"{path}: cannot be read: {error}")
     if bad:

@@ -1,6 +1,5 @@
 """The page of a run: one self-contained HTML file, built from what the run wrote, while it trains or after."""
 
-import contextlib
 import json
 import re
 import shlex
@@ -25,11 +24,9 @@ from megarl.report.viewer import dump_for_script, format_viewer, load_records
 HERE = Path(__file__).resolve().parent
 VIEWER_BYTES = 4_000_000
 """Most bytes of responses"""
-MOST_RECENT = 10
-"""Points that a mean of the last iterations is over"""
 LONGEST_VALUE = 300
-LOGGED_ITERATION = re.compile(r"^(?:\S+ \S+ )?iteration (\d+)/\d+  ")
-"""The line of an iteration in train.log, with or without its time"""
+WARNING = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d )?warning: (.*)")
+"""A line of train.log, with or without its time"""
 
 
 def format_run_page(run: RunRecord) -> str:
@@ -43,7 +40,6 @@ def format_run_page(run: RunRecord) -> str:
         *drawn.format_section("Policy", charts.POLICY),
         *drawn.format_section("Critic", charts.CRITIC, charts.list_critic_pictures(history)),
         *drawn.format_section("Trainer and rollout engine", charts.ENGINES, charts.list_gap_pictures(history)),
-        *_format_syncs(run),
         *drawn.format_section("Time", charts.TIME_CHARTS),
         *_format_configuration(run),
         *([f'<h2 id="responses">Responses</h2>{viewer}'] if viewer else []),
@@ -156,15 +152,10 @@ def _format_head(run: RunRecord) -> Iterator[str]:
         parts.append(escape(run.why))
     yield f"<p>{' · '.join(parts)}</p>"
     if run.overrides:
-        yield f"<p><code>{escape(format_command(run.overrides))}</code></p>"
+        yield f"<p><code>{escape(shlex.join(['megarl', 'train', *run.overrides]))}</code></p>"
     yield format_tiles(list_tiles(run))
     text = "Point at a chart to read all of them at that iteration; a band is the range of the iterations of a point."
     yield f'<p class="how">{text} <b id="at"></b></p>'
-
-
-def format_command(overrides: Sequence[str]) -> str:
-    """The command that starts the run, as a shell reads it."""
-    return shlex.join(["megarl", "train", *overrides])
 
 
 def list_tiles(run: RunRecord) -> dict[str, str]:
@@ -179,33 +170,17 @@ def list_tiles(run: RunRecord) -> dict[str, str]:
     tiles["time, all phases"] = format_seconds(history.seconds)
     if "sampling/total_samples" in history.last:
         tiles["responses sampled"] = f"{history.last['sampling/total_samples']:,.0f}"
-    for name, metric in (
-        ("training reward", "reward/mean"),
-        ("generated tokens per second", "perf/tokens_per_second"),
-        ("explained variance", "critic/explained_variance"),
-        ("gap to the rollout engine", "mismatch/logprob_gap_mean"),
-    ):
-        if recent := history.list_recent(metric, MOST_RECENT):
-            tiles[f"{name}, mean of the last iterations"] = format_number(sum(recent) / len(recent))
     return tiles
 
 
-def read_warnings(path: Path, most: int = 20) -> list[tuple[str, int, int | None]]:
-    """(text, how often, iteration that was logged before the last of them) of the lines of a log that begin with
-    "warning: ", the newest `most` of them.
-    """
-    found: dict[str, tuple[str, int, int | None]] = {}
-    iteration: int | None = None
-    with contextlib.suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            before, mark, text = line.rstrip("\n").partition("warning: ")
-            # A logger's time and level may stand before it.
-            if mark and len(before) < 60 and (not before or before[0] in "[0123456789"):
-                _, count, _ = found.pop(text, (text, 0, None))
-                found[text] = text, count + 1, iteration
-            elif logged := LOGGED_ITERATION.search(line):
-                iteration = int(logged[1])
-    return list(found.values())[-most:]
+def read_warnings(path: Path, most: int = 20) -> dict[str, str]:
+    """The newest different warnings of a log, and when each was last said."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    found: dict[str, str] = {}
+    for when, text in (match.groups() for line in lines if (match := WARNING.match(line))):
+        found.pop(text, None)
+        found[text] = when or ""
+    return dict(list(found.items())[-most:])
 
 
 def _format_warnings(run: RunRecord) -> Iterator[str]:
@@ -214,22 +189,10 @@ def _format_warnings(run: RunRecord) -> Iterator[str]:
     for warned in found:
         yield f'<div class="warned"><b>{escape(warned.title)}</b> {mark_keys(warned.found)}.'
         yield f"<span>What to do: {mark_keys(warned.do)}.</span></div>"
-    for text, count, iteration in logged:
-        when = "" if iteration is None else f" after iteration {iteration}"
-        times = f", {count} times in all" if count > 1 else ""
-        yield f'<div class="warned logged"><b>Logged{when}{times}</b> {escape(text)}</div>'
+    for text, when in logged.items():
+        yield f'<div class="warned logged"><b>Logged {escape(when)}</b> {escape(text)}</div>'
     if not found and not logged:
         yield f"<p>None: {NUM_RULES} rules look at the recent iterations, and none of them applies.</p>"
-
-
-def _format_syncs(run: RunRecord) -> Iterator[str]:
-    if (count := run.history.counts.get("sync/bytes")) and "sync/probe_logprob_gap" in run.history.best:
-        worst, at = run.history.best["sync/probe_logprob_gap"]
-        yield (
-            f"<p>{count} syncs of {run.history.last['sync/bytes'] / 1e6:.3g} MB: each version was served only after the"
-            " checksums of every server's weights had been found equal to the trainer's. The largest median gap of the"
-            f" probe's tokens afterwards was {format_number(worst)}, at iteration {at}.</p>"
-        )
 
 
 def find_changes(run: RunRecord) -> tuple[list[str], dict[str, tuple[Any, Any]]]:

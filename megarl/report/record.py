@@ -227,7 +227,7 @@ def load_run(directory: Path) -> RunRecord:
             why = f"in progress or killed, at iteration {int(status['iteration'])}, in {phase}"
     except DAMAGED as error:
         problems.append(f"{directory / RUN_FILE}: is not what a run writes: {error!r}")
-    history = load_history(directory / FILE_NAME, problems, needed=state == State.done.value)
+    history = load_history(directory / FILE_NAME, problems)
     # A run that goes on elsewhere is measured by its newest machine.
     if starts and (peak := starts[-1].hardware.get("peak_tflops")):
         add_mfu(history, float(peak))

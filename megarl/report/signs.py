@@ -156,8 +156,6 @@ SIGNS = (
          "train.log has the most frequent reasons; the verifier or the environment must be mended", above=0.01),
     Sign("Many tokens are clipped", "policy/clip_frac", "{policy/clip_frac:.0%} of the tokens are clipped",
          SMALLER_STEPS, above=0.3),
-    Sign("The policy makes large steps", "policy/approx_kl",
-         "an iteration moves it by a KL of {policy/approx_kl:.3g} per token", SMALLER_STEPS, above=0.1),
     Sign("The policy hardly moves", "policy/approx_kl",
          "an iteration moves it by a KL of {policy/approx_kl:.3g} per token",
          "raise policy.optimizer.lr, unless policy.optimizer.warmup_steps is what keeps it low",

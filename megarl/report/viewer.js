@@ -105,19 +105,6 @@ function showFacts(r, detail) {
   detail.append(facts);
   if (r.score.failure !== null) detail.append(make("h4", "", "Why there is no reward"), write(make("pre", "rv-text"), r.score.failure));
 }
-function showSame(r, detail) {
-  const others = records.filter((o) => o.prompt.id === r.prompt.id && o.kind === r.kind);
-  if (others.length < 2) return;
-  const row = make("div", "rv-same", "this prompt by iteration: ");
-  for (const o of others.reverse()) {
-    const button = make("button");
-    button.append(make("span", `rv-dot rv-${o.outcome}`), `${o.iteration}: ${o.outcome === "failed" ? "–" : format(o.score.reward)}`);
-    button.setAttribute("aria-pressed", String(o === r));
-    button.addEventListener("click", () => open(o));
-    row.append(button);
-  }
-  detail.append(row);
-}
 function colour(name, x) {
   const middle = middleOf(name), share = Math.min(1, Math.abs(x - middle) / scales[name]);
   return `color-mix(in srgb, var(--c${FIELDS[name][2] && x < middle ? 1 : 0}) ${Math.round(72 * share)}%, transparent)`;
@@ -180,7 +167,6 @@ function showDetail(r) {
   const detail = find("detail");
   detail.replaceChildren();
   showFacts(r, detail);
-  showSame(r, detail);
   detail.append(make("h4", "", "Prompt"), write(make("pre", "rv-text rv-prompt"), r.prompt.text));
   const name = state.field && r.list(state.field).length ? state.field : "surprise";
   if (name in scales) showLegend(name, detail);

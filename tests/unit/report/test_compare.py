@@ -125,7 +125,7 @@ def test_a_page_shows_every_run_escapes_all_text_and_names_what_is_missing_or_da
     for named in (
         "d/metrics.jsonl:2",
         "(and 1 lines more)",
-        "e/metrics.jsonl: is missing",
+        "e/metrics.jsonl: cannot be read",
         "f/run.json",
     ):
         assert named in page, named

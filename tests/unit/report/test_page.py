@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import socket
 import subprocess
 import sys
@@ -14,9 +13,7 @@ from page_run import Page, write_page_run, write_tokens
 from megarl.config.overrides import write_search_path
 from megarl.report.page import (
     find_changes,
-    format_command,
     format_run_page,
-    list_tiles,
     read_warnings,
 )
 from megarl.report.record import is_run, load_run, record_start, update_record
@@ -50,15 +47,12 @@ def test_the_page_is_whole_loads_nothing_and_has_every_section(run_dir):
     data = json.loads(text.split('id="data">')[1].split("</script>")[0])
     assert len(data["charts"]) == len(page.charts)
     assert data["domain"] == [-1, 40]
-    assert list_tiles(load_run(run_dir))["training reward, mean of the last iterations"] == "0.887"
 
 
 def test_the_configuration_is_shown_as_a_difference_to_its_preset(run_dir):
     run = load_run(run_dir)
     assert find_changes(run) == (["algo=vapo"], {"algo.clip_high": (0.28, 0.4)})
     assert "algo.clip_high 0.28 0.4" in Page(format_run_page(run)).text
-    given = ["hydra.searchpath=['file:///a']", "algo=vapo", "data.instruction='{question} Reply.'"]
-    assert shlex.split(format_command(given)) == ["megarl", "train", *given]
 
 
 def test_the_settings_in_an_experiment_of_the_users_own_are_shown_beside_the_groups_that_it_chooses(tmp_path):
@@ -105,21 +99,14 @@ def test_hostile_text_is_escaped(tmp_path):
     (folder / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text() + json.dumps(line) + "\n")
     page = Page(format_run_page(load_run(folder)))
     assert page.loads == []
-    assert f"Logged, 2 times in all {hostile}" in page.text
+    assert f"Logged {hostile}" in page.text
 
 
-def test_warnings_of_a_log_are_counted_and_other_lines_are_not_taken_for_them(tmp_path):
-    log = tmp_path / "train.log"
-    log.write_text(
-        "a prompt about a warning: no\n[2026-01-01] warning: first\n"
-        "2026-01-01 10:00:00 iteration 3/9  reward 0.5\nwarning: second\nwarning: first\nwarning: third\n"
-        "iteration 4/9  reward 0.5\nwarning: third\n"
-    )
-    found = [("second", 1, 3), ("first", 2, 3), ("third", 2, 4)]
-    assert read_warnings(log) == found
-    log.write_text("warning: at the start\n")
-    assert read_warnings(log) == [("at the start", 1, None)]
-    assert read_warnings(tmp_path / "none") == []
+def test_warnings_of_a_log_are_told_from_its_other_lines(tmp_path):
+    log, time = tmp_path / "train.log", "2026-01-01 10:00:00 "
+    log.write_text(f"a prompt about a warning: no\n{time}warning: first\nwarning: second\n{time}warning: first\n")
+    assert read_warnings(log) == {"second": "", "first": time}
+    assert read_warnings(tmp_path / "none") == {}
 
 
 def test_each_start_of_a_run_is_recorded_with_versions_and_hardware(tmp_path):
