@@ -34,14 +34,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Votes:
-    """The number of responses to one problem by answer."""
+    """The number of responses to one problem by answer. Correct ones vote together, however they are written; silent
+    ones, without a readable answer, are wrong and have no vote.
+    """
 
     num_correct: int
-    """Responses with a correct answer; they all vote for the same answer, however it is written"""
     wrong: tuple[int, ...] = ()
-    """Responses for each different wrong answer, each 1 or more"""
+    """For each different wrong answer, 1 or more"""
     num_silent: int = 0
-    """Responses without a readable answer; they are wrong and have no vote"""
 
     @property
     def num_samples(self) -> int:
@@ -49,9 +49,7 @@ class Votes:
 
 
 def compute_pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Probability that one or more of `k` responses is correct: 1 - C(n - c, k) / C(n, k).
-
-    The unbiased estimate from n responses of which c are correct; Chen et al. 2021, 2107.03374, equation 1.
+    """The unbiased estimate 1 - C(n - c, k) / C(n, k) from n responses of which c are correct (2107.03374, equation 1).
     Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
     """
     if not 0 <= num_correct <= num_samples or not 1 <= k <= num_samples:

@@ -1,8 +1,7 @@
 """metrics.jsonl: one strict JSON object per line, {"iteration": 3, "reward/mean": 0.5, ...}.
 
-`History` has a file of any length as at most `MOST_POINTS` points. A point stands for `width` iterations that follow
-one another, 1 as long as the file is short. Whenever there are too many points, each two neighbours become one, so that
-the file is read once and its length need not be known.
+`History` has a file of any length as at most `MOST_POINTS` points, each of `width` iterations: whenever there are too
+many, each two neighbours become one.
 """
 
 import json

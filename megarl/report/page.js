@@ -1,4 +1,4 @@
-// Read all charts at one iteration, find a metric.
+// Read all charts at one iteration.
 const data = JSON.parse(document.getElementById("data").textContent);
 const cards = [...document.querySelectorAll("[data-chart]")].map((card) => ({
   card,
@@ -48,10 +48,3 @@ for (const { svg } of cards) {
   svg.addEventListener("pointerdown", move);
   svg.addEventListener("pointerleave", () => read());
 }
-const find = document.getElementById("find");
-find.addEventListener("input", () => {
-  const wanted = find.value.trim().toLowerCase();
-  for (const card of document.querySelectorAll(".grid-of-charts > .card")) {
-    card.hidden = wanted !== "" && !card.querySelector("h3").textContent.toLowerCase().includes(wanted);
-  }
-});

@@ -47,9 +47,8 @@ def format_run_page(run: RunRecord) -> str:
     ]
     heads = [line for line in body if line.startswith('<h2 id="')]
     links = [re.sub(r'<h2 id="(.*?)">(.*?)<.*', r'<a href="#\1">\2</a>', head, flags=re.DOTALL) for head in heads]
-    find = '<input id="find" type="search" placeholder="find a metric" aria-label="find a metric">'
     footer = f"Written by megarl report from <code>{escape(str(run.directory))}</code>"
-    return wrap_page(run.name, f"<nav>{''.join(links)}{find}</nav>", body, footer, drawn.data, "page.js")
+    return wrap_page(run.name, f"<nav>{''.join(links)}</nav>", body, footer, drawn.data, "page.js")
 
 
 def wrap_page(title: str, nav: str, body: Sequence[str], footer: str, data: Any, script: str) -> str:
@@ -252,14 +251,5 @@ def _list_cells(start: Start) -> list[str]:
 
 
 def mark_keys(text: str) -> str:
-    """The text with its keys and metrics, words with a dot or a slash inside, as code."""
-    words = []
-    for word in text.split(" "):
-        core = word.strip("(),;:.")
-        # Not the numbers of a formula.
-        if core[:1].isalpha() and any(mark in core.strip("0123456789.") for mark in "./=_"):
-            before, _, after = word.partition(core)
-            words.append(f"{escape(before)}<code>{escape(core)}</code>{escape(after)}")
-        else:
-            words.append(escape(word))
-    return " ".join(words)
+    """The text with its keys and metrics, words with a dot, a slash or an underscore inside, as code."""
+    return re.sub(r"\b[A-Za-z]\w*(?:[./=][\w-]+)+|\b[a-z]+_\w+", r"<code>\g<0></code>", escape(text, quote=False))

@@ -195,11 +195,8 @@ def is_run(directory: Path) -> bool:
 
 def load_runs(directories: Sequence[Path]) -> list[RunRecord]:
     """The runs in these folders, with names that differ."""
-    runs = [load_run(path) for path in directories]
-    if len({run.name for run in runs}) == len(runs):
-        return runs
     above = Path(os.path.commonpath(directories))
-    return [replace(run, name=str(run.directory.relative_to(above))) for run in runs]
+    return [replace(load_run(path), name=str(path.relative_to(above))) for path in directories]
 
 
 def load_sweep(directory: Path) -> list[RunRecord]:

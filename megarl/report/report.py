@@ -62,10 +62,7 @@ class Report:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block, as time/NAME in the next `log`, and show the phase while it runs.
-
-        A name used more than once before a `log` gives the sum, in seconds.
-        """
+        """Time the block, as time/NAME in the next `log`, the sum where it comes again, and show it while it runs."""
         start = time.perf_counter()
         write_status(self._metrics.path.parent, self._iteration, name)
         self._progress.enter(name)
@@ -79,11 +76,7 @@ class Report:
 
     def log(self, iteration: int, metrics: Metrics) -> None:
         """Write one iteration's metrics and the times of the phases since the last `log`; warn as `Watch` does, and
-        once say how long the other iterations take.
-
-        Raises:
-            ValueError: a metric is NaN or infinite, or has the name of a phase's time; nothing is written.
-            TypeError: a metric is not an int or a float.
+        once say how long the other iterations take. Raises as `check_metrics`, and then writes nothing.
         """
         if both := sorted(metrics.keys() & self._times.keys()):
             raise ValueError(f"metric {both[0]!r} has the name of a phase that is timed already")
@@ -146,9 +139,7 @@ def build_report(
     decode: Decode | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Report:
-    """A report that appends to RUN_DIR/metrics.jsonl and train.log and, as configured, writes to sinks and `stream`.
-
-    `stream` is standard output unless given. decode: reads observations in printed samples. settings: the run's
+    """stream: standard output unless given. decode: reads observations in printed samples. settings: the run's
     configuration by dotted key. Raises ConfigError where a sink does not open.
     """
     run_dir.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,4 @@
-"""What scores and episodes say of an iteration or an evaluation, as metrics.
-
-And samples without a reward (`Score.failure`): counted, shown, and too many of them refused.
-"""
+"""What scores and episodes say of an iteration or an evaluation, as metrics, and samples without a reward."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,10 +42,8 @@ def compute_environment_metrics(scored: Sequence[Sample]) -> Metrics:
 
 
 def compute_heldout_metrics(samples: Sequence[Sample], *, with_environment: bool) -> Metrics:
-    """reward/heldout, and heldout/* and heldout/environment/* as `compute_score_metrics`.
-
-    A response without a reward counts as wrong here, with a reward of 0, in reward/heldout and heldout/correct: left
-    out, it could only make the policy look better. heldout/failed_frac is the share of such responses.
+    """reward/heldout, and heldout/* and heldout/environment/* as `compute_score_metrics`. A response without a reward
+    counts as wrong here, with a reward of 0: left out, it could only make the policy look better.
     """
     found = compute_score_metrics(samples, with_environment=with_environment)
     metrics = {f"heldout/{name.removeprefix('reward/')}": value for name, value in found.items()}

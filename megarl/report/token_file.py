@@ -126,10 +126,8 @@ class TokenTexts:
 
 
 def choose_samples(samples: Sequence[Sample], num: int) -> list[int]:
-    """The numbers of at most `num` samples of fresh and replayed groups: of each group the first response that is
-    right, wrong, cut and without a reward, groups in the order of a hash of their prompts' ids.
-
-    So the same prompts are chosen whenever they come, in every run, and right and wrong responses to them.
+    """The numbers of at most `num` samples: of each group the first response that is right, wrong, cut and without a
+    reward, groups in the order of a hash of their prompts' ids, so that every run chooses the same prompts.
     """
     groups: dict[int, dict[tuple[bool, ...], int]] = {}
     for row, sample in enumerate(samples):

@@ -166,21 +166,6 @@ def test_responses_ahead_do_not_become_stale_while_the_policy_is_frozen(tmp_path
     assert all(max(tokens) <= version for version, tokens in read_versions(tmp_path).values())
 
 
-def test_each_batch_is_used_with_the_weight_that_the_batches_before_it_gave(tmp_path: Path) -> None:
-    given = ["algo=ppo", "algo.advantage=tether", "algo.tether.decay=0.5", "algo.tether.initial=0.25"]
-    given += ["critic.optimizer.lr=0.2", "train.num_iterations=5", "train.eval_every=5"]
-    with World().open_trainer(tmp_path, given) as trainer:
-        trainer.run()
-        last = trainer.algorithm.tether_rho
-    lines = load_metrics(tmp_path / "metrics.jsonl")[1:]
-    rho = 0.25
-    for line in lines:
-        assert line["advantage/tether_rho"] == rho
-        rho = 0.5 * rho + 0.5 * line["advantage/tether_rho_batch"]
-    assert last == rho
-    assert len({line["advantage/tether_rho"] for line in lines}) == 5
-
-
 def test_a_return_outside_of_the_range_of_values_is_warned_of(tmp_path: Path) -> None:
     world = World(reward=lambda _prompt, response: Score(2.0 if len(response) > 1 else 0.0, False))
     with world.open_trainer(tmp_path, [*FROZEN, "critic.value_range=[0,1]"]) as trainer:

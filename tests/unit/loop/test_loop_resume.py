@@ -114,16 +114,6 @@ def test_attempts_without_a_new_checkpoint_end(run_dir: Path) -> None:
     assert len(world.components) == 3
 
 
-def test_what_was_sampled_before_a_kill_is_found_again_and_not_sampled_anew(run_dir: Path) -> None:
-    with pytest.raises(Killed):
-        run_disturbed(run_dir, disturb(Killed, PLACES["update of the policy"]))
-    world = World()
-    world.run_job(run_dir, RUN)
-    keys = [key for key, _ in world.components[0].engine.asked]
-    assert "iteration-3/round-1" not in keys
-    assert "iteration-4/round-1" in keys
-
-
 def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_gone_on_from(
     untouched: dict[str, Any], run_dir: Path, said: Said
 ) -> None:

@@ -69,23 +69,6 @@ def build_targets(trainer: Trainer) -> TrainingSamples:
     return trainer.algorithm.build_targets(experience, 1)[0]
 
 
-def test_toprs_loss_is_that_of_the_recorded_log_probs_computed_by_hand(saved, tmp_path):
-    with open_trainer(tmp_path, saved, *TOPR, "algo.topr.ratio_level=sequence") as trainer:
-        samples = build_targets(trainer)
-        assert samples.sampling_logprobs is not None
-        total = tapered = 0.0
-        for row in range(24):
-            n = int(samples.mask[row].sum())
-            now, mu = samples.old_logprobs[row, :n].double(), samples.rollout_logprobs[row, :n].double()
-            advantage = float(samples.advantages[row, 0])
-            weight = 1.0 if advantage >= 0 else min(1.0, math.exp(float((now - mu).sum())))
-            tapered += weight < 0.99
-            total -= weight * advantage * float(now.sum())
-        assert tapered > 0
-        step = trainer.components.policy.update(samples, [torch.arange(24)]).result()[0]
-    assert step["policy/loss"] == pytest.approx(total / 24, rel=1e-4)
-
-
 def test_ppos_ratio_begins_at_the_present_policy_and_tis_weights_by_the_recorded_one(saved, tmp_path):
     with open_trainer(tmp_path, saved, *PPO_TIS, "algo.loss_agg_mode=token-mean", "algo.mismatch.high=1.1") as trainer:
         samples = build_targets(trainer)

@@ -41,17 +41,6 @@ def test_the_interval_of_right_and_wrong_problems_is_wilsons(correct, problems, 
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 
-def test_samples_that_do_not_hang_together_count_nearly_as_problems_of_their_own():
-    """20 problems with 2 of 4 right each: p = 1/2, so that d = (20 * 1/4 + 2 * 1) / (20 + 2) = 7/22."""
-    found = compute_mean([0.5] * 20, 4)
-    z, size = 1.959963984540054, 20 * 22 / 7
-    reach = z / (1 + z * z / size) * (0.25 / size + z * z / (4 * size * size)) ** 0.5
-    assert (found.low, found.high) == pytest.approx((0.5 - reach, 0.5 + reach), abs=1e-12)
-    # With many problems the two more hardly count: 1,000 problems are 4,000 responses.
-    found, expected = compute_mean([0.5] * 1000, 4), binomtest(2000, 4000).proportion_ci(0.95, method="wilson")
-    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-4)
-
-
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=40))
 def test_the_interval_holds_the_mean_and_is_no_point_and_stays_within_0_and_1(counts):
     found = compute_mean([count / 4 for count in counts], 4)

@@ -16,7 +16,7 @@ from megarl.report.page import (
     format_run_page,
     read_warnings,
 )
-from megarl.report.record import is_run, load_run, record_start, update_record
+from megarl.report.record import is_run, load_run, update_record
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -107,18 +107,6 @@ def test_warnings_of_a_log_are_told_from_its_other_lines(tmp_path):
     log.write_text(f"a prompt about a warning: no\n{time}warning: first\nwarning: second\n{time}warning: first\n")
     assert read_warnings(log) == {"second": "", "first": time}
     assert read_warnings(tmp_path / "none") == {}
-
-
-def test_each_start_of_a_run_is_recorded_with_versions_and_hardware(tmp_path):
-    for number in (1, 2):
-        record_start(tmp_path, objective=f"objective {number}", sizes="sizes", data="data", peak_tflops=0.1)
-    run = load_run(tmp_path)
-    first, second = run.starts
-    assert (first.objective, second.objective) == ("objective 1", "objective 2")
-    assert first.versions["python"] == sys.version.split()[0]
-    assert "torch" in first.versions
-    assert first.hardware["cores"] >= 1
-    assert first.hardware["memory_gib"] > 0
 
 
 def run_tool(*arguments: object) -> subprocess.CompletedProcess[str]:

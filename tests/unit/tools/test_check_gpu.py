@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from tool_loading import load_tool
@@ -38,8 +39,6 @@ def run_code(code: str, tmp_path: Path, deadline_s: float = 30.0) -> Any:
     [
         (0.1, None, 0.1, Verdict.holds),
         (0.11, None, 0.1, Verdict.fails),
-        (0.2, 0.2, None, Verdict.holds),
-        (0.19, 0.2, None, Verdict.fails),
         (0.5, 0.75, 1.1, Verdict.fails),
         (NAN, None, 0.1, Verdict.fails),
         (float("inf"), 0.2, None, Verdict.fails),
@@ -80,11 +79,10 @@ def test_a_late_check_is_killed_with_its_processes(tmp_path: Path) -> None:
 def wait_for_end(pid: int) -> None:
     """Raises AssertionError where the process lives on."""
     for _ in range(200):
-        state = Path(f"/proc/{pid}/stat")
         try:
-            if state.read_text().rsplit(")", 1)[1].split()[0] in "ZX":
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
                 return
-        except OSError:
+        except psutil.NoSuchProcess:
             return
         time.sleep(0.05)
     raise AssertionError(f"process {pid} lives on")
@@ -119,15 +117,6 @@ def test_a_wrong_override_is_refused_by_its_key(
         _ = Setting(device, tuple(overrides), tmp_path).config
 
 
-def test_the_default_model_on_a_gpu_is_planned_within_one_h100(tmp_path: Path) -> None:
-    setting = Setting(CUDA, (), tmp_path)
-    arch = parse_architecture(setting.large, Path("model"))
-    job = build_jobs(setting.config, PlannedModels(arch, arch), on_gpu=True)["policy"]
-    (stage,) = estimate_stages(job, count_job(setting.config, job))
-    assert 1.4e9 < stage.parameters.total < 1.5e9
-    assert stage.peak < 70 * 2**30
-
-
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "glm4", "qwen3_moe"])
 def test_the_written_tensors_are_those_of_transformers(family: str) -> None:
     import transformers
@@ -159,28 +148,20 @@ def test_memory_beyond_the_plan_or_far_below_it_fails(tmp_path: Path) -> None:
     assert sizes.plan_saving(replace(job, on_gpu=True), stage) == stage.checkpoint
 
 
-def test_a_perturbed_gradient_fails() -> None:
-    results = {"policy": {"before": torch.zeros(2, 3), "after": torch.ones(2, 3), "gradient": {"w": torch.ones(8)}}}
-    for each in results.values():
-        each["computes"] = ""
-    wrong = {"policy": {**results["policy"], "gradient": {"w": torch.ones(8) * 1.01}}}
-    found = list(training.compare_results("float32", wrong, results))
+def test_a_perturbed_gradient_a_tensor_that_differs_in_a_bit_and_log_probs_of_another_model_fail() -> None:
+    role = {"before": torch.zeros(2, 3), "after": torch.ones(2, 3), "gradient": {"w": torch.ones(8)}, "computes": ""}
+    wrong = {"policy": {**role, "gradient": {"w": torch.ones(8) * 1.01}}}
+    found = list(training.compare_results("float32", wrong, {"policy": role}))
     assert [line.verdict for line in found] == [Verdict.holds, Verdict.fails, Verdict.holds]
-    lost = {"policy": {**results["policy"], "gradient": {}}}
-    assert list(training.compare_results("float32", lost, results))[1].verdict is Verdict.fails
+    lost = {"policy": {**role, "gradient": {}}}
+    assert list(training.compare_results("float32", lost, {"policy": role}))[1].verdict is Verdict.fails
 
-
-def test_a_tensor_that_differs_in_a_bit_or_is_missing_fails() -> None:
     state = {"w": torch.tensor([1.0, NAN]), "optimizer/0/0/step": torch.tensor(3.0)}
     assert training.compare_states("a", state, state).verdict is Verdict.holds
-    other = {**state, "w": torch.tensor([1.0000001, NAN])}
-    found = training.compare_states("a", other, state)
-    assert (found.verdict, found.value, found.reason) == (Verdict.fails, 1.0, "of 2 tensors; the first is w")
+    line = training.compare_states("a", {**state, "w": torch.tensor([1.0000001, NAN])}, state)
+    assert (line.verdict, line.value, line.reason) == (Verdict.fails, 1.0, "of 2 tensors; the first is w")
     assert training.compare_states("a", {"w": state["w"]}, state).verdict is Verdict.fails
 
-
-def test_log_probs_of_another_model_fail() -> None:
     own = torch.full((2, 3), -2.0)
-    assert {line.verdict for line in serving.compare("greedy", own, own, Dtype.float32)} == {Verdict.holds}
-    other = list(serving.compare("greedy", own + 0.01, own, Dtype.float32))
-    assert {line.verdict for line in other} == {Verdict.fails}
+    for other, verdict in ((own, Verdict.holds), (own + 0.01, Verdict.fails)):
+        assert {line.verdict for line in serving.compare("greedy", other, own, Dtype.float32)} == {verdict}

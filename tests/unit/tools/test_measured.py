@@ -1,6 +1,5 @@
 """The peak of tensor memory by phase, on a CPU."""
 
-import pytest
 import torch
 
 from megarl.tools.gpu.measured import measuring_peaks
@@ -25,11 +24,3 @@ def test_each_phase_has_the_most_that_was_held_in_it_and_what_earlier_phases_lef
             more = allocate(5)
     assert meter.peaks == {"first": 40 * MB, "idle": 10 * MB, "last": 15 * MB}
     assert len(outside) + len(kept) + len(more) == 65 * MB
-
-
-def test_a_phase_is_measured_once() -> None:
-    with measuring_peaks() as meter:
-        with meter.phase("one"):
-            pass
-        with pytest.raises(ValueError, match="'one' was measured before"), meter.phase("one"):
-            pass
