@@ -88,7 +88,7 @@ class Report:
         for sink in self._sinks:
             sink.write(iteration, complete)
         self._progress.line(format_iteration(iteration, self._num_iterations, complete))
-        self._progress.show_iteration(iteration, self._num_iterations, complete)
+        self._progress.show_iteration(iteration, self._num_iterations)
         for text in self._watch.check(metrics):
             self.message(text)
         if speed and not self._is_paced and (num_left := self._num_iterations - iteration) > 0:

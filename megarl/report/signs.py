@@ -142,9 +142,6 @@ SIGNS = (
          "no response has the form that the reward asks for (reward/format is 0)",
          "say the form in data.instruction or data.system, or begin it with data.response_prefix",
          equal=0, patience=PATIENCE),
-    Sign("No response has code", "reward/block", "no response has a block of code (reward/block is 0)",
-         "ask for one in data.instruction, or raise rollout.response_length",
-         equal=0, patience=PATIENCE),
     *(Sign("The critic is the worse baseline", metric,
            f"the critic's squared error is larger than that of {baseline} ({metric}: {{{metric}:.3g}}, should be"
            " below 1)",

@@ -15,8 +15,7 @@ import rich.progress
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from megarl.report.text import format_number, format_seconds, make_printable, wrap
-from megarl.types import Metrics
+from megarl.report.text import format_seconds, make_printable, wrap
 
 LOG_NAME = "train.log"
 LOG_WIDTH = 80
@@ -49,7 +48,6 @@ class Progress:
         self._phases: list[tuple[str, float]] = []
         self._encoding = getattr(stream, "encoding", None) or "utf-8"
         self._iteration, self._num_iterations = -1, 0
-        self._rewards: dict[str, float] = {}
         self.warning = ""
         """The last one, which stays in view"""
         self.describe_processes: Callable[[], str] | None = None
@@ -75,10 +73,9 @@ class Progress:
             width = max(LOG_WIDTH // 2, self._display.console.width)
             self._display.console.print(Text(wrap(encoded, width)), soft_wrap=True)
 
-    def show_iteration(self, iteration: int, num_iterations: int, metrics: Metrics) -> None:
+    def show_iteration(self, iteration: int, num_iterations: int) -> None:
         """Show that this iteration was logged, and that the next one begins."""
         self._iteration, self._num_iterations = iteration, num_iterations
-        self._rewards |= {name: metrics[name] for name in ("reward/mean", "reward/heldout") if name in metrics}
         if self._display is not None:
             self._display.update(
                 self._display.bar, completed=max(0, iteration), total=num_iterations, visible=iteration >= 0
@@ -86,7 +83,7 @@ class Progress:
 
     def forget_iterations(self) -> None:
         """The run resumes from a checkpoint: what was shown is of iterations that are repeated."""
-        self._rewards, self._iteration = {}, -1
+        self._iteration = -1
         if self._display is not None:
             self._display.reset(self._display.bar, visible=False)
 
@@ -116,8 +113,6 @@ class Progress:
         """Phase; rewards; responses under way; the last warning. Those that there are."""
         if phase := self.describe_phase():
             yield phase
-        if self._rewards:
-            yield " | ".join(f"{name} {format_number(value)}" for name, value in self._rewards.items())
         if self.describe_processes is not None:
             yield self.describe_processes()
         if self.warning:

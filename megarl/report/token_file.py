@@ -168,5 +168,4 @@ def _describe(sample: Sample) -> dict[str, Any]:
 def _round(value: float) -> float | None:
     if not math.isfinite(value):
         return None
-    rounded = float(f"{value:.4g}")
-    return int(rounded) if rounded == int(rounded) and abs(rounded) < 1e6 else rounded
+    return float(f"{value:.4g}")

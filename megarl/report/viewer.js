@@ -15,7 +15,6 @@ const FIELDS = {
 const OUTCOMES = { right: "right", wrong: "wrong", cut: "wrong, cut at the limit", failed: "no reward" };
 const ENDS = { stop: "end of sequence", length: "length limit", max_turns: "turn limit" };
 const UNSEEN = "[\\p{Cc}\\p{Cf}\\p{Cs}\\p{Zl}\\p{Zp}]";
-const MOST_LISTED = 500;
 const state = { outcome: "", kind: "", query: "", field: "", current: null };
 
 function make(tag, name = "", text = "") {
@@ -67,7 +66,7 @@ function showList() {
   const found = records
     .filter((r) => (!state.outcome || r.outcome === state.outcome) && (!state.kind || r.kind === state.kind))
     .filter((r) => r.searched.includes(state.query));
-  find("list").replaceChildren(...found.slice(0, MOST_LISTED).map((r) => {
+  find("list").replaceChildren(...found.slice(0, 500).map((r) => {
     const item = make("button");
     item.append(make("em", "", `${r.num_tokens} tokens`), make("span", `rv-dot rv-${r.outcome}`));
     item.append(make("b", "", r.outcome === "failed" ? "no reward" : format(r.score.reward)), ` · ${nameRecord(r)}`);

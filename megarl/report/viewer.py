@@ -3,7 +3,7 @@
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,51 +12,28 @@ from megarl.report.token_file import FILE_NAME
 
 HERE = Path(__file__).resolve().parent
 KEYS = {"iteration", "kind", "sample", "prompt", "score", "num_tokens", "observed", "tokens"}
-SMALLEST_LINE = 500
-"""Bytes; hardly a line has fewer"""
 Record = dict[str, Any]
 
 
 def load_records(run_dir: Path, max_bytes: int) -> list[Record]:
-    """Records in the file's order, of `max_bytes` at most on the page: those of the last iteration, of the first one,
-    then of those between, so that they are spread evenly over the run.
-
-    Lines that cannot be read are left out; without a file there are none.
+    """Records in the file's order, of `max_bytes` at most on the page: those of every iteration, or of every second,
+    fourth ... one up to the last. Lines that cannot be read are left out; without a file there are none.
     """
-    path, places, found = run_dir / FILE_NAME, dict[int, list[int]](), dict[int, Record]()
-    if not path.is_file():
-        return []
-    with path.open("rb") as file:
-        place = 0
-        for line in file:
-            if matched := re.match(rb'\{"iteration":\s?(\d+)', line):
-                places.setdefault(int(matched[1]), []).append(place)
-            place += len(line)
-        iterations = sorted(places)
-        for number in _spread(len(iterations)):
-            for place in places[iterations[number]] if max_bytes >= SMALLEST_LINE else ():
-                file.seek(place)
-                line = file.readline()
-                size = len(line) + 5 * line.count(b"<")
-                with contextlib.suppress(ValueError):  # The line that is being written.
-                    if size <= max_bytes and (record := parse_json(line)).keys() >= KEYS:
-                        found[place] = record
-                        max_bytes -= size
-    return [record for _, record in sorted(found.items())]
-
-
-def _spread(num: int) -> Iterator[int]:
-    """0 to num - 1: the last, the first, then the middle of the widest gap, and so on."""
-    yield from dict.fromkeys([num - 1, 0] if num else [])
-    gaps = [(0, num - 1)]
-    while gaps:
-        wider = []
-        for low, high in gaps:
-            if high - low > 1:
-                middle = (low + high) // 2
-                yield middle
-                wider += [(low, middle), (middle, high)]
-        gaps = wider
+    sizes, lines = dict[int, int](), list[tuple[int, bytes]]()
+    if (path := run_dir / FILE_NAME).is_file():
+        matches = ((re.match(rb'\{"iteration":\s?(\d+)', line), line) for line in path.read_bytes().splitlines())
+        lines = [(int(match[1]), line) for match, line in matches if match]
+    for number, line in lines:
+        sizes[number] = sizes.get(number, 0) + len(line) + 1 + 5 * line.count(b"<")
+    chosen = sorted(sizes, reverse=True)
+    while sum(sizes[number] for number in chosen) > max_bytes:
+        chosen = chosen[::2] if len(chosen) > 1 else []
+    kept, found = set(chosen), list[Record]()
+    for line in (line for number, line in lines if number in kept):
+        with contextlib.suppress(ValueError):  # The line that is being written.
+            if (record := parse_json(line)).keys() >= KEYS:
+                found.append(record)
+    return found
 
 
 def format_viewer(records: Sequence[Record]) -> str:
