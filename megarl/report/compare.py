@@ -161,7 +161,7 @@ def _format_curves(runs: Sequence[RunRecord], group_of: Mapping[str, int], param
     yield "</div>"
 
 
-def _format_settings(settings: Mapping[Sequence[str], Sequence[float]], parameters: Sequence[str]) -> Iterator[str]:
+def _format_settings(settings: Mapping[tuple[str, ...], list[float]], parameters: Sequence[str]) -> Iterator[str]:
     if not any(len(points) > 1 for points in settings.values()):
         return
     yield "<h2>Over the seeds</h2>"
