@@ -83,8 +83,6 @@ class SmiGpu:
     """Its PCI address as the kernel writes it, such as 0000:18:00.0"""
     is_parted: bool
     """Whether MIG is on"""
-    used: int = 0
-    """Bytes of its memory that are in use"""
 
     def is_meant_by(self, name: str) -> bool:
         """CUDA takes the first characters of a UUID for the whole of it."""
@@ -101,25 +99,15 @@ def find_gpus() -> tuple[str, str | None, list[SmiGpu]]:
 
 def ask_nvidia_smi() -> list[SmiGpu]:
     """Empty: the node has none, or no nvidia-smi."""
-    query = "--query-gpu=index,uuid,pci.bus_id,mig.mode.current,memory.used"
+    query = "--query-gpu=index,uuid,pci.bus_id,mig.mode.current"
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    rows = [line.split(", ") for line in done.stdout.splitlines()]
+    rows = [words for line in done.stdout.splitlines() if len(words := line.split(", ")) == 4]
     # nvidia-smi writes the domain with eight digits, the kernel with four.
-    return [
-        SmiGpu(number, uuid, bus.lower()[4:], mig == "Enabled", int(used) * 2**20 if used.isdecimal() else 0)
-        for number, uuid, bus, mig, used in (row for row in rows if len(row) == 5)
-    ]
-
-
-def measure_gpus(gpus: Sequence[Gpu]) -> list[int]:
-    """Bytes that all processes use of each of these GPUs, without a call of CUDA; none where it is not told."""
-    known = {gpu.uuid: gpu.used for gpu in ask_nvidia_smi()}
-    used = [known.get(str(gpu.uuid), 0) for gpu in gpus]
-    return used if all(used) else []
+    return [SmiGpu(number, uuid, bus.lower()[4:], mig == "Enabled") for number, uuid, bus, mig in rows]
 
 
 def choose_gpus(node: str, found: tuple[str, str | None, Sequence[SmiGpu]], number: int) -> tuple[Gpu, ...]:

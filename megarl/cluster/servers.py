@@ -12,12 +12,11 @@ from urllib.parse import urlsplit
 import psutil
 import ray
 
-from megarl.cluster.calls import PendingCall, RayLostError, WorkerError, ask, wait_for
+from megarl.cluster.calls import PendingCall, RayLostError, ask, wait_for
 from megarl.cluster.opened import Cluster
 from megarl.cluster.process import (
     Gpu,
     agree_on_nccl,
-    measure_gpus,
     redirect_output,
     resolve_host,
     use_gpus,
@@ -26,7 +25,6 @@ from megarl.cluster.process import (
 from megarl.cluster.watch import find_peak_of_tree, identify
 from megarl.config.placement import DeviceSlot
 from megarl.config.schema.run import RolloutConfig
-from megarl.interfaces import DeadlineError
 from megarl.rollout.server import CALL_DEADLINE_S, NUM_CALLS, SGLangServer, find_loss
 
 POLL_DEADLINE_S = 10.0
@@ -49,7 +47,6 @@ class ServerActor:
         use_interface(host)
         use_gpus(gpus)
         agree_on_nccl()
-        self._gpus = gpus
         self._server = SGLangServer(**options, host=host)
 
     def start(self, port_deadline_s: float, deadline_s: float) -> str:
@@ -68,9 +65,6 @@ class ServerActor:
     def find_peak(self) -> int:
         pid = self._server.pid
         return 0 if pid is None else find_peak_of_tree(pid)
-
-    def measure_gpus(self) -> list[int]:
-        return measure_gpus(self._gpus)
 
     def check_alive(self) -> None:
         self._server.check_alive()
@@ -153,17 +147,6 @@ class Servers:
     def ask_peaks(self) -> list["ray.ObjectRef[int]"]:
         """Bytes of memory, for `measure_peaks`."""
         return [actor.find_peak.remote() for actor in self._actors]
-
-    def measure_gpus(self) -> list[list[int]]:
-        """For each server, the bytes in use on its GPUs, none where that is not known; nothing where an owner is lost.
-
-        A server's owner asks, which is on the GPUs' node and has no memory there itself.
-        """
-        what = "the memory of the servers' GPUs"
-        refs = ask(what, lambda: [actor.measure_gpus.remote() for actor in self._actors])
-        with contextlib.suppress(WorkerError, DeadlineError):
-            return wait_for(refs, self.names, what, OWNER_DEADLINE_S)
-        return []
 
     def check_alive(self) -> None:
         """Raise WorkerError with the exit status and the end of the log where a server is down."""

@@ -208,11 +208,6 @@ class SGLangClient:
         """Take memory again that was given back."""
         self._call("/resume_memory_occupation", {"tags": list(tags)})
 
-    def load_memory_use(self) -> dict[str, float]:
-        """GiB of `weights` and of `kv_cache` on each of the server's GPUs, as SGLang counted them at its start."""
-        found = self._call("/server_info", method="GET")["internal_states"][0]["memory_usage"]
-        return {"weights": float(found["weight"]), "kv_cache": float(found["kvcache"])}
-
     def begin_update(self) -> None:
         self._call("/begin_weight_update", {})
 

@@ -15,28 +15,16 @@ from megarl.rollout.client import ConnectionLostError, SGLangClient, run_in_para
 CACHE = "kv_cache"
 WEIGHTS = "weights"
 """SGLang's names (sglang/srt/constants.py)"""
-LEAST_FREED = 0.5
-"""The share of what SGLang counts as its weights and KV cache that must be free after they were given back"""
-GIB = 2**30
 TAGS = {None: (), ServerOffload.kv_cache: (CACHE,), ServerOffload.all: (CACHE, WEIGHTS)}
 
 
 class ServerOffloader:
     """What all servers of a run have given back. Without `offload` every method does nothing."""
 
-    def __init__(
-        self,
-        clients: Sequence[SGLangClient] = (),
-        offload: ServerOffload | None = None,
-        measure: Callable[[], Sequence[Sequence[int]]] = lambda: (),
-        say: Callable[[str], None] = lambda _text: None,
-    ) -> None:
-        """clients: of all servers, which hold all of their memory. measure: for each of them the bytes in use on its
-        GPUs, none where that is not known. say: is told once what was given back.
-        """
+    def __init__(self, clients: Sequence[SGLangClient] = (), offload: ServerOffload | None = None) -> None:
+        """clients: of all servers, which hold all of their memory."""
         self.offload = offload
         self._clients = list(clients)
-        self._measure, self._say, self._is_checked = measure, say, False
         self._released: set[str] = set()
 
     @property
@@ -48,38 +36,11 @@ class ServerOffloader:
         """Have the servers give back their memory, where they hold it; requests in flight are aborted.
 
         They then serve no version of the weights, so that nothing they generate before the next sync is used. A server
-        that is lost has no memory either. Raises RequestError where a server is not idle, DeadlineError, and the first
-        time RuntimeError where memory is still in use after it.
+        that is lost has no memory either. Raises RequestError where a server is not idle, and DeadlineError.
         """
-        tags = [tag for tag in TAGS[self.offload] if tag not in self._released]
-        if not tags:
-            return
-        # A server answers alike whether or not anything was freed.
-        before = [] if self._is_checked else self._measure()
-        self._released.update(tags)
-        self._call_all(partial(_release, tags=tags))
-        after = self._measure() if any(before) else []
-        if after:
-            self._check(tags, before, after)
-        self._is_checked = True
-
-    def _check(self, tags: Sequence[str], before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> None:
-        found = []
-        for client, had, has in zip(self._clients, before, after, strict=True):
-            with suppress(ConnectionLostError):
-                use = client.load_memory_use()
-                expected = sum(use[tag] for tag in tags)
-                freed = min(((one - two) / GIB for one, two in zip(had, has, strict=False)), default=expected)
-                if freed < LEAST_FREED * expected:
-                    raise RuntimeError(
-                        f"SGLang server {client.url} has given back {freed:.1f} GiB of a GPU; {expected:.1f} GiB of"
-                        f" {' and '.join(tags)} were expected: torch_memory_saver does not work there, as its log may"
-                        " say; rollout.offload=null does without"
-                    )
-                found.append((freed, expected))
-        if found:
-            freed, expected = min(found)
-            self._say(f"servers: gave back {freed:.1f} GiB of a GPU; {expected:.1f} GiB were expected")
+        if tags := [tag for tag in TAGS[self.offload] if tag not in self._released]:
+            self._released.update(tags)
+            self._call_all(partial(_release, tags=tags))
 
     def resume_weights(self) -> None:
         """Take the memory of the weights again, whose values are undefined until they are replaced."""

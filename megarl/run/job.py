@@ -240,8 +240,7 @@ class _Opened:
         )
         self.stack.callback(engine.close)
         scorer = self.stack.enter_context(contextlib.closing(build_scorer(config.reward)))
-        measure = servers.measure_gpus if isinstance(servers, Servers) else list
-        offloader = ServerOffloader(engine.clients, find_server_offload(config), measure, self.report.message)
+        offloader = ServerOffloader(engine.clients, find_server_offload(config))
         self.turns.free_servers = offloader.release
         host, given = resources.cluster.host, (policy, engine.clients, rollout)
         ranks = Ranks(*given, inputs.architecture, host)

@@ -22,7 +22,6 @@ from megarl.cluster.process import (
     ask_nvidia_smi,
     build_variables,
     choose_gpus,
-    measure_gpus,
     use_gpus,
 )
 from megarl.cluster.servers import Servers
@@ -35,7 +34,7 @@ from megarl.config.schema.run import ClusterConfig, Placement, RolloutConfig
 from megarl.mcore.device import claim_gpu
 from megarl.mcore.spec import Role, WorkerSpec
 
-LINES = "0, GPU-aaaa, 00000000:18:00.0, Disabled, 512\n1, GPU-bbbb, 00000000:9A:00.0, [N/A], 1024"
+LINES = "0, GPU-aaaa, 00000000:18:00.0, Disabled\n1, GPU-bbbb, 00000000:9A:00.0, [N/A]"
 MODEL = {
     **{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 32, "hidden_act": "silu"},
     **{"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 64},
@@ -76,8 +75,6 @@ def test_gpus_are_found_by_number_and_by_uuid_under_the_kernels_address() -> Non
     assert second.is_meant_by("1")
     assert first.is_meant_by("GPU-aaaa")
     assert not first.is_meant_by("1")
-    assert measure_gpus([Gpu("1", "GPU-bbbb"), Gpu("0", "GPU-aaaa")]) == [2**30, 2**29]
-    assert measure_gpus([Gpu("MIG-a", None)]) == measure_gpus([]) == []
 
 
 def test_a_thread_is_bound_to_the_cores_near_its_gpus_where_they_are_known(
