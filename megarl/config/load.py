@@ -119,17 +119,12 @@ def list_left_out(overrides: Sequence[str], config: Config) -> list[str]:
 
 
 def compose_config(overrides: Sequence[str]) -> Config:
-    """What these overrides, with our names, compose to; its values may contradict one another.
-
-    Raises ConfigError for unknown keys and values of the wrong type.
-    """
+    """What these overrides, with our names, compose to; its values may contradict one another. Raises ConfigError."""
     return _to_dataclasses(_compose(overrides))
 
 
 def list_preset_values(overrides: Sequence[str]) -> dict[str, Any]:
-    """The value of each dotted key of what these overrides compose to; None for a key that a run must give, such as
-    reward.path. Raises ConfigError as `compose_config` does.
-    """
+    """The value of each dotted key as `compose_config`; None for a key that a run must give, such as reward.path."""
     composed = _compose(overrides)
     required = OmegaConf.missing_keys(composed)
     for key in required:
@@ -138,10 +133,7 @@ def list_preset_values(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def find_choices(overrides: Sequence[str]) -> dict[str, str]:
-    """The option of each group of conf/ under these overrides, those that an experiment's file chooses included.
-
-    Raises ConfigError.
-    """
+    """The option of each group of conf/ under these overrides, an experiment's included. Raises ConfigError."""
     choices = _compose(overrides, with_hydra=True).hydra.runtime.choices.items()
     return {group: option for group, option in choices if option is not None and "/" not in group}
 
@@ -149,15 +141,13 @@ def find_choices(overrides: Sequence[str]) -> dict[str, str]:
 def to_config(composed: DictConfig) -> Config:
     """A composed tree as plain dataclasses, checked. Raises ConfigError."""
     config = _to_dataclasses(composed)
-    problems = check_config(config)
-    if problems:
+    if problems := check_config(config):
         raise ConfigError(problems)
     return config
 
 
 def _to_dataclasses(composed: DictConfig) -> Config:
-    unknown = list(_find_unknown_keys(composed))
-    if unknown:
+    if unknown := list(_find_unknown_keys(composed)):
         nodes = tuple(f"{key}." for key in unknown)
         known = [key for key in list_keys(composed) if not f"{key}.".startswith(nodes)]
         raise ConfigError([f"{key}: no such key{_suggest(key, known)}" for key in unknown])
@@ -195,8 +185,7 @@ def _walk(tree: Any, prefix: str) -> Iterator[str]:
 def _compose(overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
     register()
     check_words(overrides)
-    hidden = list(find_hidden_files(overrides))
-    if hidden:
+    if hidden := list(find_hidden_files(overrides)):
         raise ConfigError(hidden)
     # A notebook, or the command around this, may be using Hydra itself: it gets its own state back.
     outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
@@ -273,14 +262,12 @@ def _suggest(key: str, known: Sequence[str]) -> str:
         return f"; it is a key of {', '.join(choices)}"
     if (theirs := find_peer_name(key)) is not None:
         return theirs
-    nearest = find_nearest_key(key, known)
-    if nearest is not None:
+    if (nearest := find_nearest_key(key, known)) is not None:
         return f"; did you mean {nearest}?"
     group = key.split(".")[0]
     members = sorted(name for name in known if name.startswith(f"{group}.") and name.count(".") == 1)
-    if members:
-        return f"; {group} has {', '.join(members)}"
-    return f"; the groups are {', '.join(name for name in known if '.' not in name)}"
+    what = f"{group} has" if members else "the groups are"
+    return f"; {what} {', '.join(members or [name for name in known if '.' not in name])}"
 
 
 def _find_unknown_keys(node: Any, prefix: str = "") -> Iterator[str]:

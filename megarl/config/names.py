@@ -61,10 +61,7 @@ PEER_NAMES: Mapping[str, tuple[str, str]] = {
 
 
 def find_old_name(name: str) -> str | None:
-    """What to say of a key, `group=option` or `key=value` that megarl had before; None where it had none.
-
-    A key below a node that was renamed or removed is answered as the node is.
-    """
+    """What to say of a key (one below a node as of the node), `group=option` or `key=value` that megarl had before."""
     node = name
     while node not in TABLE["megarl"]:
         if "=" in node or "." not in node:
@@ -77,10 +74,7 @@ def find_old_name(name: str) -> str | None:
 
 
 def find_peer_name(key: str) -> str | None:
-    """What to say of an unknown key whose last parts are a name of theirs; None where they are none.
-
-    A part in the critic's name is answered with the critic's key.
-    """
+    """What to say of an unknown key whose last parts are a name of theirs; of the critic's with the critic's key."""
     parts = key.split(".")
     name = next((name for size in range(len(parts)) if (name := ".".join(parts[size:])) in PEER_NAMES), None)
     if name is None:

@@ -63,10 +63,7 @@ def is_search_path(override: str) -> bool:
 
 
 def list_config_dirs(overrides: Sequence[str]) -> list[Path]:
-    """The directories in which Hydra looks for a file under these overrides, the first that has it first.
-
-    Not those of pkg://MODULE, which is Hydra's own affair.
-    """
+    """The directories in which Hydra looks for a file, the first that has it first; not those of pkg://MODULE."""
     entries = [
         entry.removeprefix(_SCHEME) for text in filter(is_search_path, overrides) for entry in _read_entries(text)
     ]
@@ -79,10 +76,7 @@ def list_options(group: str, overrides: Sequence[str] = ()) -> list[str]:
 
 
 def show_options(entries: Sequence[str]) -> str:
-    """`algo: dapo, grpo, ...`, a line for each group, for `--help`: the files, not the schemas that they build on.
-
-    entries: hydra.searchpath.
-    """
+    """`algo: dapo, grpo, ...`, a line for each group, for `--help`. entries: hydra.searchpath."""
     overrides = [f"{KEY}=[{','.join(map(_quote, entries))}]"]
     groups = sorted(folder.name for folder in CONF_DIR.iterdir() if folder.is_dir() and folder.name != "hydra")
     return "\n".join(f"{group}: {', '.join(list_options(group, overrides))}" for group in groups)
@@ -114,10 +108,7 @@ def _quote(text: str) -> str:
 
 
 def check_words(overrides: Sequence[str]) -> None:
-    """Raises ConfigError for a word that is not `key=value`, and for a group that is set to null.
-
-    A group has no null: what is left out has the option that conf/config.yaml names.
-    """
+    """Raises ConfigError for a word that is not `key=value`, and for a group that is set to null."""
     problems, good = [], [text for text in overrides if "=" in text]
     for word in map(str.strip, overrides):
         key, equals, value = word.lstrip("+").partition("=")
@@ -159,10 +150,8 @@ def list_open_keys() -> tuple[str, ...]:
 
 
 def open_overrides(overrides: Sequence[str]) -> list[str]:
-    """The same overrides with `++` before those that set something in an open field.
-
-    Hydra takes a new key of a dictionary only with `+`, and one with a value only without; `++` does both.
-    """
+    """The same with `++` before those that set something in an open field: Hydra takes a new key of a dictionary only
+    with `+`, and one with a value only without."""
     pattern = re.compile(rf"(?:{'|'.join(map(re.escape, list_open_keys()))})(?:\.[^=]+)?=")
     return [f"++{text}" if pattern.match(text) else text for text in overrides]
 

@@ -65,10 +65,7 @@ def list_groups(config: Config, command: str = "train") -> list[Group]:
 
 
 def place(cluster: ClusterConfig, groups: Sequence[Group]) -> dict[str, tuple[DeviceSlot, ...]]:
-    """The slots of each group's processes, in the order of their ranks.
-
-    Node numbers may reach beyond cluster.num_nodes: `check_cluster` says so before anything starts.
-    """
+    """The slots of each group's processes, in the order of their ranks; nodes may be more than cluster.num_nodes."""
     per_node = cluster.gpus_per_node
     if per_node == 0:
         return {group.name: (DeviceSlot(),) * group.num_processes for group in groups}
@@ -121,10 +118,7 @@ def find_server_offload(config: Config) -> ServerOffload | None:
 
 
 def take_turns(config: Config) -> bool:
-    """Whether the roles compute one after the other: they share GPUs, and at least one of them is offloaded.
-
-    Without that each keeps the memory of its calls, and turns would save nothing.
-    """
+    """Whether the roles compute one after the other: they share GPUs, and turns save memory, as one is offloaded."""
     slots = place(config.cluster, list_groups(config))
     roles = [name for name in slots if name != SERVERS]
     taken = [{(slot.node, gpu) for slot in slots[name] for gpu in slot.gpus} for name in roles]

@@ -39,10 +39,12 @@ class RewardPart:
 
 def read_parts(config: WeightedRewardConfig) -> tuple[RewardPart, ...]:
     """The parts in the order in which they are given. Raises ConfigError naming the full key of the first problem."""
-    if not config.parts or config.correct_by not in (None, *config.parts):
-        found = f"reward.parts: found {', '.join(map(str, config.parts)) or 'none'}"
+    if not config.parts:
         example = "reward.parts.right.kind=math reward.parts.right.weight=0.9"
-        raise ConfigError([f"{found}; it must be some, as in {example}, that of reward.correct_by among them"])
+        raise ConfigError([f"reward.parts: found none; reward=weighted needs some, as in {example}"])
+    if config.correct_by not in (None, *config.parts):
+        names = ", ".join(map(str, config.parts))
+        raise ConfigError([f"reward.correct_by: found {config.correct_by!r}; the parts are {names}"])
     return tuple(_read_part(str(name), given) for name, given in config.parts.items())
 
 
@@ -79,7 +81,7 @@ def _read_part(name: str, given: Any) -> RewardPart:
     kind, weight = options.pop("kind", None), options.pop("weight", 1.0)
     if kind not in choices or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         must = f"a part has a name of lower-case letters, digits and _, and {key}.kind is one of {', '.join(choices)}"
-        raise ConfigError([f"{key}.kind: found {kind!r}; {must}"])
+        raise ConfigError([f"{key}: found {given!r}; {must}"])
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight):
         raise ConfigError([f"{key}.weight: found {weight!r}; it must be a finite number"])
     if of_sum := [option for option in options if option in OF_ALL]:
