@@ -60,13 +60,6 @@ def spread(owners: Tensor, size: int) -> tuple[Tensor, int]:
     return owners * width + index, width
 
 
-def share_responses(owners: Tensor, context: ContextGroup, device: torch.device) -> ResponseShare:
-    """owners: int64 [R], the rank that has the predictor of each response token."""
-    order, width = spread(owners, context.size)
-    mine = (owners == context.rank).nonzero().squeeze(1)
-    return ResponseShare(mine.to(device), order.to(device), width, context)
-
-
 class _GatherResponses(torch.autograd.Function):
     """Every rank computes the same function of the gathered numbers: each takes its own part of the gradient."""
 
@@ -180,8 +173,10 @@ def build_batch(sequences: Sequences, rows: list[int], multiple: int = 1, contex
         return PackedBatch(tokens[None].to(device()), positions[None].to(device()), params, share=None, **flat)
     owners = find_owners(positions, sizes[numbers], context.size)
     mine = owners == context.rank
-    share = share_responses(owners[predictors], context, device())
-    predictors = (mine.cumsum(0) - 1)[predictors][share.mine.cpu()]
+    places, width = spread(owners[predictors], context.size)
+    own = (owners[predictors] == context.rank).nonzero().squeeze(1)
+    share = ResponseShare(own.to(device()), places.to(device()), width, context)
+    predictors = (mine.cumsum(0) - 1)[predictors][own]
     order, _ = spread(owners, context.size)
     attention = find_layers().share_attention(sizes, device(), positions, mine, order, context.size, context.group)
     params = _build_params(sizes, attention, predictors, owned[mine], None if experts is None else experts[mine])

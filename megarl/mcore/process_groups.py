@@ -12,7 +12,6 @@ from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
 from megarl.config.schema.roles import ParallelConfig
-from megarl.mcore.batch import ContextGroup
 from megarl.mcore.device import claim_gpu, device, find_machine
 
 
@@ -84,12 +83,6 @@ def tensor_ranks() -> tuple[int, int]:
     """This rank's tensor-parallel rank, and its expert-tensor-parallel one."""
     expert_group = parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_rank(), expert_group.rank()
-
-
-def build_context_group() -> ContextGroup:
-    """The ranks that share the tokens of each of this rank's sequences."""
-    group = parallel_state.get_context_parallel_group()
-    return ContextGroup(group.size(), group.rank(), group)
 
 
 def combine(sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> dict[str, float]:

@@ -134,20 +134,17 @@ def run_schedule(
 
 def run_stage(stage: torch.nn.Module, batch: PackedBatch) -> Tensor:
     """Output of this rank's stage of the model for one micro-batch."""
+    unwrapped: Any = stage
+    config = getattr(unwrapped, "config", None) or unwrapped.module.config
     out: Tensor = stage(
         input_ids=batch.tokens,
         position_ids=batch.positions,
         attention_mask=None,
         packed_seq_params=batch.params,
-        **_output_dtype(stage),
+        # Float16Module would hold a float32 copy of the logits.
+        **({"fp32_output": False} if config.bf16 else {}),
     )
     return out
-
-
-def _output_dtype(model: Any) -> dict[str, bool]:
-    """Float16Module would hold a float32 copy of the logits."""
-    config = getattr(model, "config", None) or model.module.config
-    return {"fp32_output": False} if config.bf16 else {}
 
 
 def accumulate(outputs: list[LossOutput]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from megarl.algo.losses import LossCounts, LossOutput, count_minibatch, critic_loss, policy_loss
 from megarl.config.schema.algo import KLEstimator, needs_full_kl
 from megarl.mcore import bridge, process_groups, state
-from megarl.mcore.batch import PackedBatch, build_batch
+from megarl.mcore.batch import ContextGroup, PackedBatch, build_batch
 from megarl.mcore.checkpoint_format import DESCRIPTION
 from megarl.mcore.device import find_machine
 from megarl.mcore.entries import Entry, PeftAdapter
@@ -278,7 +278,8 @@ class MegatronWorker:
         # The interleaved schedule takes micro-batches in groups of pp.
         missing = -len(share) % parallel.pp if parallel.vpp > 1 else 0
         multiple = find_token_multiple(self.spec) * (parallel.tp if parallel.sp else 1)
-        context = process_groups.build_context_group()
+        group = parallel_state.get_context_parallel_group()
+        context = ContextGroup(group.size(), group.rank(), group)
         return [build_batch(sequences, rows, multiple, context) for rows in [*share, *([[]] * missing)]]
 
     def _logprobs(

@@ -10,12 +10,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from megarl.algo.advantages import sum_rewards_to_go
 from megarl.algo.blocks import count_generated, split_blocks
 from megarl.algo.diagnostics import CriticSummary
 from megarl.algo.losses import LossCounts, TokenTargets, policy_loss
 from megarl.algo.rewards import KlController
-from megarl.algo.statistics import Whitening
 from megarl.algo.targets import compute_targets
 from megarl.config.checks.config import check_algo
 from megarl.config.checks.keys import check_keys
@@ -232,23 +230,6 @@ def compute_critic_metrics(values, returns, outcomes, mask, advantages=None, gro
     for block in split_blocks(mask):
         summary.add(block, *(block.flatten(tensor).double() for tensor in tensors))
     return summary.compute_metrics()
-
-
-def compute_whitened(advantages, mask):
-    """`Whitening` of the generated tokens, [B, T]; 0 outside the mask."""
-    whitening = Whitening.measure(lambda block: block.flatten(advantages).double(), mask)
-    out = torch.zeros_like(advantages)
-    for block in split_blocks(mask):
-        block.put(whitening.apply(block.flatten(advantages).double()), out)
-    return out
-
-
-def compute_reward_to_go(rewards, mask, gamma):
-    """`sum_rewards_to_go` of a batch, [B, T]; 0 outside the mask."""
-    out = torch.zeros_like(rewards)
-    for block in split_blocks(mask):
-        block.put(sum_rewards_to_go(block.flatten(rewards).double(), block.lengths, gamma), out)
-    return out
 
 
 # The presets
