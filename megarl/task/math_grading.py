@@ -124,7 +124,10 @@ def _equals_equation(gold: Answer, answer: Equation) -> bool:
         return _equals_function(gold, answer) or _equals_curve(gold, answer)
     if not is_equal(gold, answer.value):
         return False
-    return _is_name(answer.sides[0]) or all(_has_value(side, answer.value) for side in answer.sides)
+    value = answer.value
+    return _is_name(answer.sides[0]) or all(
+        _is_zero(_to_tree(read_answer(side)) - _to_tree(value)) for side in answer.sides
+    )
 
 
 def _is_name(side: str, *, operators: bool = True) -> bool:
@@ -137,10 +140,6 @@ def _is_name(side: str, *, operators: bool = True) -> bool:
         return False
     side = re.sub(r"\\text\{[^{}]*\}|\^\{[^{}]*\}|\^\w", "", side)
     return bool(re.search(r"[A-Za-z]", side)) and not re.search(r"\d", side)
-
-
-def _has_value(side: str, value: Answer) -> bool:
-    return _is_zero(_to_tree(read_answer(side)) - _to_tree(value))
 
 
 def _equals_function(gold: Equation, answer: Equation) -> bool:
@@ -190,11 +189,11 @@ def _equals_named(solutions: list[dict[str, Answer]], gold: Any, answer: Any) ->
         answers = [dict(zip(solutions[0], row, strict=True)) for row in rows]
     elif not solutions or not answers:
         return isinstance(gold, Items) and isinstance(answer, Items) and _equals_items(gold, answer)
-    return _match(solutions, answers, _equals_solution)
-
-
-def _equals_solution(gold: dict[str, Answer], answer: dict[str, Answer]) -> bool:
-    return gold.keys() == answer.keys() and all(is_equal(value, answer[name]) for name, value in gold.items())
+    return _match(
+        solutions,
+        answers,
+        lambda one, other: one.keys() == other.keys() and all(is_equal(one[name], other[name]) for name in one),
+    )
 
 
 def _match(golds: Any, answers: Any, equals: Callable[[Any, Any], bool]) -> bool:
@@ -343,7 +342,8 @@ def grade(gold_text: str, text: str, mode: str, *, thinking: bool = False) -> Ve
         statements = [whole]
     choice = re.fullmatch(r"\(?([A-J])\)?\.?", strip_text(gold_text))
     if choice:
-        return _grade_texts(choice.group(1), [_read_choice(each) for each in statements])
+        chosen = [_CHOICE.match(strip_text(each)) for each in statements]
+        return _grade_texts(choice.group(1), [(found[1] or found[2]).upper() if found else "" for found in chosen])
     gold = None if _is_words(strip_text(gold_text)) else read_answer(gold_text)
     if gold is None:
         return _grade_texts(_fold(gold_text), [_fold(each) for each in statements])
@@ -393,11 +393,6 @@ def _is_words(text: str) -> bool:
     if not _WORDS.fullmatch(text) or text in ("pi", "infinity"):
         return False
     return " " in text or len(text) > 3 or not set(text.lower()) <= _SYMBOLS
-
-
-def _read_choice(text: str) -> str:
-    found = _CHOICE.match(strip_text(text))
-    return (found.group(1) or found.group(2)).upper() if found else ""
 
 
 def _fold(text: str) -> str:

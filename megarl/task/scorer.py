@@ -135,11 +135,6 @@ def reads_answers(config: RewardConfig) -> bool:
     return isinstance(config, READ_ANSWERS)
 
 
-def build_short(text: str = "") -> Response:
-    """One token: without a text the end of the sequence, sampled at once."""
-    return Response((0,), text, (0.0,), (True,), (0,), FinishReason.stop)
-
-
 def check_finite(score: Score) -> None:
     """Raises RewardFailedError naming what of a score is no finite number."""
     numbers = {"reward": score.reward, **{f"details {name!r}": value for name, value in score.details.items()}}
@@ -180,8 +175,10 @@ class Scorer:
                 asked = prompt.messages[-1].content if prompt.messages else prompt.text
                 shown = repr(asked if len(asked) <= 60 else f"{asked[:60]}...")
                 for text in ("", prompt.answer) if self._reward.is_users else ("",):
+                    # One token: without a text the end of the sequence, sampled at once.
+                    response = Response((0,), text, (0.0,), (True,), (0,), FinishReason.stop)
                     try:
-                        score = await self._reward.check(prompt, build_short(text))
+                        score = await self._reward.check(prompt, response)
                         check_finite(score)
                         check_score(score.reward, wrong)
                     except ConfigError:

@@ -77,11 +77,8 @@ class ScoringServer:
         self._by_loop = weakref.WeakKeyDictionary[Any, "tuple[AsyncOpenAI, asyncio.Semaphore]"]()
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The server's answer to this JSON, decoded. path: "" asks reward.url as it is written.
-
-        A call that gets no answer within reward.timeout_s, or a temporary error, is sent again up to reward.max_retries
-        times. Raises RewardFailedError with the last reason. Redirects are refused.
-        """
+        """The server's answer to this JSON, decoded. path: "" asks reward.url as it is written. Raises
+        RewardFailedError with the last reason, after reward.max_retries where it may pass. Redirects are refused."""
         from openai import APIConnectionError, APIStatusError, APITimeoutError
 
         config, where = self._config, self._locate(path)
