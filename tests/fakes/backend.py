@@ -55,14 +55,9 @@ class FakeBackend:
         self.reference = build_policy(self.vocab_size) if needs_full_kl(spec.algo) else None
         self.optimizer = None
         if spec.optimizer is not None:
-            config = spec.optimizer
-            self.optimizer = torch.optim.AdamW(
-                self.model.parameters(),
-                lr=config.lr,
-                betas=(config.beta1, config.beta2),
-                eps=config.eps,
-                weight_decay=config.weight_decay,
-            )
+            config, betas = spec.optimizer, (spec.optimizer.beta1, spec.optimizer.beta2)
+            more = {"eps": config.eps, "weight_decay": config.weight_decay}
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr, betas=betas, **more)
         self.num_steps = 0
         self.orders: list[list[int]] = []
         """The rows of each update, in the order of its steps"""
@@ -128,8 +123,7 @@ class FakeBackend:
 
     def begin_save(self, directory: Path) -> Done[None]:
         def begin() -> None:
-            if self._saving is not None:
-                raise RuntimeError("begin_save: the save before has not been finished")
+            assert self._saving is None
             assert self.optimizer is not None
             # A copy: updates go on while it is written.
             state = {
@@ -143,8 +137,7 @@ class FakeBackend:
 
     def finish_save(self) -> Done[None]:
         def finish() -> None:
-            if self._saving is None:
-                raise RuntimeError("finish_save: no save was begun")
+            assert self._saving is not None
             (directory, state), self._saving = self._saving, None
             directory.mkdir(parents=True)
             torch.save(state, directory / STATE)

@@ -60,21 +60,30 @@ def test_a_resumed_run_appends_after_cutting_off_a_half_written_line_and_a_line_
     assert sorted(each.name for each in tmp_path.iterdir()) == ["metrics.jsonl", "train.log"]
 
 
-def test_phases_are_timed_summed_over_the_iteration_and_then_forgotten_also_one_that_fails(tmp_path: Path) -> None:
+def test_phases_are_timed_summed_over_the_iteration_also_one_that_fails_and_are_in_the_record(tmp_path: Path) -> None:
     report, _ = build_text_report(tmp_path)
-    start = time.perf_counter()
+    start, seen = time.perf_counter(), [load_record(tmp_path)]
     for _ in range(2):
         with contextlib.suppress(RuntimeError), report.phase("rollout"):
+            seen.append(load_record(tmp_path)["status"])
             time.sleep(0.02)
             raise RuntimeError("a server died")
     seconds = time.perf_counter() - start
-    assert report._progress.describe_phase() == ""
+    seen.append(load_record(tmp_path)["status"])
     report.log(1, {})
+    report.rewind(1)
+    with report.phase("sync"):
+        seen.append(load_record(tmp_path)["status"])
     report.log(2, {})
     report.close()
     lines = load_metrics(tmp_path / "metrics.jsonl")
     assert 0.04 <= lines[0]["time/rollout"] <= seconds
     assert "time/rollout" not in lines[1]
+    empty, *seen = seen
+    assert empty == {}
+    assert [status["phase"] for status in seen] == ["rollout", "rollout", None, "sync"]
+    assert [status["iteration"] for status in seen] == [0, 0, 0, 1]
+    assert all(status["pid"] == os.getpid() for status in seen)
 
 
 @pytest.mark.parametrize(
@@ -93,24 +102,6 @@ def test_a_bad_line_is_an_error_with_file_and_line(tmp_path: Path, line: str, me
     path.write_text('{"iteration": 1}\n' + line)
     with pytest.raises(ValueError, match=re.escape(f"{path}:2: ") + ".*" + re.escape(message)):
         load_metrics(path)
-
-
-def test_the_record_says_which_iteration_and_phase_are_under_way(tmp_path: Path) -> None:
-    report = build_report(QUIET, tmp_path, 2)
-    assert load_record(tmp_path) == {}
-    seen = []
-    for iteration in (0, 1):
-        with report.phase("rollout"):
-            seen.append(load_record(tmp_path)["status"])
-        seen.append(load_record(tmp_path)["status"])
-        report.log(iteration, {})
-    report.rewind(1)
-    with report.phase("sync"):
-        seen.append(load_record(tmp_path)["status"])
-    report.close()
-    found = [(status["iteration"], status["phase"]) for status in seen]
-    assert found == [(0, "rollout"), (0, None), (1, "rollout"), (1, None), (1, "sync")]
-    assert all(status["pid"] == os.getpid() for status in seen)
 
 
 def test_tensorboard_holds_every_metric_at_its_iteration(tmp_path: Path) -> None:
