@@ -270,8 +270,6 @@ class EvaluateConfig:
     """Nucleus sampling: sample from the most likely tokens with this total probability; 1: from all."""
     top_k: int = -1
     """Sample from this many most likely tokens; -1: from all."""
-    k: list[int] | None = None
-    """The k of pass@k. null: 2, 4, 8, ... up to num_samples (for k = 1 it is avg)."""
     num_problems: int | None = key(None, low=1)
     """Problems of each set, drawn at random under `seed`; null: every problem."""
     heldout: bool = False
@@ -288,18 +286,13 @@ def get_temperature(config: EvaluateConfig) -> float:
 
 
 def list_ks(config: EvaluateConfig) -> tuple[int, ...]:
-    """The k of pass@k, ascending."""
-    if config.k is not None:
-        return tuple(sorted(set(config.k)))
+    """The k of pass@k: 2, 4, 8, ... up to num_samples; for k = 1 it is avg."""
     return tuple(2**i for i in range(1, max(1, config.num_samples).bit_length()))
 
 
 def check_evaluate(config: EvaluateConfig) -> Iterator[str]:
     """One message per problem of values that are in their ranges: the key, what was found, what would be right."""
     yield from check_truncation("evaluate", get_temperature(config), config.num_samples, config.top_p, config.top_k)
-    bad = [k for k in config.k or () if not 1 <= k <= config.num_samples]
-    if bad:
-        yield f"evaluate.k: found {bad[0]}; each must be between 1 and evaluate.num_samples ({config.num_samples})"
 
 
 def check_truncation(node: str, temperature: float, num_samples: int, top_p: float, top_k: int) -> Iterator[str]:
