@@ -30,7 +30,6 @@ from megarl.run.command import (
     run_composed,
 )
 from megarl.run.resume import take_resume
-from megarl.sweep import run_one, run_sweep
 
 if TYPE_CHECKING:
     from megarl.trainer import Summary
@@ -51,6 +50,8 @@ def main() -> None:
         end_with_config_error(error)
     check_command_line(check_training)
     if is_sweep(sys.argv[1:]):
+        from megarl.sweep import run_sweep  # imports torch, for which `--help` need not wait
+
         sys.exit(run_sweep(_run_composed))
     _run_composed()
 
@@ -58,8 +59,12 @@ def main() -> None:
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
 def _run_composed(composed: DictConfig) -> float | None:
     """Run; returns the held-out reward, which a sweeper maximises, None for a failed run of a sweep."""
-    is_one_of_many = HydraConfig.get().mode is RunMode.MULTIRUN
-    results = run_one() if is_one_of_many else run_composed(composed, _train)
+    if HydraConfig.get().mode is RunMode.MULTIRUN:
+        from megarl.sweep import run_one
+
+        results = run_one()
+    else:
+        results = run_composed(composed, _train)
     return results.get(HELDOUT) if results is not None else None
 
 
