@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.report.evaluation import Votes, count_votes, format_response, format_table, summarize_set, write_evaluation
+from megarl.report.evaluation import Votes, format_response, format_table, summarize_set, write_evaluation
 from megarl.types import FinishReason, Prompt, Response, Sample, Score, Turn
 
 
@@ -28,20 +28,20 @@ SAMPLES = [
 ]
 
 
-def test_correct_answers_vote_together_however_they_are_written_and_silent_ones_do_not():
-    assert count_votes(SAMPLES) == {"p": Votes(2, (1,), 1), "q": Votes(1, (2, 1))}
-
-
-def test_a_set_is_summarized_by_the_means_of_its_problems():
+def test_a_set_is_summarized_by_the_means_of_its_problems_and_written_whole(tmp_path):
     result = summarize_set("s", SAMPLES, (2, 4), reads_answers=True)
     values = {name: estimate.value for name, estimate in result.estimates.items()}
     expected = {"avg@4": (0.5 + 0.25) / 2, "pass@2": (5 / 6 + 0.5) / 2, "pass@4": 1.0, "maj@4": 0.5}
     assert values == pytest.approx(expected)
     assert (result.mean_reward, result.mean_response_tokens) == (3 / 8, 20 / 8)
     assert (result.truncated_frac, result.unread_frac) == (1 / 8, 1 / 8)
-
-
-def test_problems_with_different_numbers_of_samples_are_refused():
+    # Correct answers vote together, however they are written, and silent ones do not.
+    assert result.problems == {"p": Votes(2, (1,), 1), "q": Votes(1, (2, 1))}
+    write_evaluation(tmp_path / "evaluation.json", [result], {"checkpoint": "/model"})
+    found = json.loads((tmp_path / "evaluation.json").read_text())
+    assert (found["checkpoint"], found["sets"]["s"]["num_problems"]) == ("/model", 2)
+    assert found["sets"]["s"]["estimates"]["avg@4"]["value"] == 0.375
+    assert found["sets"]["s"]["problems"]["p"] == {"num_correct": 2, "wrong": [1], "num_silent": 1}
     with pytest.raises(ValueError, match=r"s: found problems with \[3, 4\] samples"):
         summarize_set("s", SAMPLES[:-1], (), reads_answers=True)
 
@@ -63,17 +63,6 @@ def test_the_table_has_a_row_per_set_and_a_dash_where_a_set_has_no_number():
     # The second verifier reads no answers.
     assert rows[3][4] == rows[3][8] == "-"
     assert len({len(line) for line in format_table(results).splitlines()}) == 1
-
-
-def test_the_json_holds_every_number_and_the_counts_of_each_problem(tmp_path):
-    result = summarize_set("s", SAMPLES, (2,), reads_answers=True)
-    write_evaluation(tmp_path / "evaluation.json", [result], {"checkpoint": "/model"})
-    found = json.loads((tmp_path / "evaluation.json").read_text())
-    assert found["checkpoint"] == "/model"
-    assert found["sets"]["s"]["num_problems"] == 2
-    assert found["sets"]["s"]["estimates"]["avg@4"]["value"] == 0.375
-    votes = {"num_correct": 2, "wrong": [1], "num_silent": 1}
-    assert found["sets"]["s"]["problems"]["p"] == votes
 
 
 def test_a_response_without_a_reward_counts_as_wrong_without_a_vote_and_is_shown():

@@ -44,15 +44,11 @@ def test_the_page_is_whole_loads_nothing_and_has_every_section(run_dir):
         assert shown in page.text
     assert "policy loss = 1/N_tok" in page.text
     assert "Files that are missing or damaged" not in page.text
+    assert find_changes(load_run(run_dir)) == (["algo=vapo"], {"algo.clip_high": (0.28, 0.4)})
+    assert "algo.clip_high 0.28 0.4" in page.text
     data = json.loads(text.split('id="data">')[1].split("</script>")[0])
     assert len(data["charts"]) == len(page.charts)
     assert data["domain"] == [-1, 40]
-
-
-def test_the_configuration_is_shown_as_a_difference_to_its_preset(run_dir):
-    run = load_run(run_dir)
-    assert find_changes(run) == (["algo=vapo"], {"algo.clip_high": (0.28, 0.4)})
-    assert "algo.clip_high 0.28 0.4" in Page(format_run_page(run)).text
 
 
 def test_the_settings_in_an_experiment_of_the_users_own_are_shown_beside_the_groups_that_it_chooses(tmp_path):
