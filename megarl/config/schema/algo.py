@@ -63,8 +63,7 @@ class RewardNormConfig:
     """R' = (R - mean) / (std + 1e-6), each over the batch, the group, or every sample of the run so far."""
 
     mean: NormScope = key(NormScope.none, when=MEAN_STAYS)
-    """Set of rewards whose mean is subtracted. batch: all responses of the iteration; group: those to one prompt;
-    running: all of the run so far."""
+    """Set of rewards whose mean is subtracted; running: all of the run so far."""
     std: NormScope = NormScope.none
     """Set of rewards whose standard deviation divides."""
 
@@ -153,8 +152,7 @@ class DynamicSamplingConfig:
     enabled: bool = False
     """Whether such groups are replaced."""
     by: SamplingBy = key(SamplingBy.correct, when=DYNAMIC)
-    """What must differ within a group that is kept. correct: right and wrong, and the rewards too (DAPO, equation 11);
-    reward: the rewards alone."""
+    """What must differ within a group that is kept: correct, also right and wrong (DAPO, equation 11); reward."""
     max_rounds: int = key(10, low=1, high=1000, when=DYNAMIC)
     """Maximum rounds of generation in an iteration; groups still missing are taken from those to be replaced."""
 
@@ -215,8 +213,7 @@ class AlgoConfig:
     """Lower bound of the adaptive lambda."""
     tether: TetherConfig = key(factory=TetherConfig, when=with_choice("advantage", "tether"))
     advantage_std: AdvantageStd = key(AdvantageStd.none, when=OF_GROUP, strict=True)
-    """The standard deviation that advantage=group divides by. none; group: that of the group's rewards (GRPO); batch:
-    that of the whole batch (LitePPO)."""
+    """What advantage=group divides by: nothing, the deviation of the group (GRPO) or of the batch (LitePPO)."""
     std_of: StdOf = key(StdOf.raw, when=(OF_GROUP, needs("advantage_std", "batch")), strict=True)
     """With advantage_std=batch: what it is computed from. raw: the rewards (LitePPO); centered: the rewards minus their
     group's mean (ROLL's div_std_global)."""
@@ -247,8 +244,7 @@ class AlgoConfig:
     positive_lm_coef: float = key(0.0, low=0)
     """Weight of the positive-example LM loss, the mean negative log-likelihood of correct responses (VAPO: 0.1)."""
     positive_lm_mean_over: PositiveLMMean = key(PositiveLMMean.positive_tokens, when=needs("positive_lm_coef"))
-    """Which tokens that mean is over: those of correct responses (VAPO), or all. positive_tokens: the tokens of correct
-    responses (VAPO, equation 9); all_tokens: all with a policy loss."""
+    """The tokens that mean is over: those of correct responses (VAPO, equation 9), or all with a policy loss."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     topr: ToprConfig = field(default_factory=ToprConfig)

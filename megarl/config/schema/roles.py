@@ -129,8 +129,7 @@ class TrainedRoleConfig:
     """What is in host memory between the calls of this role; null: nothing. For roles that share GPUs. optimizer:
     optimizer state, float32 master weights and gradients; all: the weights as well."""
     fp8: Fp8 | None = None
-    """Format of FP8 matrix products by Transformer Engine; null: no FP8. hybrid: e4m3 forward, e5m2 for gradients;
-    e4m3: both."""
+    """FP8 matrix products by Transformer Engine; hybrid: e4m3 forward, e5m2 for gradients; null: none."""
     fp8_recipe: Fp8Recipe = key(Fp8Recipe.blockwise, when=needs("fp8"))
     """How FP8 numbers are scaled; only where fp8 is set. tensorwise: by the largest value of each tensor (Ada);
     blockwise: of each block (Hopper); mxfp8: by a power of two for each 32 values (Blackwell)."""
@@ -175,8 +174,7 @@ class CriticConfig(TrainedRoleConfig):
     updates_per_policy_update: int = key(1, low=1, high=1000, why="an iteration ends after them only")
     """Passes of the critic over the minibatches for each pass of the policy."""
     init: str | None = None
-    """Checkpoint the critic starts from: RUN_DIR/critic, or a reward model with one label. null: the policy's weights
-    with a new value head."""
+    """Checkpoint of a critic (RUN_DIR/critic) or of a reward model. null: the policy's with a new value head."""
     value_range: list[float] | None = None
     """[low, high], the least and the largest return: values are low + (high - low) * (1/2 + atan(z)/pi) of the head's
     output z (BPCO 2608.23566, equation 9). null: values are z."""

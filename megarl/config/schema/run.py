@@ -74,8 +74,7 @@ Placement = Enum("Placement", {"colocated": "colocated", "split": "split", "apar
 @dataclass
 class ClusterConfig:
     cpu_threads_per_worker: int | None = key(None, when=TRAINED, **THREADS)
-    """CPU threads of each training process. null: the cores of the run (OMP_NUM_THREADS at most), shared by those that
-    work at the same time."""
+    """CPU threads of each training process. null: the run's cores, shared by what works at the same time."""
     object_store_mb: int = key(256, low=75, high=2**24, why="MiB; Ray takes no less, and no node has as much memory")
     """Shared memory of Ray's object store on each node, in MiB; the samples of an iteration pass through it."""
     worker_start_deadline_s: float = key(300.0, when=TRAINED, **START)
@@ -147,11 +146,9 @@ class RolloutConfig:
     """How weights travel from the policy to the servers. colocated: memory that processes of a node share, between
     nodes as split; split: point to point over NCCL (gloo on a CPU); disk: a directory that all see."""
     sync_bucket_mb: int = key(64, low=1, high=16384, when=(TRAINED, needs("transport", "colocated", "split")))
-    """Maximum MiB of one message of weights; a training rank holds two, a server rank two, or one with
-    transport=colocated."""
+    """Maximum MiB of one message of weights, of which a rank holds two."""
     max_server_restarts: int = key(3, low=0)
-    """How many times servers lost in one rollout or sync are restarted with the current weights, before the run
-    ends."""
+    """How many times the servers lost in one rollout or sync are restarted before the run ends."""
     max_staleness: int = key(0, low=0, high=100, despite=GENERATED, when=TRAINED)
     """By how many policy updates a token may be older than those that train on it. 0: on-policy. n: groups of up to n
     further iterations are generated while the trainer works; the loss then needs algo.mismatch.correction, or is that
@@ -225,8 +222,7 @@ class TrainConfig:
     max_samples: int | None = key(None, low=1, when=(GENERATED, NOT_ALONE))
     """End after the iteration in which this many responses have been generated in all; null: no limit."""
     max_minutes: float | None = key(None, above=0)
-    """End after the iteration in which this many minutes have passed since the (resumed) run started. null: no
-    limit."""
+    """End after the iteration in which so many minutes have passed since this start. null: no limit."""
 
     profile: int | None = key(None, low=1)
     """The iteration to profile, from 1, into RUN_DIR/profile (docs/profiling.md). null: none."""
@@ -323,8 +319,7 @@ class CheckpointConfig:
     best_metric: str = key("reward/heldout", when=(SAVES, needs("keep_best")))
     """The metric of metrics.jsonl that keep_best ranks by; higher is better."""
     stop_deadline_s: float = key(120.0, when=SAVES, **DEADLINE)
-    """Deadline in seconds of the checkpoint after an error or a signal, counted from the end of an update in
-    progress."""
+    """Deadline in seconds of the checkpoint after an error or a signal, from the end of the update on."""
     max_restarts: int = key(3, low=0, when=SAVES)
     """How many times in a row, without a new checkpoint, training resumes after a training process was lost."""
 

@@ -39,8 +39,7 @@ class DataConfig:
     response_prefix: str | None = key(None, is_prose=True)
     """Text that the assistant's turn begins with, {question} replaced; it is part of the prompt, not generated."""
     critic_prompt: str | None = key(None, is_prose=True, despite=GENERATED, when=(TRAINED, WITH_CRITIC))
-    """Text that the critic alone reads before the prompt, as "Reference answer: {answer}", with fields of the prompt's
-    metadata. null: none."""
+    """Text that the critic alone reads before the prompt, as "Reference answer: {answer}". null: none."""
     critic_prompt_length: int = key(64, low=1, despite=GENERATED, when=(TRAINED, WITH_CRITIC, needs("critic_prompt")))
     """With critic_prompt: maximum length of that text in tokens; a longer one is an error."""
 
@@ -214,11 +213,9 @@ class RewardConfig:
     """How responses are scored. Each kind of reward has different keys."""
 
     wrong: float = key(0.0, kw_only=True, below=1, despite=(GENERATED, NOT_ALONE), when=TRAINED)
-    """Reward of a wrong answer; a score s of 0 to 1 is learned from as wrong + (1 - wrong) s, and shown as s. -1 in
-    DAPO."""
+    """Reward of a wrong answer: a score s is learned from as wrong + (1 - wrong) s, and shown as s. -1 in DAPO."""
     max_failed_frac: float = key(0.1, kw_only=True, low=0, high=1)
-    """Maximum share of an iteration's (or set's) responses without a reward, because verifier or environment failed;
-    more end the run."""
+    """Maximum share of responses whose verifier or environment failed; more end the run."""
 
 
 @dataclass
@@ -226,8 +223,7 @@ class ProcessRewardConfig(RewardConfig):
     """The keys of rewards that run in processes of their own."""
 
     num_workers: int | None = key(None, kw_only=True, low=1, high=1024, why="each is a process")
-    """Processes that score at a time, each started when all before it are busy. null: one for every four cores, 1 to
-    16."""
+    """Processes that score at a time. null: one for every four cores, 1 to 16."""
     timeout_s: float = key(5.0, kw_only=True, **SCORING)
     """Time limit in seconds of scoring one response; an endless comparison counts as wrong, anything else as failed."""
     memory_gb: float = key(8.0, kw_only=True, low=0.01, high=2**20, why="GiB")
@@ -339,13 +335,11 @@ class ServerRewardConfig(RewardConfig):
     url: str = field(default=MISSING, kw_only=True)
     """The server, as http://HOST:PORT or https://HOST; with reward=http also the path."""
     api_key_env: str | None = field(default=None, kw_only=True)
-    """Environment variable with the key sent as "Authorization: Bearer KEY", which is never saved or shown. null:
-    none."""
+    """Environment variable with the key that is sent (Bearer), never saved or shown. null: none."""
     timeout_s: float = key(60.0, kw_only=True, low=0.01, high=86_400, why="seconds")
     """Deadline in seconds of one request; then it is tried again."""
     max_retries: int = key(3, kw_only=True, low=0, high=100)
-    """Maximum further attempts after status 408, 409, 429, 5xx or a lost connection, with doubling waits; then the
-    sample has failed."""
+    """Further attempts after status 408, 409, 429, 5xx or a lost connection; then the sample has failed."""
     max_concurrency: int = key(64, kw_only=True, low=1, high=100_000, why="each is a connection")
     """Maximum number of requests at a time; further ones wait."""
 
@@ -365,8 +359,7 @@ class JudgeRewardConfig(ServerRewardConfig):
     model: str | None = None
     """The model's name for the server; null: the first that it lists."""
     rubric: str | None = key(None, is_prose=True)
-    """What the judge is told, with {question}, {answer} and {response} put in. null: a rubric for questions with an
-    expected answer."""
+    """What the judge is told, with {question}, {answer} and {response} put in. null: one that compares answers."""
     verdict: Verdict = Verdict.score
     """How the judge says what it thinks. score: an explanation, then a number from 0 to 10 in a box; word:
     p(yes) / (p(yes) + p(no)) of its next token."""
