@@ -304,6 +304,7 @@ def supervise(task: dict[str, Any], folder: str, own_files: bool) -> dict[str, A
     with os.fdopen(os.dup(text), "wb") as file:
         file.write(task["stdin"].encode())
     os.lseek(text, 0, os.SEEK_SET)
+    task["launcher"] = os.getpid()
     child = os.fork()
     if child == 0:
         become_first(task, folder, own_files, (text, outputs[1], errors[1]), reports[1])
@@ -360,6 +361,8 @@ def become_first(
     """The first process of the program's namespace: makes its file system, starts it and reports its exit status."""
     try:
         set_parent_death_signal(signal.SIGKILL)
+        if os.getppid() not in (0, task["launcher"]):  # It ended before; 0 is one outside of the namespace.
+            os._exit(1)
         for number, descriptor in enumerate(streams):
             os.dup2(descriptor, number)
         os.dup2(report, 3)
@@ -372,9 +375,10 @@ def become_first(
             with open(f"{folder}/{name}", "w", encoding="utf-8") as file:
                 file.write(text)
             os.chmod(file.name, 0o644)
+        own = os.getpid()
         program = os.fork()
         if program == 0:
-            become_program(task, folder, own_files)
+            become_program(task, folder, own_files, own)
         for number in range(3):
             os.close(number)
         while True:
@@ -389,7 +393,8 @@ def become_first(
         os._exit(0)
 
 
-def become_program(task: dict[str, Any], folder: str, own_files: bool) -> None:
+def become_program(task: dict[str, Any], folder: str, own_files: bool, parent: int) -> None:
+    """Start the program as a child of the process `parent`, within its limits."""
     limits = task["limits"]
     os.setsid()
     os.umask(0o077)
@@ -399,6 +404,8 @@ def become_program(task: dict[str, Any], folder: str, own_files: bool) -> None:
         os.setresgid(INSIDE_ID, INSIDE_ID, INSIDE_ID)
         os.setresuid(INSIDE_ID, INSIDE_ID, INSIDE_ID)
     set_parent_death_signal(signal.SIGKILL)
+    if os.getppid() != parent:  # It ended before.
+        os._exit(1)
     for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     limit_resources(limits, own_files)
