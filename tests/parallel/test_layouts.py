@@ -36,7 +36,7 @@ from megarl.mcore.microbatches import compute_row_costs, pack
 from megarl.mcore.spec import Role, WorkerSpec, read_architecture
 from megarl.types import TrainingSamples
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # Some 170 runs of workers, all before the first test
 
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"num_hidden_layers": 4}),
