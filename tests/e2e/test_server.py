@@ -151,9 +151,10 @@ def test_publishing_moves_new_weights_and_raises_the_version(
 
 
 def test_a_server_that_computes_another_model_ends_the_run_before_anything_is_trained(
-    first_responses, server, engine, tiny_checkpoint, tmp_path
+    first_responses, server, engine, tiny_checkpoint, rollout_config, tmp_path
 ):
-    client = engine.clients[0]
+    client, tokens = engine.clients[0], build_probe_tokens((), 55)
+    build_sync(TransformersPolicy(tiny_checkpoint), engine, rollout_config, tmp_path / "first", tokens).publish(5)
     version, before = client.load_weight_version(), client.load_checksums()
     # The server was started with the base of the positions that the checkpoint says; the policy has another.
     trained = shutil.copytree(tiny_checkpoint, tmp_path / "trained")
