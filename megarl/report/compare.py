@@ -116,7 +116,6 @@ def _format_head(title: str, runs: Sequence[RunRecord], scores: Mapping[str, flo
     tiles |= {state: str(states.count(state)) for state in dict.fromkeys(states) if state != State.done.value}
     if scores:
         tiles |= {"best held-out reward, at the end": f"{max(scores.values()):.3f}"}
-        tiles |= {"worst of a run that is done": f"{min(scores.values()):.3f}"}
     yield format_tiles(tiles | {"of training, all runs": format_seconds(sum(run.history.seconds for run in runs))})
 
 

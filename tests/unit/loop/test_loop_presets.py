@@ -223,8 +223,7 @@ def test_another_seed_of_the_run_draws_and_samples_others_and_the_same_repeats(t
 
 def test_values_that_are_not_finite_end_the_run(tmp_path: Path) -> None:
     with World().open_trainer(tmp_path, ["algo=ppo"]) as trainer:
-        with torch.no_grad():
-            trainer.components.critic.model.before.fill_(torch.inf)
+        torch.nn.init.constant_(trainer.components.critic.model.before, torch.inf)
         with pytest.raises(NonFiniteError, match="values"):
             trainer.run()
 
