@@ -58,7 +58,6 @@ def test_sets_are_files_with_the_runs_prompts_and_are_refused_by_their_key(tmp_p
         ("={a: {pth: x}}", r"train\.eval_sets\.a\.pth"),
         ("={a: {num_prompts: 2}}", r"train\.eval_sets\.a\.path: .*missing"),
         ("={a: {path: x, num_samples: 2}}", "found 2; at train.eval_sets.a.temperature=0 all samples"),
-        ("={a/b: {path: x}}", "the name of a set has letters"),
         (".a.path=x", r"given whole, train\.eval_sets='\{NAME: \{path: FILE"),
     ],
 )
