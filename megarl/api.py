@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.config.checks.config import check_config
+from megarl.config.checks import check_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import load, load_config
 from megarl.config.overrides import write_search_path

@@ -8,8 +8,7 @@ import hydra
 from omegaconf import DictConfig
 
 from megarl.config.errors import ConfigError
-from megarl.config.evaluation_sets import expand_sets, load_configs
-from megarl.config.load import complete_overrides
+from megarl.config.load import complete_overrides, expand_sets, load_configs
 from megarl.config.names import rewrite_overrides
 from megarl.config.overrides import CONF_DIR
 from megarl.config.schema.roles import ModelSource

@@ -17,7 +17,7 @@ from pathlib import Path
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from megarl.config.checks.keys import find_unused
+from megarl.config.checks import find_unused
 from megarl.config.errors import ConfigError
 from megarl.config.load import compose_config, load_config
 from megarl.config.names import import_roll, read_roll_file

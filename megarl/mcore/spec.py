@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megarl.config.checks.config import find_nearest_divisor
+from megarl.config.checks import find_nearest_divisor
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import (
     Dtype,

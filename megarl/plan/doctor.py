@@ -35,16 +35,14 @@ from packaging.utils import canonicalize_name
 
 from megarl.algo.registry import needs_critic
 from megarl.config.errors import ConfigError
-from megarl.config.evaluation_sets import expand_sets, load_configs
-from megarl.config.load import load, load_config
+from megarl.config.load import expand_sets, load, load_config, load_configs
 from megarl.config.names import rewrite_overrides
 from megarl.config.overrides import take_config_dirs
 from megarl.config.placement import check_allocation, check_cluster, count_nodes, list_groups, place, read_allocation
 from megarl.config.schema.roles import ModelSource
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import LEAST_OF_KIND, ClusterConfig
-from megarl.run.command import end_with_closed_pipe, end_with_config_error
-from megarl.run.machine import check_machine
+from megarl.run.command import check_machine, end_with_closed_pipe, end_with_config_error
 from megarl.run.resume import take_resume
 from megarl.task.sandbox import PROTECTIONS, find_protections
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from megarl.config.checks.config import check_config, check_older_samples
+from megarl.config.checks import check_config, check_older_samples
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.placement import SERVERS, list_contradictions, list_groups

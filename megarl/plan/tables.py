@@ -6,7 +6,7 @@ from math import ceil
 from rich import box
 from rich.table import Table
 
-from megarl.config.checks.config import describe_sizes
+from megarl.config.checks import describe_sizes
 from megarl.config.placement import SERVERS, format_numbers
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import Transport

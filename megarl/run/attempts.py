@@ -14,7 +14,7 @@ from megarl.algo.objective import format_critic, format_objective
 from megarl.algo.registry import needs_critic
 from megarl.cluster.calls import WorkerError
 from megarl.config.brought import MODEL_FILE
-from megarl.config.checks.config import describe_sizes
+from megarl.config.checks import describe_sizes
 from megarl.config.errors import ConfigError
 from megarl.config.placement import find_server_offload, is_restarted, list_groups
 from megarl.config.schema.root import Config

@@ -1,18 +1,21 @@
-"""A command from its line to its exit code: Hydra's options, the run's directory, checks, the last line."""
+"""A command from its line to its exit code: options, checks of this machine and the run's directory, the last line."""
 
 import contextlib
+import resource
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isnan
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from megarl.config.checks import describe_iteration_size
 from megarl.config.errors import ConfigError
 from megarl.config.load import check_overrides, list_left_out, load, to_config
 from megarl.config.names import rewrite_overrides
@@ -20,8 +23,44 @@ from megarl.config.overrides import check_words, is_search_path, open_overrides,
 from megarl.config.placement import check_cluster
 from megarl.config.schema.root import Config
 from megarl.report.sinks import check_sinks
-from megarl.run.machine import check_machine
 from megarl.run.process import DRIVER_LOG, Stopped, capturing_output, stopping_on_signals
+
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+LEAST_OPEN_FILES = 4096
+"""Ray's processes and a server have some hundred connections and files each"""
+BYTES_PER_TOKEN = 88
+"""Memory of a response's token in the trainer: id and log-prob (Python objects, with their pointers), mask, version"""
+
+
+def check_machine(config: Config, command: str = "train") -> Iterator[str]:
+    """One message for each key that this machine cannot fulfil; command: as in python -m megarl.COMMAND.
+
+    The soft limit of open files is raised to LEAST_OPEN_FILES first, where the hard one allows it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < LEAST_OPEN_FILES:
+        yield f"ulimit -n: found {hard} open files; Ray and the servers need {LEAST_OPEN_FILES}"
+    elif soft != resource.RLIM_INFINITY and soft < LEAST_OPEN_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (LEAST_OPEN_FILES, hard))
+    train, rollout, memory = config.train, config.rollout, find_memory()
+    samples = train.num_samples * (1 + rollout.max_staleness)
+    needed = samples * rollout.response_length * BYTES_PER_TOKEN
+    if command == "train" and needed > memory:
+        yield (
+            f"{describe_iteration_size(train)}; {samples} responses of up to"
+            f" rollout.response_length={rollout.response_length} tokens take {needed // 2**30} GiB in the trainer, and"
+            f" this machine has {memory // 2**30} GiB"
+        )
+
+
+def find_memory() -> int:
+    """Bytes of memory that this machine has, or this container may use."""
+    total = int(psutil.virtual_memory().total)
+    try:
+        return min(total, int(CGROUP_LIMIT.read_text()))
+    except (OSError, ValueError):  # no cgroup of version 2, or `max`
+        return total
+
 
 COMPLETION = ("--shell-completion", "-sc")
 PRINTING = (*COMPLETION, "--info", "-i", "--help", "-h", "--hydra-help", "--version", "--cfg", "-c")

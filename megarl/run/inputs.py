@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.algo.registry import needs_critic
-from megarl.config.checks.config import describe_iteration_size
+from megarl.config.checks import describe_iteration_size
 from megarl.config.errors import ConfigError
 from megarl.config.schema.algo import needs_reference
 from megarl.config.schema.root import Config

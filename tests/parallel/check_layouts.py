@@ -30,7 +30,7 @@ from layout_runs import Run, read, run_specs
 from tiny_checkpoints import build_samples
 from torch import Tensor
 
-from megarl.config.checks.config import check_config
+from megarl.config.checks import check_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.overrides import take_config_dirs

@@ -13,7 +13,7 @@ class Effect:
     """When a key, and with it all below it, has an effect."""
 
     counts: Callable[[Any], bool]
-    """of a `megarl.config.checks.keys.Place`: the node of the key and the whole configuration"""
+    """of a `megarl.config.checks.Place`: the node of the key and the whole configuration"""
     reason: str
     """why the key has none, and what would make it count; {config}, {node} and {path} are those of the place"""
     sibling: str = ""

@@ -15,8 +15,7 @@ from megarl.algo.diagnostics import CriticSummary
 from megarl.algo.losses import LossCounts, TokenTargets, policy_loss
 from megarl.algo.rewards import KlController
 from megarl.algo.targets import compute_targets
-from megarl.config.checks.config import check_algo
-from megarl.config.checks.keys import check_keys
+from megarl.config.checks import check_algo, check_keys
 from megarl.config.schema.algo import AlgoConfig, KLConfig, NormScope, RewardNormConfig
 from megarl.config.schema.roles import CriticConfig, PolicyConfig
 from megarl.config.schema.root import Config

@@ -11,8 +11,7 @@ from omegaconf import OmegaConf
 
 from megarl.config.brought import MODEL_FILE, RUN_FILE, RunSettings
 from megarl.config.errors import ConfigError
-from megarl.config.evaluation_sets import expand_sets, load_configs
-from megarl.config.load import complete_overrides, load_config
+from megarl.config.load import complete_overrides, expand_sets, load_config, load_configs
 from megarl.config.schema.root import Config
 from megarl.config.values import write_value
 from megarl.run.command import check_command_line, check_training

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from megarl.config.checks.config import ALLOWED_VALUES, REFUSED_OPTIONS, TOYS
+from megarl.config.checks import ALLOWED_VALUES, REFUSED_OPTIONS, TOYS
 from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.load import list_options, load_config
 from megarl.config.overrides import CONF_DIR

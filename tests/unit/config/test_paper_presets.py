@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from megarl.algo.registry import find_policy_loss, needs_critic
-from megarl.config.checks.keys import find_unused
+from megarl.config.checks import find_unused
 from megarl.config.load import list_options, load_config
 from megarl.config.schema.root import Config
 from megarl.config.values import list_values

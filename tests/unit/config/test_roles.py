@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algo.objective import format_critic
-from megarl.config.checks.config import check_critic, find_nearest_divisor, find_return_range
+from megarl.config.checks import check_critic, find_nearest_divisor, find_return_range
 from megarl.config.load import load_config
 from megarl.config.placement import check_cluster, find_server_offload, list_groups, take_turns
 from megarl.config.schema.task import WeightedRewardConfig

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 from omegaconf import OmegaConf
 
-from megarl.config.checks.keys import find_unused
+from megarl.config.checks import find_unused
 from megarl.config.errors import ConfigError
 from megarl.config.load import check_overrides, list_options, load_config
 from megarl.config.schema.algo import AlgoConfig

@@ -13,8 +13,7 @@ import megarl
 from megarl import cli, evaluate, train
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.run.command import split_arguments
-from megarl.run.machine import LEAST_OPEN_FILES, check_machine
+from megarl.run.command import LEAST_OPEN_FILES, check_machine, split_arguments
 
 WRONG = [
     ("algo=null", "algo: found null; the choices are bpco, cispo,"),
@@ -64,7 +63,7 @@ def test_a_swept_value_out_of_its_range_is_found_before_the_first_run_starts(mon
 
 
 def test_what_the_memory_does_not_hold_is_refused(monkeypatch):
-    monkeypatch.setattr("megarl.run.machine.find_memory", lambda: 8 * 2**30)
+    monkeypatch.setattr("megarl.run.command.find_memory", lambda: 8 * 2**30)
     assert list(check_machine(load_config([]))) == []
     large = ["train.prompts_per_iteration=65536", "rollout.response_length=200", "data.prompt_length=8"]
     (problem,) = check_machine(load_config(large))
@@ -81,7 +80,7 @@ def test_what_the_memory_does_not_hold_is_refused(monkeypatch):
 )
 def test_the_limit_of_open_files_is_raised_or_named(soft, hard, expected):
     code = (
-        "import resource\nfrom megarl.config.load import load_config\nfrom megarl.run.machine import check_machine\n"
+        "import resource\nfrom megarl.config.load import load_config\nfrom megarl.run.command import check_machine\n"
         f"config = load_config([])\nresource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))\n"
         "problems = list(check_machine(config))\nprint((resource.getrlimit(resource.RLIMIT_NOFILE)[0], problems))"
     )

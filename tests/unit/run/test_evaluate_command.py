@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.checks.keys import check_node
+from megarl.config.checks import check_node
 from megarl.config.errors import ConfigError
-from megarl.config.evaluation_sets import expand_sets, load_configs
-from megarl.config.load import load_config
+from megarl.config.load import expand_sets, load_config, load_configs
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import EvaluateConfig, check_evaluate, get_temperature, list_ks
 from megarl.evaluate import choose_run_dir

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tool_loading import load_tool
 from torch import Tensor
 
-from megarl.config.checks.config import check_parallel
+from megarl.config.checks import check_parallel
 from megarl.config.schema.roles import ParallelConfig, RandomModelConfig
 from megarl.mcore.entries import describe, list_entries, to_megatron
 from megarl.mcore.spec import check_layout

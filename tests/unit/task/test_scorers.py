@@ -9,9 +9,9 @@ import pytest
 from reward_cases import ask, build_prompt, build_response, build_reward
 
 from megarl import algo
+from megarl.config.checks import read_parts
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.reward_parts import read_parts
 from megarl.config.schema import task as schema
 from megarl.config.schema.task import SCHEMAS, FunctionRewardConfig
 from megarl.task.function import RESERVED_NAMES

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from megarl.config.checks.keys import find_unused
+from megarl.config.checks import find_unused
 from megarl.config.load import load_config
 from megarl.config.overrides import CONF_DIR
 from megarl.config.schema.root import Config
