@@ -72,9 +72,6 @@ class TrainBackend(Protocol):
         Only for the policy, for the probe of the weight sync.
         """
 
-    def entropies(self, sequences: Sequences, temperature: float) -> Pending[Tensor]:
-        """float32 [B, T]: entropy, in nats, of the distribution of each response token."""
-
     def values(self, sequences: Sequences) -> Pending[Tensor]:
         """float32 [B, T]: the critic's value of the state before each response token."""
 

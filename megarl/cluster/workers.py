@@ -332,9 +332,6 @@ class WorkerGroup:
     def rounded_logprobs(self, sequences: Sequences, temperature: float, unit: float) -> PendingCall[Tensor]:
         return self._call("rounded_logprobs", merge_rows(sequences), sequences, temperature, unit)
 
-    def entropies(self, sequences: Sequences, temperature: float) -> PendingCall[Tensor]:
-        return self._call("entropies", merge_rows(sequences), sequences, temperature)
-
     def values(self, sequences: Sequences) -> PendingCall[Tensor]:
         return self._call("values", merge_rows(sequences), sequences)
 

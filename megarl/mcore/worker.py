@@ -107,7 +107,7 @@ class MegatronWorker:
 
         The rows of this data-parallel rank on the rank that reports for it, None on the others.
         """
-        return self._score(sequences, temperature, "logprobs")
+        return self._score(sequences, temperature)
 
     @uses_weights
     def rounded_logprobs(self, sequences: Sequences, temperature: float, unit: float) -> RowsResult | None:
@@ -116,12 +116,7 @@ class MegatronWorker:
         stage, row = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
         seed = row * self.spec.parallel.pp + stage
         with add_rounding(self.chunks, max(unit, FP8_ROUNDING if self.spec.fp8 else 0.0), seed):
-            return self._score(sequences, temperature, "logprobs")
-
-    @uses_weights
-    def entropies(self, sequences: Sequences, temperature: float) -> RowsResult | None:
-        """float32 [b, T] entropy, in nats, of the distribution of each response token; else as `logprobs`."""
-        return self._score(sequences, temperature, "entropies")
+            return self._score(sequences, temperature)
 
     @uses_weights
     def values(self, sequences: Sequences) -> RowsResult | None:
@@ -259,12 +254,10 @@ class MegatronWorker:
         bridge.load_hf(chunks, Path(self.spec.checkpoint), self.arch)
         return wrap_chunks(chunks, self.config, None)
 
-    def _score(self, sequences: Sequences, temperature: float, verb: str) -> RowsResult | None:
-        """logprobs or entropies."""
+    def _score(self, sequences: Sequences, temperature: float) -> RowsResult | None:
         if self.spec.role is Role.critic:
-            raise ValueError(f"a critic has no {verb}")
-        place = 1 if verb == "entropies" else 0
-        return self._evaluate(sequences, lambda out, batch: self._logprobs(out, batch, temperature, place == 1)[place])
+            raise ValueError("a critic has no logprobs")
+        return self._evaluate(sequences, lambda out, batch: self._logprobs(out, batch, temperature, False)[0])
 
     def _check_tokens(self, sequences: Sequences) -> None:
         if sequences.tokens.numel() and not 0 <= int(sequences.tokens.max()) < self.arch.vocab_size:

@@ -47,7 +47,7 @@ from megarl.types import TrainingSamples
 LEAST_EPS = 1e-5
 FLOAT32 = {"loss": 1e-6, "gradient norm": 1e-5, "gradient": 1e-5, "update": 1e-3, "evaluation": 2e-5}
 """Up to which a relative difference is rounding: of mean |L_t|, of the norm before clipping, of a tensor's gradient in
-the first step, of what all steps together changed; an absolute one of log-probs, entropies and values after them"""
+the first step, of what all steps together changed; an absolute one of log-probs and values after them"""
 BOUNDS = {Dtype.float32: FLOAT32, Dtype.bfloat16: dict.fromkeys(FLOAT32, 1e-1) | {"loss": 2e-2, "update": 5e-1}}
 
 
@@ -107,7 +107,7 @@ def compare_runs(run: Run, reference: Run) -> dict[str, float]:
         changes.append(torch.cat([(after[name].double() - before[name].double()).flatten() for name in after]))
     evaluations = [
         (found - other).abs().max()
-        for kind in ("evaluate", "entropies", "reference_kl")
+        for kind in ("evaluate", "reference_kl")
         for found, other in zip(run.found.get(kind, []), reference.found.get(kind, []), strict=True)
     ]
     differences = {

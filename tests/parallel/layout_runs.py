@@ -155,10 +155,8 @@ class Player:
         self.add("scores", evaluate(self.worker, self.samples.sequences))
 
     def details(self, name: str) -> None:
-        """Entropies and the KL from the reference, of a role that has them."""
+        """The KL from the reference, of a role that has one."""
         worker, sequences = self.worker, self.sequences[0]
-        if worker.spec.role is Role.policy:
-            self.add("entropies", gather(worker.entropies(sequences, 0.8), sequences))
         if worker.reference is not None:
             self.add("reference_kl", gather(worker.reference_kl(sequences, 0.8), sequences))
 
