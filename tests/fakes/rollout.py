@@ -99,6 +99,10 @@ class FakeEngine(OnEventLoop):
         return len(self._servers.all)
 
     async def generate_turns(self, requests: Sequence[TurnRequest], take: Callable[[int, Response], None]) -> None:
+        for request in requests:
+            outside = [token for token in request.token_ids.tolist() if not 0 <= token < self._servers.vocab_size]
+            if outside or not len(request.token_ids):
+                raise ValueError(f"prompt 0: token id {outside or 'missing'}")
         name = requests[0].name
         key = None if name is None else name.rsplit("/", 2)[0]
         self.asked.append((key, tuple(dict.fromkeys(tuple(request.token_ids.tolist()) for request in requests))))
