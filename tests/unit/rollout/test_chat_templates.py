@@ -120,16 +120,13 @@ def play(
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_an_episode_has_the_tokens_of_the_whole_conversation(name: str) -> None:
+def test_an_episode_has_the_tokens_of_the_whole_conversation_with_texts_and_results_of_tools(name: str) -> None:
     template, end = TEMPLATES[name]
     said = [f"{text}{end}" for text in ("3", "no <|im_start|>user\n\n4", "")]
     ids, whole = play(build(template), said, "Wrong.", "a<|im_end|>b</s>", "  \nAgain\n")
     assert ids == whole
-
-
-@pytest.mark.parametrize("name", ["qwen3", "glm-4.5", "llama-3.1", "phi-3"])
-def test_one_and_two_results_of_tools_stand_in_an_episode_as_in_the_template(name: str) -> None:
-    template, end = TEMPLATES[name]
+    if name == "mistral":  # whose roles alternate
+        return
     end = "<|observation|>" if name == "glm-4.5" else end
     one, two = [Message("tool", "2<|im_end|>")], [Message("tool", "3"), Message("tool", "4")]
     # The thinking of turns that tools answer is kept by templates, in the form that the models write.
@@ -139,8 +136,8 @@ def test_one_and_two_results_of_tools_stand_in_an_episode_as_in_the_template(nam
     assert ids == whole
 
 
-@pytest.mark.parametrize("stop", ["<|endoftext|>", "<|eom_id|>", "\n", "."])
-@pytest.mark.parametrize("name", ["qwen3", "phi-3", "mistral"])
+@pytest.mark.parametrize("stop", ["<|endoftext|>", "\n", "."])
+@pytest.mark.parametrize("name", ["qwen3", "phi-3"])
 def test_behind_another_stop_token_the_template_ends_the_answer_as_well(name: str, stop: str) -> None:
     ids, whole = play(build(TEMPLATES[name][0]), [f"3{stop}"], "Wrong.")
     assert ids == whole

@@ -1,9 +1,9 @@
 """The collector over scripted engines: how turns reach the servers, what is repeated, when rewards are computed."""
 
 import asyncio
+import contextlib
 import threading
-from concurrent.futures import CancelledError
-from dataclasses import replace
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -15,9 +15,8 @@ from megarl.cpu.lockstep import Lockstep
 from megarl.interfaces import Truncation, TurnRequest
 from megarl.rollout import collector as collector_module
 from megarl.rollout.client import ConnectionLostError
-from megarl.rollout.collector import Collector, EvalSet, Independent
+from megarl.rollout.collector import EvalSet, Independent
 from megarl.rollout.engine import OnEventLoop, call_in_thread
-from megarl.rollout.episodes import EpisodeRunner
 from megarl.task.scorer import Scorer
 from megarl.types import FinishReason, Prompt, Response, Score, Turn
 
@@ -31,24 +30,21 @@ def make_request(number: int, urgent: bool = False) -> TurnRequest:
 
 
 class BatchEngine:
-    """Notes the names of each batch, and hands its turns out in the order of `delays`."""
+    """Notes the names of each batch, and hands its turns out in the order of `delays`; what `act` raises is raised."""
 
     num_servers, num_slots, depends_on_batch = 1, 4, True
 
-    def __init__(self, delays=(0.0,), error: BaseException | None = None):
+    def __init__(self, delays=(0.0,), act=lambda: asyncio.sleep(0)):
         self.batches: list[list[str | None]] = []
-        self.delays, self.error = delays, error
+        self.delays, self.act = delays, act
         self.num_running = self.most_running = 0
 
     async def generate_turns(self, requests, take) -> None:
         self.batches.append([request.name for request in requests])
-        if self.error:
-            raise self.error
         self.num_running += len(requests)
         self.most_running = max(self.most_running, self.num_running)
-        order = sorted(range(len(requests)), key=lambda i: self.delays[i % len(self.delays)])
-        for index in order:
-            await asyncio.sleep(0)
+        for index in sorted(range(len(requests)), key=lambda i: self.delays[i % len(self.delays)]):
+            await self.act()
             take(index, make_turn())
         self.num_running -= len(requests)
 
@@ -86,27 +82,21 @@ def test_waves_are_the_same_whatever_the_timing(num_turns, waits, delays):
 
 @pytest.mark.parametrize("error", [RuntimeError("lost"), KeyboardInterrupt()])
 def test_what_a_wave_raises_is_raised_in_all_of_its_episodes(error):
+    async def fail() -> None:
+        raise error
+
     async def run() -> list[BaseException | Response]:
-        sender = Lockstep(BatchEngine(error=error).generate_turns, 3)
+        sender = Lockstep(BatchEngine(act=fail).generate_turns, 3)
         sends = (sender.send(number, make_request(number)) for number in range(3))
         return await asyncio.gather(*sends, return_exceptions=True)
 
-    if isinstance(error, Exception):
+    with contextlib.nullcontext() if isinstance(error, Exception) else pytest.raises(KeyboardInterrupt):
         assert asyncio.run(run()) == [error] * 3
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            asyncio.run(run())
 
 
 def test_closing_breaks_off_the_wave_under_way():
     async def run() -> bool:
-        engine = BatchEngine()
-
-        async def hang(_requests, _take) -> None:
-            await asyncio.sleep(60)
-
-        engine.generate_turns = hang
-        sender = Lockstep(engine.generate_turns, 1)
+        sender = Lockstep(BatchEngine(act=lambda: asyncio.sleep(60)).generate_turns, 1)
         task = asyncio.ensure_future(sender.send(0, make_request(0)))
         await asyncio.sleep(0)
         await sender.close()
@@ -118,14 +108,8 @@ def test_closing_breaks_off_the_wave_under_way():
 
 def test_of_the_turns_that_wait_those_of_the_oldest_episodes_are_sent_first_and_no_slot_is_lost():
     async def run() -> list[int]:
-        engine, sent, gates = BatchEngine(), [], asyncio.Event()
-
-        async def note(requests, take) -> None:
-            sent.append(int(requests[0].name))
-            await gates.wait()
-            take(0, make_turn())
-
-        engine.generate_turns = note
+        gates = asyncio.Event()
+        engine = BatchEngine(act=gates.wait)
         sender = Independent(engine)
         episodes = [*range(100, 106), 9, 8, 3, 7, 5]
         tasks = [asyncio.ensure_future(sender.send(n, make_request(n))) for n in episodes]
@@ -136,7 +120,7 @@ def test_of_the_turns_that_wait_those_of_the_oldest_episodes_are_sent_first_and_
         tasks[0].add_done_callback(lambda _task: tasks[episodes.index(5)].cancel())
         await asyncio.gather(*tasks, return_exceptions=True)
         assert sender._num_free == 6
-        return sent
+        return [int(name) for batch in engine.batches for name in batch]
 
     found = asyncio.run(run())
     assert found[:6] == list(range(100, 106))
@@ -158,6 +142,7 @@ def test_single_requests_are_as_many_at_a_time_as_keep_the_servers_full_and_urge
 
 
 PROMPTS = [Prompt(name, name, (number + 3,), "") for number, name in enumerate("abcd")]
+HANGING = Prompt("h", "", (99,), "")
 
 
 class Engine(OnEventLoop):
@@ -186,7 +171,9 @@ class Engine(OnEventLoop):
                 raise ConnectionLostError("gone")
             await asyncio.sleep(self.pause_s)
             self.num_given += 1
-            take(index, Response(request.token_ids[-1:], "x", (-0.5,), (True,), (0,), FinishReason.stop))
+            turn = Turn(0, 1, "x", 0.25)
+            answer = request.token_ids[-1:], "x", (-0.5,), (True,), (0,), FinishReason.stop
+            take(index, Response(*answer, turns=[turn]))
 
     async def drop_cached_prefixes(self):
         self.num_flushes += 1
@@ -218,22 +205,24 @@ def test_a_call_whose_connection_is_lost_is_repeated_as_a_whole():
         build_collector(Engine(num_losses=3)).sample(PROMPTS, 1, key="k")
 
 
-def test_rewards_are_computed_while_others_generate():
+def test_rewards_are_computed_while_others_generate_and_have_those_of_the_turns():
     engine, given = Engine(pause_s=0.02), []
 
     def reward(_prompt, _response):
         given.append(engine.num_given)
         return Score(1.0, True)
 
-    build_collector(engine, scorer=Scorer(reward)).sample(PROMPTS, 2, key="k")
+    samples = build_collector(engine, scorer=Scorer(reward)).sample(PROMPTS, 2, key="k")
     assert given == list(range(1, 9))
+    # The verifier's and that of the turn.
+    assert {(sample.score.reward, sample.score.correct) for sample in samples} == {(1.25, True)}
     engine.close()
 
 
 def test_a_group_is_begun_without_waiting_and_goes_to_the_server_with_the_least_under_way():
     engine = Engine(num_servers=3)
     collector = build_collector(engine, in_lockstep=False)
-    hanging = collector.start_group(Prompt("h", "", (99,), ""), 2, key="group-0")
+    hanging = collector.start_group(HANGING, 2, key="group-0")
     assert engine.hanging.wait(10)
     futures = [collector.start_group(prompt, 1, key=f"group-{n}") for n, prompt in enumerate(PROMPTS, start=1)]
     assert [future.result(10)[0].prompt.id for future in futures] == ["a", "b", "c", "d"]
@@ -246,26 +235,14 @@ def test_a_group_is_begun_without_waiting_and_goes_to_the_server_with_the_least_
     engine.close()
 
 
-def test_cancelling_the_engine_ends_a_wait_in_another_thread():
-    engine, caught = Engine(), []
-
-    def sample():
-        try:
-            build_collector(engine).sample([Prompt("h", "", (99,), "")], 1, key="k")
-        except CancelledError:
-            caught.append(True)
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    assert engine.hanging.wait(10)
-    engine.cancel()
-    thread.join(10)
-    assert caught == [True]
-    engine.close()
-
-
-def test_work_that_is_just_being_begun_is_cancelled_too(monkeypatch):
+def test_cancelling_the_engine_ends_a_wait_in_another_thread_and_work_that_is_just_being_begun(monkeypatch):
     engine = Engine()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(build_collector(engine).sample, [HANGING], 1, key="k")
+        assert engine.hanging.wait(10)
+        engine.cancel()
+        with pytest.raises(CancelledError):
+            waiting.result(10)
     cancelling = threading.Thread(target=engine.cancel)
     begin = asyncio.run_coroutine_threadsafe
 
@@ -280,20 +257,6 @@ def test_work_that_is_just_being_begun_is_cancelled_too(monkeypatch):
     monkeypatch.undo()
     with pytest.raises(CancelledError):
         future.result(10)
-    engine.close()
-
-
-def test_a_sample_has_the_verifiers_score_and_the_rewards_of_its_turns():
-    class Played(EpisodeRunner):
-        async def run(self, request, send):
-            episode = await super().run(request, send)
-            turns = [Turn(0, 1, "x", 0.2), Turn(1, 1, "y", 0.0)]
-            return replace(episode, response=replace(episode.response, turns=turns))
-
-    engine = Engine()
-    collector = Collector(engine, Scorer(lambda _p, _r: Score(1.0, True)), Played(16), seed=1, temperature=1.0)
-    (sample,) = collector.sample(PROMPTS[:1], 1, key="k")
-    assert (sample.score.reward, sample.score.correct) == (1.2, True)
     engine.close()
 
 

@@ -1,19 +1,25 @@
-"""Episodes of several turns over a scripted engine: their tokens, limits, rewards and failures."""
+"""Episodes of several turns over a scripted policy: their tokens, limits, rewards, failures, and two environments."""
 
 import asyncio
 import math
 import re
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
-from data_cases import build_char_tokenizer
+from data_cases import QWEN, build_byte_tokenizer, build_char_tokenizer
 
+from megarl.api import compose
+from megarl.config.errors import ConfigError
 from megarl.config.schema.task import DataConfig, MultiTurnEnvironmentConfig
 from megarl.environment import Action, Environment, EpisodeSetting, Observation, Step
 from megarl.interfaces import TurnRequest
-from megarl.rollout.conversation import Conversation, ObservationEncoder
-from megarl.rollout.episodes import Episode, EpisodeRequest, EpisodeRunner, Sampling
+from megarl.models.checkpoint import build_character_tokenizer
+from megarl.rollout.conversation import Conversation, ObservationEncoder, build_conversation
+from megarl.rollout.episodes import Episode, EpisodeRequest, EpisodeRunner, Sampling, check_conversation
+from megarl.task.data import build_data
+from megarl.task.environments import build_tool_prompt
 from megarl.task.render import Renderer
 from megarl.types import FinishReason, Message, Prompt, Response, WeightVersions
 
@@ -29,17 +35,21 @@ def encode(text: str) -> list[int]:
 class Policy:
     """Says these texts, one a turn, each ended by the end-of-sequence token where it fits."""
 
-    def __init__(self, *texts: str):
-        self.texts = iter(texts)
+    def __init__(self, *texts: str, tokenizer=TOKENIZER):
+        self.texts, self.tokenizer = iter(texts), tokenizer
         self.requests: list[TurnRequest] = []
+
+    def say(self) -> str:
+        return next(self.texts)
 
     async def send(self, request: TurnRequest) -> Response:
         self.requests.append(request)
-        ids = [*encode(next(self.texts)), EOS]
+        eos = self.tokenizer.eos_token_id
+        ids = [*self.tokenizer.encode(self.say(), add_special_tokens=False), *([] if eos is None else [eos])]
         finish = FinishReason.stop if len(ids) <= request.max_new_tokens else FinishReason.length
         ids = ids[: request.max_new_tokens]
         number = len(self.requests)
-        text = TOKENIZER.decode(ids, skip_special_tokens=True)
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
         return Response(ids, text, [-0.5 * number] * len(ids), [True] * len(ids), [number] * len(ids), finish)
 
 
@@ -67,13 +77,15 @@ class Scripted(Environment):
         self.num_closed += 1
 
 
-def run(
-    policy: Policy, make: Callable[[], Environment], response_length: int = 100, name: str | None = "k/0/0", **limits
-) -> Episode:
+def play(policy: Policy, conversation: Conversation | None, prompt: Prompt, response_length: int) -> Episode:
+    request = EpisodeRequest(prompt, "k/0/0", 7, Sampling(1.0), 0)
+    return asyncio.run(EpisodeRunner(response_length, conversation).run(request, policy.send))
+
+
+def run(policy: Policy, make: Callable[[], Environment], response_length: int = 100, **limits) -> Episode:
     encoder = ObservationEncoder(Renderer(DataConfig(), TOKENIZER))
     conversation = Conversation(make, MultiTurnEnvironmentConfig(**limits), encoder)
-    request = EpisodeRequest(PROMPT, name, 7, Sampling(1.0), 0)
-    return asyncio.run(EpisodeRunner(response_length, conversation).run(request, policy.send))
+    return play(policy, conversation, PROMPT, response_length)
 
 
 def read(response: Response) -> tuple[str, str]:
@@ -82,7 +94,7 @@ def read(response: Response) -> tuple[str, str]:
     return TOKENIZER.decode(response.token_ids[own]), TOKENIZER.decode(response.token_ids[~own])
 
 
-def test_a_conversation_is_one_response_with_holes():
+def test_a_conversation_is_one_response_with_holes_whose_turns_are_sent_all_tokens_before_them():
     policy = Policy("3", "2")
     environment = Scripted(Step("no", reward=-0.1, details={"wrong": 1.0}), Step(reward=1.0, done=True))
     response = run(policy, lambda: environment).response
@@ -93,19 +105,12 @@ def test_a_conversation_is_one_response_with_holes():
     assert (response.text, response.finish_reason) == ("2", FinishReason.stop)
     assert [(t.start, t.end, t.text, t.reward) for t in response.turns] == [(0, 2, "3", -0.1), (4, 6, "2", 1.0)]
     assert response.turns[0].details == {"wrong": 1.0}
-    assert [a.text for a in environment.actions] == ["3", "2"]
-    assert [a.raw_text for a in environment.actions] == ["3<eos>", "2<eos>"]
+    assert [(a.text, a.raw_text) for a in environment.actions] == [("3", "3<eos>"), ("2", "2<eos>")]
     assert environment.settings == [EpisodeSetting(PROMPT, 7)]
     assert environment.num_closed == 1
-
-
-def test_every_turn_is_sent_all_tokens_before_it_id_by_id_under_a_name_of_its_own():
-    policy = Policy("3", "4", "2")
-    response = run(policy, lambda: Scripted(Step("no"), Step("no"), Step(done=True))).response
     whole = [*PROMPT.token_ids, *response.token_ids.tolist()]
-    for request, turn in zip(policy.requests, response.turns, strict=True):
-        assert request.token_ids.tolist() == whole[: len(PROMPT.token_ids) + turn.start]
-    assert [request.name for request in policy.requests] == ["k/0/0", "k/0/0/1", "k/0/0/2"]
+    assert [r.token_ids.tolist() for r in policy.requests] == [whole[: 3 + turn.start] for turn in response.turns]
+    assert [r.name for r in policy.requests] == ["k/0/0", "k/0/0/1"]
 
 
 @pytest.mark.parametrize(
@@ -124,48 +129,40 @@ def test_limits_of_turns_and_tokens_end_an_episode(limits, response_length, expe
     response = run(Policy("aaaa", "bbb", "ccc"), lambda: environment, response_length, **limits).response
     assert TOKENIZER.decode(response.token_ids) == expected
     assert response.finish_reason is finish
-    assert response.finish_reason is not FinishReason.stop
 
 
 def test_an_environment_may_replace_the_prompt():
     policy = Policy("2")
-    episode = run(policy, lambda: Scripted(Step(done=True), begin="2+2"))
-    assert episode.prompt.text == "2+2"
-    assert episode.prompt.token_ids == tuple(encode("2+2"))
-    assert (episode.prompt.id, episode.prompt.answer) == ("p", "2")
+    prompt = run(policy, lambda: Scripted(Step(done=True), begin="2+2")).prompt
+    assert (prompt.id, prompt.text, prompt.token_ids, prompt.answer) == ("p", "2+2", tuple(encode("2+2")), "2")
     assert policy.requests[0].token_ids.tolist() == encode("2+2")
 
 
-@pytest.mark.parametrize("observation", ["no", [Message("tool", "n"), Message("tool", "o")], encode("no")])
-def test_observations_are_texts_messages_or_token_ids(observation):
-    response = run(Policy("3", "2"), lambda: Scripted(Step(observation), Step(done=True))).response
-    assert read(response)[1] == "no"
-
-
-def test_an_observation_cannot_write_special_tokens():
-    response = run(Policy("3", "2"), lambda: Scripted(Step("a<eos>b"), Step(done=True))).response
-    assert EOS not in response.token_ids[~response.generated].tolist()
-    assert read(response)[1] == "a< eos>b"
-
-
-def test_environments_may_be_coroutines():
+@pytest.mark.parametrize(
+    ("observation", "expected"),
+    [
+        ("no", "no"),
+        ([Message("tool", "n"), Message("tool", "o")], "no"),
+        (encode("no"), "no"),
+        # An observation cannot write special tokens.
+        ("a<eos>b", "a< eos>b"),
+    ],
+)
+def test_observations_are_texts_messages_or_token_ids(observation, expected):
     class Slow(Environment):
         async def step(self, action: Action) -> Step:
             await asyncio.sleep(0.001)
-            return Step("no", done=action.turn == 1)
+            return Step(observation, done=action.turn == 1)
 
-    assert len(run(Policy("3", "2"), Slow).response.turns) == 2
+    response = run(Policy("3", "2"), Slow).response
+    assert read(response)[1] == expected
+    assert EOS not in response.token_ids[~response.generated].tolist()
 
 
 class Hanging(Environment):
     def step(self, action: Action) -> Step:
         time.sleep(5)
         return Step()
-
-
-class NoStep(Environment):
-    def step(self, action: Action) -> Step:
-        return "no"  # type: ignore[return-value]
 
 
 def fail_to_make() -> Environment:
@@ -177,7 +174,7 @@ def fail_to_make() -> Environment:
     [
         (lambda: Scripted(KeyError("board")), "Environment.step raised KeyError: 'board'"),
         (Hanging, "Environment.step took longer than environment.step_deadline_s=0.2 s"),
-        (NoStep, "Environment.step returned a str; a Step was expected"),
+        (lambda: Scripted("no"), "Environment.step returned a str; a Step was expected"),
         (lambda: Scripted(Step(reward=math.nan)), "Environment.step gave the reward nan; it must be a finite number"),
         (fail_to_make, "making the environment raised OSError: no game is free"),
         (lambda: Scripted(Step("\u00e9")), "an observation could not be encoded: .* has no token for"),
@@ -191,34 +188,79 @@ def test_what_an_environment_does_wrong_costs_its_episode_and_says_why(make, rea
     assert re.match(reason, episode.failure), episode.failure
 
 
-def test_what_the_engine_raises_is_no_failure_of_the_environment():
+def test_what_the_engine_raises_and_a_turn_that_was_sent_other_tokens_are_no_failures_of_the_environment():
     class Broken(Policy):
         async def send(self, request: TurnRequest) -> Response:
             raise RuntimeError("the server was lost")
 
-    environment = Scripted()
-    with pytest.raises(RuntimeError, match="the server was lost"):
-        run(Broken(), lambda: environment)
-    assert environment.num_closed == 1
-
-
-def test_a_turn_that_was_sent_other_tokens_than_are_learned_from_is_an_error():
     class Meddling(Policy):
         async def send(self, request: TurnRequest) -> Response:
             turn = await super().send(request)
             request.token_ids[-1] = 0
             return turn
 
+    environment = Scripted()
+    with pytest.raises(RuntimeError, match="the server was lost"):
+        run(Broken(), lambda: environment)
+    assert environment.num_closed == 1
     with pytest.raises(AssertionError, match="was sent other tokens than are learned from"):
         run(Meddling("3", "2"), lambda: Scripted(Step("no"), Step(done=True)))
 
 
 def test_a_single_turn_is_the_engines_response_itself():
-    async def send(request: TurnRequest) -> Response:
-        assert request.token_ids.tolist() == list(PROMPT.token_ids)
-        assert request.max_new_tokens == 50
-        return turn
+    policy = Policy("12")
+    response = play(policy, None, PROMPT, 50).response
+    assert TOKENIZER.decode(response.token_ids) == "12<eos>"
+    assert [(r.token_ids.tolist(), r.max_new_tokens) for r in policy.requests] == [(list(PROMPT.token_ids), 50)]
 
-    turn = Response((5, 6), "x", (-0.5, -0.5), (True, True), (0, 0), FinishReason.stop)
-    request = EpisodeRequest(PROMPT, None, 7, Sampling(1.0), 0)
-    assert asyncio.run(EpisodeRunner(50).run(request, send)).response is turn
+
+def test_binary_search_is_rewarded_for_every_number_and_data_that_guess_cannot_read_are_found_before():
+    config = compose("experiment=guess")
+    tokenizer = build_character_tokenizer(config.model.random.alphabet, 64)
+    prompts = build_data(config.data, tokenizer, seed=1).train
+    conversation = build_conversation(config, tokenizer)
+    after = {"": "4", "<": "2", ">": "6", "<<": "1", "<>": "3", "><": "5", ">>": "7"}
+
+    class Searching(Policy):
+        def say(self) -> str:
+            given = self.requests[-1].token_ids.tolist()
+            answers = [b for a, b in pairwise(given) if a == tokenizer.eos_token_id]
+            return after[tokenizer.decode(answers)]
+
+    for number in range(1, 8):
+        episode = play(
+            Searching(tokenizer=tokenizer), conversation, prompts[number - 1], config.rollout.response_length
+        )
+        assert episode.failure is None
+        assert sum(turn.reward for turn in episode.response.turns) == 1.0
+        assert (episode.response.turns[-1].text, episode.response.finish_reason) == (str(number), FinishReason.stop)
+    check_conversation(None, prompts)
+    check_conversation(conversation, prompts)
+    with pytest.raises(ConfigError, match=r"environment=\.\.\. with data=.*'p'.*'b12' found; environment=guess needs"):
+        check_conversation(conversation, [*prompts[:1], Prompt("p", "b...=", (1,), "b12")])
+
+
+def test_calls_of_tools_are_answered_until_an_action_has_none():
+    """SGLang's parser, the tools' processes and the chat template."""
+    tools = ["environment=tools", "environment.tools=[calculator,python]", "environment.parser=hermes"]
+    data = ["data=calculator", "data.options.num_examples=0", "data.num_heldout=1", "data.prompt_length=200"]
+    config = compose(*tools, "environment.call_reward=0.2", *data, "reward=addition")
+    tokenizer = build_byte_tokenizer()
+    tokenizer.chat_template = QWEN
+    six = '<tool_call>{"name": "calculator", "arguments": {"expression": "2*3"}}</tool_call>'
+    code = '<tool_call>{"name": "python", "arguments": {"code": "print(6 * 7)"}}</tool_call>'
+    described = build_tool_prompt(config.environment, config.data, tokenizer)
+    prompt = build_data(config.data, tokenizer, 1, described).heldout[0]
+    policy = Policy(six + code, '<tool_call>{"name": "calculator"', "42", tokenizer=tokenizer)
+    episode = play(policy, build_conversation(config, tokenizer), prompt, 10_000)
+    assert episode.failure is None
+    assert episode.prompt.text.startswith("[system] calculator(expression)python(code)[end][user]")
+    response = episode.response
+    holes = [slice(a.end, b.start) for a, b in pairwise(response.turns)]
+    first, second = (tokenizer.decode(response.token_ids[hole]) for hole in holes)
+    assert first == "[end][user](6)(42\n)[end][assistant]"
+    assert second.startswith("[end][user](error: 1 of the calls could not be read")
+    assert (response.text, response.finish_reason) == ("42", FinishReason.stop)
+    found = [(turn.details["tool_calls"], turn.details["tool_errors"], turn.reward) for turn in response.turns]
+    assert found == [(2.0, 0.0, 0.2), (1.0, 1.0, 0.0), (0.0, 0.0, 0.0)]
+    assert not any(response.generated[hole].any() for hole in holes)

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from megarl import serve
 from megarl.config.errors import ConfigError
-from megarl.config.schema.roles import Dtype
+from megarl.config.schema.roles import Dtype, RandomModelConfig
 from megarl.config.schema.run import RolloutConfig, ServerOffload
 from megarl.cpu.serving import STANDINS, CpuServing
+from megarl.models.checkpoint import build_random_checkpoint
 from megarl.ports import LOCAL_PORTS, pick_free_port
 from megarl.rollout import server
 from megarl.rollout.server import (
@@ -46,38 +48,39 @@ def build_words(directory: Path, **keys) -> list[str]:
     return build_command(config, directory, host="127.0.0.1", port=5, seed=11)
 
 
-def test_the_installed_releases_arguments_are_found_with_their_flags():
+def test_the_installed_sglang_has_the_arguments_variables_and_backends_that_servers_are_given():
+    """A release that has renamed one would do without it."""
     options = load_options()
     assert len(options) > 300
     assert options["max_total_tokens"] == "--max-total-tokens"
     assert options["ep_join_mode"] == "--elastic-ep-join-mode"
     assert set(OWN_OPTIONS) <= set(options)
-
-
-def test_the_installed_sglang_has_the_variables_and_backends_that_servers_are_given():
-    """A release that has renamed one would do without it."""
     variables = (SRT / "environ.py").read_text()
-    assert all(name in variables for name in ("SGLANG_FORCE_FUSED_OP_BACKEND", SHARED, LEAK_CHECK))
+    given = ("SGLANG_FORCE_FUSED_OP_BACKEND", SHARED, LEAK_CHECK, *server.REFUSED_VARIABLES[:2])
+    assert all(name in variables for name in given)
     assert 'TORCH = "torch"' in (SRT.parent / "kernels" / "spec.py").read_text()
 
 
-def test_unknown_keys_and_those_that_megarl_sets_are_refused_with_the_right_one():
-    (problem,) = check_options({"mem_fraction_statik": 0.5, "chunked_prefill_size": 64})
-    assert problem.startswith("rollout.sglang.mem_fraction_statik: SGLang has no such server argument")
-    assert "did you mean rollout.sglang.mem_fraction_static?" in problem
-    (problem,) = check_options({"random_seed": 3})
-    assert problem == "rollout.sglang.random_seed: megarl sets it (by seed); remove it here"
+@pytest.mark.parametrize(
+    ("key", "start", "end"),
+    [
+        (
+            "mem_fraction_statik",
+            "rollout.sglang.mem_fraction_statik: SGLang has no such server argument",
+            "did you mean rollout.sglang.mem_fraction_static?",
+        ),
+        ("random_seed", "rollout.sglang.random_seed: megarl sets it (by seed)", "remove it here"),
+    ],
+)
+def test_unknown_keys_and_those_that_megarl_sets_are_refused_with_the_right_one(key, start, end):
+    (problem,) = check_options({key: 3, "chunked_prefill_size": 64})
+    assert problem.startswith(start)
+    assert problem.endswith(end)
 
 
 def test_values_are_written_as_command_line_words():
-    options = {
-        "disable_radix_cache": True,
-        "sleep_on_idle": False,
-        "chunked_prefill_size": 64,
-        "schedule_policy": None,
-        "json_model_override_args": {"a": 1},
-        "lora_paths": ["x", "y"],
-    }
+    options = {"disable_radix_cache": True, "sleep_on_idle": False, "chunked_prefill_size": 64, "schedule_policy": None}
+    options |= {"json_model_override_args": {"a": 1}, "lora_paths": ["x", "y"]}
     assert render_options(options) == [
         *["--disable-radix-cache", "--chunked-prefill-size", "64"],
         *["--json-model-override-args", '{"a": 1}', "--lora-paths", "x", "y"],
@@ -122,17 +125,8 @@ def test_a_model_in_whose_path_sglang_would_not_find_files_is_served_through_a_l
     assert server.link_model([*words[:2], "/models/plain", *words[3:]], scratch)[2] == "/models/plain"
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("SGLANG_RETURN_ORIGINAL_LOGPROB", "1"),
-        ("SGLANG_SIMULATE_ACC_LEN", "3"),
-        ("SGLANG_MAX_NEW_TOKENS_LIMIT", "10"),
-        ("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "true"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value"), [("SGLANG_RETURN_ORIGINAL_LOGPROB", "1"), ("SGLANG_SIMULATE_ACC_LEN", "3")])
 def test_variables_by_which_servers_would_do_something_else_are_refused(tmp_path, monkeypatch, name, value):
-    assert name in (SRT / "environ.py").read_text()
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"{name}: found '{value}' in the environment"):
         build_words(tmp_path)
@@ -140,9 +134,7 @@ def test_variables_by_which_servers_would_do_something_else_are_refused(tmp_path
     build_words(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "classes", [None, [], ["Qwen3Model"], ["Qwen3ForSequenceClassification"], ["LlamaForCausalLM"]]
-)
+@pytest.mark.parametrize("classes", [None, ["Qwen3Model"], ["LlamaForCausalLM"]])
 def test_a_model_whose_class_does_not_generate_is_refused_with_the_class_that_does(tmp_path, classes):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "architectures": classes}))
     with pytest.raises(ConfigError, match=r'architectures is .*"architectures": \["Qwen3ForCausalLM"\]'):
@@ -167,19 +159,14 @@ def test_servers_find_the_programs_of_the_environment_that_starts_them_and_witho
         environment = server.build_environment(RolloutConfig(), tmp_path)
         assert environment["PATH"].split(":") == [str(Path(sys.executable).parent), "/usr/bin", "/bin"]
         assert (str(STANDINS) in environment["PYTHONPATH"].split(":")) == (not cuda)
-    found = shutil.which("ninja", path=environment["PATH"])
-    assert found is None or Path(found).parent == Path(sys.executable).parent
 
 
 @pytest.mark.parametrize(
     ("cuda", "keys", "options", "name", "expected", "own"),
     [
-        # Kernels that take float32.
         (True, FLOAT32, {}, "SGLANG_FORCE_FUSED_OP_BACKEND", "torch", None),
         (True, FLOAT32, {}, "TRITON_F32_DEFAULT", "ieee", "tf32"),
-        (True, {"dtype": Dtype.bfloat16}, {}, "SGLANG_FORCE_FUSED_OP_BACKEND", None, None),
         (True, {"dtype": Dtype.bfloat16}, {}, "TRITON_F32_DEFAULT", None, None),
-        # Only a server that shares GPUs bears that some are fuller than others.
         (True, {}, {}, SHARED, None, None),
         (True, {}, {"shares_gpus": True}, SHARED, "false", "true"),
         # On a GPU a server does not end over a suspected leak.
@@ -198,42 +185,33 @@ def test_the_environment_has_the_settings_of_the_device_where_the_job_has_none(
         assert server.build_environment(RolloutConfig(**keys), tmp_path, **options)[name] == own
 
 
-@pytest.fixture
-def wheels(tmp_path, monkeypatch):
-    """site-packages of a pip install of CUDA, where libcudart is in NVIDIA's wheel and nowhere else."""
-    folder = tmp_path / "nvidia" / "cu13" / "lib"
-    folder.mkdir(parents=True)
-    (folder / "libcudart.so.13").touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in (*server.ALLOCATOR_SETTINGS, "LD_LIBRARY_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    return folder
-
-
 @pytest.mark.parametrize("offload", [None, *ServerOffload])
-def test_servers_with_offload_find_the_cuda_runtime_of_the_wheels(wheels, tmp_path, monkeypatch, offload):
-    monkeypatch.setenv("LD_LIBRARY_PATH", "/site/lib")
+def test_servers_with_offload_find_the_cuda_runtime_of_the_wheels_and_have_no_expandable_segments(
+    tmp_path, monkeypatch, offload
+):
+    """As of a pip install of CUDA, where libcudart is in NVIDIA's wheel and nowhere else."""
+    wheels = tmp_path / "nvidia" / "cu13" / "lib"
+    wheels.mkdir(parents=True)
+    (wheels / "libcudart.so.13").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    old, new = server.ALLOCATOR_SETTINGS
+    own = {
+        "LD_LIBRARY_PATH": "/site/lib",
+        old: "expandable_segments:True",
+        new: "max_split_size_mb:64,expandable_segments:True",
+    }
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
     for cuda in (True, False):
         serve_on(monkeypatch, cuda)
-        found = server.build_environment(RolloutConfig(offload=offload), tmp_path)["LD_LIBRARY_PATH"].split(":")
-        assert found[-1] == "/site/lib"
-        assert (str(wheels) in found[:-1]) == (cuda and offload is not None)
-
-
-@pytest.mark.parametrize("name", server.ALLOCATOR_SETTINGS)
-def test_expandable_segments_are_taken_from_servers_with_offload_and_from_nobody_else(
-    wheels, tmp_path, monkeypatch, name
-):
-    serve_on(monkeypatch, True)
-    for given, expected in (
-        ("expandable_segments:True", None),
-        ("max_split_size_mb:64,expandable_segments:True", "max_split_size_mb:64"),
-    ):
-        monkeypatch.setenv(name, given)
-        found = server.build_environment(RolloutConfig(offload=ServerOffload.all), tmp_path)
-        assert found.get(name) == expected
-        assert server.build_environment(RolloutConfig(), tmp_path)[name] == given
-        assert os.environ[name] == given
+        is_changed = cuda and offload is not None
+        found = server.build_environment(RolloutConfig(offload=offload), tmp_path)
+        folders = found["LD_LIBRARY_PATH"].split(":")
+        assert folders[-1] == "/site/lib"
+        assert (str(wheels) in folders[:-1]) == is_changed
+        expected = (None, "max_split_size_mb:64") if is_changed else (own[old], own[new])
+        assert (found.get(old), found.get(new)) == expected
+    assert {name: os.environ[name] for name in own} == own
 
 
 def test_a_memory_saver_that_the_loader_cannot_load_is_told_by_its_words(tmp_path, monkeypatch):
@@ -256,8 +234,7 @@ def test_a_picked_port_is_free_and_none_that_the_kernel_gives_away():
             listener.bind(("127.0.0.1", port))
 
 
-@pytest.mark.parametrize("deadline_s", [0.0, 0.5])
-def test_a_port_taken_meanwhile_is_an_error_that_names_it(tmp_path, deadline_s):
+def test_a_port_taken_meanwhile_is_an_error_that_names_it(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -265,12 +242,11 @@ def test_a_port_taken_meanwhile_is_an_error_that_names_it(tmp_path, deadline_s):
         port, config = taken.getsockname()[1], RolloutConfig(kv_cache_tokens=1)
         made = SGLangServer(config, tmp_path, log_file=tmp_path / "log", seed=1, port=port)
         with pytest.raises(ServerError, match=rf"127.0.0.1:{port}: port {port} is taken"):
-            made.start(deadline_s)
-    assert not made.is_alive()
-    assert made.exit_status is None
+            made.start(0.5)
+    assert (made.is_alive(), made.exit_status) == (False, None)
 
 
-@pytest.mark.parametrize("num_characters", [8, 20, 33, 34, 35, 60, 200])
+@pytest.mark.parametrize("num_characters", [8, 33, 34, 35, 200])
 def test_every_socket_of_a_server_fits_its_scratch_folder_however_long_tmpdir_is(num_characters, monkeypatch):
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         parent = Path(short) / ("x" * num_characters)
@@ -286,3 +262,12 @@ def test_every_socket_of_a_server_fits_its_scratch_folder_however_long_tmpdir_is
                 listener.bind(str(longest))
         finally:
             shutil.rmtree(scratch)
+
+
+def test_a_server_by_hand_takes_messages_and_keeps_its_weights(tmp_path):
+    checkpoint = build_random_checkpoint(RandomModelConfig(), tmp_path)
+    words = [str(checkpoint), "--port=0", "--dtype=float32", f"--log={tmp_path / 'server.log'}"]
+    made = serve.build_server(serve.read_arguments(words), tmp_path)
+    of_rollouts = build_command(made.config, checkpoint, host=made.host, port=made.port, seed=1)
+    assert set(of_rollouts) - set(made._command) == {word for words in serve.LEFT_OUT for word in words}
+    assert [word for word in of_rollouts if word in made._command] == made._command

@@ -25,20 +25,12 @@ GROUPS = [
 ]
 
 
-def score_groups(groups, reward) -> tuple[Sample, ...]:
+def score(groups, reward=lambda _prompt, _response: Score(0.0, False)) -> tuple[Sample, ...]:
     return tuple(
         Sample(prompt, response, reward(prompt, response), number)
         for number, (prompt, responses) in enumerate(zip(PROMPTS, groups, strict=False))
         for response in responses
     )
-
-
-def score(groups):
-    return score_groups(groups, lambda _prompt, _response: Score(0.0, False))
-
-
-def make_rollout() -> Rollout:
-    return Rollout(score_groups(GROUPS, lambda p, r: Score(float(len(r)), p.id == "a")), 3)
 
 
 @pytest.mark.parametrize(
@@ -61,39 +53,35 @@ def test_a_generated_token_of_other_weights_than_the_trainers_is_refused(version
 def test_staleness_counts_versions_behind_over_the_generated_tokens():
     first, second = GROUPS[1][0], GROUPS[1][1]  # of 1 and 3 tokens; the middle one of the latter was not generated
     samples = score([[replace(first, weight_versions=(4,)), replace(second, weight_versions=(2, 0, 3))]])
-    found = {"rollout/staleness_mean": 1.0, "rollout/staleness_max": 2.0, "rollout/mixed_frac": 0.5}
-    assert compute_staleness(samples, 4, 2) == found | {"rollout/too_stale_frac": 0.0}
-    # Of the versions 4, 2 and 3 the second is too old.
-    fresh = {"rollout/staleness_mean": 0.5, "rollout/staleness_max": 1.0, "rollout/mixed_frac": 0.5}
-    assert compute_staleness(samples, 4, 1) == fresh | {"rollout/too_stale_frac": pytest.approx(1 / 3)}
+    # Of the versions 4, 2 and 3 the second is too old where one of staleness is allowed.
+    for allowed, mean, most, too_stale in ((2, 1.0, 2.0, 0.0), (1, 0.5, 1.0, pytest.approx(1 / 3))):
+        found = {"rollout/staleness_mean": mean, "rollout/staleness_max": most, "rollout/mixed_frac": 0.5}
+        assert compute_staleness(samples, 4, allowed) == found | {"rollout/too_stale_frac": too_stale}
     assert compute_staleness((), 4, 1) == {}
 
 
 def test_tokens_are_too_stale_by_the_iteration_that_first_learned_from_them():
     first, second = GROUPS[1]
     samples = score([[replace(first, weight_versions=(4,)), replace(second, weight_versions=(1, 0, 3))]])
-
-    def find_too_stale(samples, version: int, max_staleness: int):
-        found = build_tensors(Rollout(samples, version), None, max_staleness).too_stale
-        return None if found is None else found.tolist()
-
-    assert find_too_stale(samples, 4, 2) == [[False] * 3, [True, False, False]]
-    assert find_too_stale(samples, 5, 1) == [[False] * 3, [True, False, True]]
-    assert find_too_stale(samples, 4, 3) is None
     replayed = tuple(replace(sample, age=2) for sample in samples)
-    assert find_too_stale(replayed, 6, 2) == [[False] * 3, [True, False, False]]
-    assert find_too_stale((), 6, 2) is None
+    for rows, version, max_staleness, expected in (
+        (samples, 4, 2, [[False] * 3, [True, False, False]]),
+        (samples, 5, 1, [[False] * 3, [True, False, True]]),
+        (samples, 4, 3, None),
+        (replayed, 6, 2, [[False] * 3, [True, False, False]]),
+        ((), 6, 2, None),
+    ):
+        found = build_tensors(Rollout(rows, version), None, max_staleness).too_stale
+        assert (None if found is None else found.tolist()) == expected
 
 
-def test_sequences_concatenate_prompt_and_response():
-    sequences = build_sequences(make_rollout())
+def test_prompts_and_responses_are_concatenated_and_tensors_padded_with_zeros_and_skip_what_was_not_generated():
+    rollout = Rollout(score(GROUPS, lambda p, r: Score(float(len(r)), p.id == "a")), 3)
+    sequences = build_sequences(rollout)
     assert sequences.tokens.tolist() == [5, 6, 8, 2, 5, 6, 9, 9, 9, 7, 2, 7, 4, 3, 2]
     assert sequences.lengths.tolist() == [4, 5, 2, 4]
     assert sequences.prompt_lengths.tolist() == [2, 2, 1, 1]
-
-
-def test_tensors_are_padded_with_zeros_and_skip_what_was_not_generated():
-    tensors = build_tensors(make_rollout())
+    tensors = build_tensors(rollout)
     assert tensors.mask.tolist() == [[1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 0, 1]]
     expected = [[-0.5, -1, 0], [-0.5, -1, -1.5], [-0.5, 0, 0], [-0.5, 0, -1.5]]
     assert tensors.rollout_logprobs.tolist() == expected
@@ -123,20 +111,13 @@ def test_mu_is_the_trainers_where_it_had_the_weights_that_sampled_and_else_the_e
     torch.testing.assert_close(mu, expected, rtol=0, atol=0)
 
 
-def build_sample(turns, *, reward=1.0, failure=None, reason=FinishReason.stop, length=7):
+def build_sample(turns, *, reward=1.0, failure=None, length=7):
     """A conversation of tokens 10, 11, ... whose actions are at these (start, end, reward)."""
     generated = np.zeros(length, dtype=bool)
     for start, end, _ in turns:
         generated[start:end] = True
-    response = Response(
-        token_ids=range(10, 10 + length),
-        text="",
-        rollout_logprobs=np.where(generated, -0.5, 0.0),
-        generated=generated,
-        weight_versions=[3] * length,
-        finish_reason=reason,
-        turns=[Turn(start, end, "", reward) for start, end, reward in turns],
-    )
+    columns = range(10, 10 + length), "", np.where(generated, -0.5, 0.0), generated, [3] * length, FinishReason.stop
+    response = Response(*columns, turns=[Turn(start, end, "", reward) for start, end, reward in turns])
     return Sample(Prompt("p", "", (1, 2), ""), response, Score(reward, False, failure=failure), 0)
 
 
@@ -144,7 +125,7 @@ def build(*samples):
     return build_tensors(Rollout(samples, 3))
 
 
-def test_rewards_of_turns_before_the_last_stand_at_their_actions_last_tokens():
+def test_rewards_of_turns_before_the_last_stand_at_their_actions_last_tokens_and_the_rest_at_the_end():
     tensors = build(build_sample([(0, 2, 0.25), (3, 4, 0.0), (5, 7, 0.5)]), build_sample([(0, 3, 0.125), (6, 7, 0.0)]))
     expected = torch.zeros(2, 7)
     expected[0, 1], expected[1, 2] = 0.25, 0.125
@@ -152,19 +133,15 @@ def test_rewards_of_turns_before_the_last_stand_at_their_actions_last_tokens():
     assert tensors.turn_rewards.dtype is torch.float32
     assert tensors.mask[0].tolist() == [True, True, False, True, False, True, True]
     assert tensors.rewards.tolist() == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("turns", [[(0, 7, 0.5)], [(0, 2, 0.0), (3, 7, 0.5)], [(0, 2, 0.0), (3, 3, 0.5), (4, 7, 0.0)]])
-def test_rewards_of_the_last_turn_and_of_empty_actions_are_in_the_rest_at_the_end(turns):
-    assert build(build_sample(turns)).turn_rewards is None
+    for turns in ([(0, 2, 0.0), (3, 7, 0.5)], [(0, 2, 0.0), (3, 3, 0.5), (4, 7, 0.0)]):  # an empty action
+        assert build(build_sample(turns)).turn_rewards is None
 
 
 def test_a_failed_sample_has_no_token_to_learn_from_and_no_turn_reward():
     turns = [(0, 2, 0.25), (3, 7, 0.0)]
-    tensors = build(build_sample(turns), build_sample(turns, reward=0.0, failure="TimeoutError"))
+    failed = build_sample(turns, reward=0.0, failure="TimeoutError")
+    tensors = build(build_sample(turns), failed)
     assert tensors.failed.tolist() == [False, True]
     assert tensors.mask.any(1).tolist() == [True, False]
-    assert not tensors.scored[1].any()
-    assert not tensors.rollout_logprobs[1].any()
-    assert not tensors.turn_rewards[1].any()
-    assert build(build_sample(turns, failure="TimeoutError")).turn_rewards is None
+    assert not any(each[1].any() for each in (tensors.scored, tensors.rollout_logprobs, tensors.turn_rewards))
+    assert build(failed).turn_rewards is None
