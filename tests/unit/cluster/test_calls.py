@@ -25,11 +25,10 @@ class Work:
 
     def wait(self, timeout_s: float) -> bool:
         time.sleep(min(timeout_s, max(0.0, self.end - time.monotonic())))
-        if time.monotonic() < self.end:
-            return False
-        if self.error:
+        has_ended = time.monotonic() >= self.end
+        if has_ended and self.error:
             raise self.error
-        return True
+        return has_ended
 
 
 def test_all_are_waited_for_and_the_first_failure_is_raised_while_another_still_works():
@@ -97,7 +96,7 @@ def test_a_call_begins_once_the_calls_of_other_roles_have_ended_and_the_servers_
     assert log == ["policy begins", "critic begins"]
 
 
-def test_the_failure_of_a_call_is_raised_once_before_the_next_begins() -> None:
+def test_the_failure_of_a_call_is_raised_once_before_the_next_begins_and_after_a_signal_it_is_waited_for() -> None:
     log: list[str] = []
     turns = Turns(one_at_a_time=True)
     turns.start("policy", lambda: Call(log, "update", RuntimeError("out of memory")))
@@ -105,26 +104,17 @@ def test_the_failure_of_a_call_is_raised_once_before_the_next_begins() -> None:
         turns.start("critic", lambda: Call(log, "update of the critic"))
     # What saves the state after the error is not hindered by it.
     turns.start("critic", lambda: Call(log, "save"))
-    assert log == ["update begins", "update ends", "save begins"]
-    del log[:]
     values = turns.start("critic", lambda: Call(log, "values", RuntimeError("out of memory")))
     with pytest.raises(RuntimeError, match="out of memory"):
         values.result()  # Its caller has seen it.
-    turns.start("policy", lambda: Call(log, "another save"))
-    assert len(turns._running) == 1  # Calls that have ended are not held.
-    assert log == ["values begins", "values ends", "save ends", "another save begins"]
-
-
-def test_a_signal_in_the_wait_leaves_the_call_to_be_waited_for() -> None:
-    log: list[str] = []
-    turns = Turns(one_at_a_time=True)
     call = turns.start("policy", lambda: Call(log, "logprobs", KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
-        turns.start("critic", lambda: Call(log, "values"))
+        turns.start("critic", lambda: Call(log, "more values"))
     call.error = None
-    del log[:]
-    turns.start("critic", lambda: Call(log, "save"))
-    assert log == ["logprobs ends", "save begins"]
+    turns.start("critic", lambda: Call(log, "another save"))
+    assert len(turns._running) == 1  # Calls that have ended are not held.
+    first = ["update begins", "update ends", "save begins", "values begins", "values ends"]
+    assert log == [*first, "save ends", "logprobs begins", "logprobs ends", "another save begins"]
 
 
 def test_folders_of_processes_that_are_gone_are_removed_and_no_others(tmp_path: Path) -> None:

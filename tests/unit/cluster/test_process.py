@@ -15,7 +15,7 @@ import pytest
 import ray
 import torch.distributed as dist
 
-from megarl.cluster.opened import Cluster, Node, open_ray
+from megarl.cluster.opened import Cluster, open_ray
 from megarl.cluster.process import (
     Gpu,
     SmiGpu,
@@ -27,7 +27,7 @@ from megarl.cluster.process import (
 from megarl.cluster.servers import Servers
 from megarl.cluster.workers import WorkerGroup
 from megarl.config.errors import ConfigError
-from megarl.config.placement import DeviceSlot, Group, place
+from megarl.config.placement import Group, place
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import Dtype, ParallelConfig
 from megarl.config.schema.run import ClusterConfig, Placement, RolloutConfig
@@ -68,16 +68,7 @@ def use_in_thread(gpus: str, devices: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return found[0]
 
 
-@pytest.mark.usefixtures("nvidia_smi")
-def test_gpus_are_found_by_number_and_by_uuid_under_the_kernels_address() -> None:
-    first, second = ask_nvidia_smi()
-    assert (first.bus, second.bus) == ("0000:18:00.0", "0000:9a:00.0")
-    assert second.is_meant_by("1")
-    assert first.is_meant_by("GPU-aaaa")
-    assert not first.is_meant_by("1")
-
-
-def test_a_thread_is_bound_to_the_cores_near_its_gpus_where_they_are_known(
+def test_gpus_are_found_and_a_thread_is_bound_to_the_cores_near_its_own_where_they_are_known(
     tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allowed = os.sched_getaffinity(0)
@@ -86,6 +77,10 @@ def test_a_thread_is_bound_to_the_cores_near_its_gpus_where_they_are_known(
         patch.setenv("PATH", str(tmp_path))  # without nvidia-smi
         assert use_in_thread("0", tmp_path, patch) == allowed
     request.getfixturevalue("nvidia_smi")
+    # By number and by UUID, under the kernel's address.
+    found = ask_nvidia_smi()
+    assert [gpu.bus for gpu in found] == ["0000:18:00.0", "0000:9a:00.0"]
+    assert [gpu.is_meant_by(name) for gpu in found for name in ("1", "GPU-aaaa")] == [False, True, True, False]
     for bus, text in (("0000:18:00.0", f"{first}-{first},100007"), ("0000:9a:00.0", "100000-100003")):
         (tmp_path / bus).mkdir()
         (tmp_path / bus / "local_cpulist").write_text(f"{text}\n")
@@ -102,12 +97,10 @@ def test_a_thread_is_bound_to_the_cores_near_its_gpus_where_they_are_known(
         ("4,5,6,7", EIGHT, [("4", "GPU-44"), ("5", "GPU-55"), ("6", "GPU-66")]),
         ("7, 2", EIGHT, [("7", "GPU-77"), ("2", "GPU-22")]),
         ("GPU-33,GPU-1", EIGHT, [("GPU-33", "GPU-33"), ("GPU-1", "GPU-11")]),
-        ("MIG-a,MIG-b", EIGHT, [("MIG-a", None), ("MIG-b", None)]),
         # Of a GPU in parts CUDA could be held to no UUID.
         ("0", (replace(EIGHT[0], is_parted=True),), [("0", None)]),
         # Where nvidia-smi shows nothing, the list is taken as it is, and else numbers.
         (None, (), [("0", None), ("1", None), ("2", None)]),
-        ("", (), [("0", None), ("1", None), ("2", None)]),
         ("4,5,6", (), [("4", None), ("5", None), ("6", None)]),
     ],
 )
@@ -123,10 +116,8 @@ def test_the_jobs_gpus_are_those_of_its_list_in_its_order(
     [
         ("4,5", 3, r"cluster.gpus_per_node: found 3; the job has 2 GPUs on n1 \(MEGARL_GPUS on n1 is '4,5'\)"),
         (None, 9, r"cluster.gpus_per_node: found 9; the job has 8 GPUs on n1 \(nvidia-smi shows no more\)"),
-        ("", 1, r"the job has 0 GPUs on n1 \(MEGARL_GPUS on n1 is ''\)"),
         ("-1", 1, r"MEGARL_GPUS on n1: found '-1'; nvidia-smi shows the GPUs 0-7"),
         ("0,8", 2, r"found '8'"),
-        ("3,3", 2, r"names one GPU twice: 3 and 3"),
         ("3,GPU-33", 2, r"names one GPU twice: 3 and GPU-33"),
     ],
 )
@@ -137,24 +128,21 @@ def test_a_list_that_would_give_a_process_no_gpu_or_anothers_is_refused(
         choose_gpus("n1", ("MEGARL_GPUS", value, EIGHT), number)
 
 
-def test_a_process_whose_environment_shows_cuda_other_gpus_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_is_shown_other_gpus_ends_and_so_do_two_ranks_of_a_role_on_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     mine = [Gpu("5", "GPU-55")]
     for name, value in build_variables(mine).items():
         monkeypatch.setenv(name, value)
     use_gpus(mine)
-    for other in ("4", "0,1,2,3,4,5"):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", other)
-        with pytest.raises(RuntimeError, match=f"CUDA_VISIBLE_DEVICES=5 has {other}"):
-            use_gpus(mine)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5")
+    with pytest.raises(RuntimeError, match="CUDA_VISIBLE_DEVICES=5 has 0,1,2,3,4,5"):
+        use_gpus(mine)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     use_gpus([])
-
-
-def test_two_ranks_of_a_role_on_one_gpu_are_both_named() -> None:
     store = dist.HashStore()
-    claim_gpu(store, 0, "GPU-aa")
-    claim_gpu(store, 1, "GPU-bb")
-    claim_gpu(store, 1, "GPU-bb")
+    for rank, gpu in ((0, "GPU-aa"), (1, "GPU-bb"), (1, "GPU-bb")):
+        claim_gpu(store, rank, gpu)
     with pytest.raises(RuntimeError, match="ranks 0 and 3 of one role are both on GPU GPU-aa"):
         claim_gpu(store, 3, "GPU-aa")
 
@@ -190,10 +178,13 @@ def test_processes_are_started_with_the_gpus_of_their_slots_in_their_environment
     groups = [Group("policy", len(policy), 1, 1), Group("critic", len(critic), 1, 1), Group("servers", 1, 2, 2)]
     slots = place(ClusterConfig(gpus_per_node=4, placement=placement), groups)
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    started = [
-        WorkerGroup(build_spec(role, tmp_path, len(slots[role.value])), tmp_path, cluster, slots[role.value], 60.0)
-        for role in (Role.policy, Role.critic)
-    ]
+    started = []
+    for role in (Role.policy, Role.critic):
+        own = slots[role.value]
+        spec = WorkerSpec(
+            role, str(tmp_path), ParallelConfig(num_processes=len(own)), None, Dtype.float32, AlgoConfig(), 1.0, 8, 64
+        )
+        started.append(WorkerGroup(spec, tmp_path, cluster, own, 60.0))
     config = RolloutConfig(kv_cache_tokens=1)
     owners = Servers(config, tmp_path, tmp_path, 1, cluster, slots["servers"], 9.0)
     try:
@@ -209,27 +200,6 @@ def test_processes_are_started_with_the_gpus_of_their_slots_in_their_environment
     assert {each["CUDA_DEVICE_ORDER"] for each in [*ranks, owner]} == {"PCI_BUS_ID"}
     assert {each["CUDA_DEVICE_MAX_CONNECTIONS"] for each in ranks} == {"1"}
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in owner  # SGLang has a number of its own
-
-
-def build_spec(role: Role, checkpoint: Path, num_processes: int) -> WorkerSpec:
-    return WorkerSpec(
-        role=role,
-        checkpoint=str(checkpoint),
-        parallel=ParallelConfig(num_processes=num_processes),
-        optimizer=None,
-        dtype=Dtype.float32,
-        algo=AlgoConfig(),
-        temperature=1.0,
-        response_length=8,
-        tokens_per_microbatch=64,
-    )
-
-
-def test_seats_are_described_by_node_and_ranges_of_gpus() -> None:
-    cluster = Cluster((Node("n1", "x"), Node("n2", "y")), Path("/tmp"), "127.0.0.1", "auto")
-    slots = [DeviceSlot(0, (0,)), DeviceSlot(0, (1,)), DeviceSlot(0, (2,)), DeviceSlot(0, (5,)), DeviceSlot(1, (0, 1))]
-    assert cluster.describe(slots) == "n1 GPU 0-2, 5; n2 GPU 0-1"
-    assert cluster.describe([DeviceSlot()]) == ""
 
 
 AS_ACTORS = """

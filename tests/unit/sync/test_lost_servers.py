@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,15 +137,12 @@ def test_ctrl_c_ends_the_wait_and_its_calls_and_asks_for_no_process(checkpoint, 
     with serving({"/generate": "hang", "/update_weights_from_disk": "hang"}) as server, stopping_on_signals():
         engine = SGLangEngine([server.url], checkpoint, RolloutConfig(), check_processes=pytest.fail)
         sync = build_sync([server], checkpoint / "sync", check_processes=pytest.fail)
-        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
-        begun = time.monotonic()
         prompts = [Prompt(str(i), "", (5,) * 40, "") for i in range(2000)]
-        calls = {
-            "rollout": lambda: generate_groups(engine, prompts, num_responses=4, temperature=1.0, key="k"),
-            "load": lambda: sync.publish(1),
-        }
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+        generate = partial(generate_groups, engine, prompts, num_responses=4, temperature=1.0, key="k")
+        begun = time.monotonic()
         with pytest.raises(Stopped):
-            calls[what]()
+            generate() if what == "rollout" else sync.publish(1)
         assert time.monotonic() - begun < 5
         while left := [thread for thread in threading.enumerate() if thread.name == "megarl-call"]:
             left[0].join(max(0.0, begun + 8 - time.monotonic()))
@@ -185,15 +183,14 @@ def test_a_server_that_dies_during_a_sync_is_named_with_the_step_and_its_exit_st
 
 
 def test_a_server_whose_weights_are_found_wrong_serves_as_no_version(tmp_path):
+    def refute(_):
+        raise SyncError("it computes another model")
+
     with serving({}) as server:
         with pytest.raises(SyncError, match="does not hold"):
             build_sync([server], tmp_path, "it does not hold the weights").publish(3)
         assert list_paths(server) == [*LOAD, *CLEAN_UP]
         sync = build_sync([server], tmp_path / "b")
-
-        def refute(_):
-            raise SyncError("it computes another model")
-
         sync._probe.measure = refute
         with pytest.raises(SyncError, match="another model"):
             sync.publish(3)
