@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import linecache
 import os
 import re
+import signal
 import socket
 import sys
 import threading
@@ -77,6 +79,11 @@ class CallTracker:
         return CallState(f"in {verb}", time.monotonic() - since, tuple(reversed(frames)))
 
 
+def dump_on_signal() -> None:
+    """Make SIGUSR1 write the stacks of all threads to stderr, even while native code holds Python's lock."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
 def identify() -> tuple[str, int]:
     """(host, process id) of this process."""
     return socket.gethostname(), os.getpid()
@@ -89,7 +96,9 @@ class RankStacks:
     actors: Sequence[ray.actor.ActorHandle[Any]]
     names: Sequence[str]
     identities: Sequence[ray.ObjectRef[tuple[str, int]]]
-    """The results of each actor's `identify`, called at its start"""
+    """The results of each actor's `identify`, called at its start, after `dump_on_signal`"""
+    logs: Sequence[Path]
+    """The log file of each rank"""
 
     def explain(self, numbers: Sequence[int]) -> str:
         """Describe what the ranks with these numbers are doing; ranks with the same stack share a paragraph.
@@ -120,12 +129,17 @@ class RankStacks:
         """The state of a rank that does not answer: that of its process, where it runs on this machine."""
         try:
             host, pid = ray.get(self.identities[number], timeout=0)
-            state = f"is {psutil.Process(pid).status()}" if host == socket.gethostname() else "cannot be seen from here"
+            if host != socket.gethostname():
+                return f"gives no stack; its process {pid} on {host} cannot be seen from here"
+            state = psutil.Process(pid).status()
+            if state == psutil.STATUS_STOPPED:
+                return f"gives no stack; its process {pid} on {host} is {state}"
+            os.kill(pid, signal.SIGUSR1)
         except ray.exceptions.GetTimeoutError:
             return "its process has not started"
-        except (ray.exceptions.RayActorError, psutil.NoSuchProcess):
+        except (ray.exceptions.RayActorError, psutil.NoSuchProcess, ProcessLookupError):
             return "its process has died"
-        return f"gives no stack; its process {pid} on {host} {state}"
+        return f"its stack is at the end of {self.logs[number]}; its process {pid} on {host} is {state}"
 
 
 DEADLINE_S = 10.0

@@ -29,6 +29,7 @@ from megarl.cluster.watch import (
     CallTracker,
     RankProfiler,
     RankStacks,
+    dump_on_signal,
     find_own_peak,
     identify,
 )
@@ -213,6 +214,7 @@ class WorkerActor:
 
     def __init__(self, log_path: str, listen_host: str, gpus: Sequence[Gpu]):
         redirect_output(Path(log_path))
+        dump_on_signal()
         self._tracker = CallTracker()
         self._host = resolve_host(listen_host)
         use_interface(self._host)
@@ -299,7 +301,7 @@ class WorkerGroup:
         logs = [log_dir / f"{self.role}-{rank}.log" for rank in range(self.num_ranks)]
         self._actors: list[Any] = []
         identities = ask(f"start of the {self.role} processes", lambda: self._start_actors(logs, slots))
-        self._ranks = RankStacks(self._actors, self._names, identities)
+        self._ranks = RankStacks(self._actors, self._names, identities, logs)
 
     def _start_actors(self, logs: Sequence[Path], slots: Sequence[DeviceSlot]) -> list[ray.ObjectRef[tuple[str, int]]]:
         for log, slot in zip(logs, slots, strict=True):

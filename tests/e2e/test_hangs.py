@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch
 
 from megarl.cluster.calls import PendingCall, WorkerError
 from megarl.cluster.opened import Cluster, open_ray
+from megarl.cluster.process import redirect_output
+from megarl.cluster.watch import CallState, CallTracker, RankStacks, dump_on_signal, identify
 from megarl.cluster.workers import WorkerGroup
 from megarl.config.placement import DeviceSlot
 from megarl.config.schema.algo import AlgoConfig
@@ -102,3 +105,43 @@ def test_a_rank_that_fails_alone_is_named_and_the_other_says_where_it_waits_for_
     assert message.startswith("reference.logprobs: reference rank 1/2 failed:\n")
     assert "token 1000008 is outside the vocabulary" in message
     assert re.search(r"reference rank 0/2: in logprobs for \d+ s, at(\n    .*)+ all_reduce: ", message)
+
+
+@ray.remote(num_cpus=1, max_restarts=0, concurrency_groups={"watch": 1})
+class Rank:
+    """A rank whose calls are not Megatron's."""
+
+    def __init__(self, log: Path):
+        redirect_output(log)
+        dump_on_signal()
+        self.tracker = CallTracker()
+
+    def hold_the_lock(self) -> int:
+        with self.tracker.enter("hold_the_lock"):
+            # One native loop: no other thread of this process can run Python meanwhile.
+            return sum(range(10**11))
+
+    @ray.method(concurrency_group="watch")
+    def find_state(self) -> CallState | None:
+        return self.tracker.find_state()
+
+    @ray.method(concurrency_group="watch")
+    def identify(self) -> tuple[str, int]:
+        return identify()
+
+
+def test_a_rank_that_cannot_answer_leaves_its_stack_in_its_log(cluster: Cluster, tmp_path: Path) -> None:
+    log = tmp_path / "rank.log"
+    actor = Rank.remote(log)
+    ranks = RankStacks([actor], ["rank 0/1"], [actor.identify.remote()], [log])
+    _, pid = ray.get(ranks.identities[0])
+    assert ranks.explain([0]) == "rank 0/1: in no call"
+    ref = actor.hold_the_lock.remote()
+    deadline = time.monotonic() + 60
+    while (text := ranks.explain([0])) == "rank 0/1: in no call" and time.monotonic() < deadline:
+        assert not ray.wait([ref], timeout=0.1)[0]
+    assert text.startswith(f"rank 0/1: its stack is at the end of {log}; its process {pid} on ")
+    while "in hold_the_lock" not in log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert "in hold_the_lock" in log.read_text()
+    ray.kill(actor)
