@@ -60,7 +60,7 @@ def train(
     directory = Path(run_dir or f"runs/{time.strftime('%Y-%m-%d_%H-%M-%S')}_{config.algo.name}_{config.model.name}")
     # Only now: importing torch and Ray takes seconds that `compose` need not wait.
     from megarl.run.attempts import run_job
-    from megarl.run.process import stopping_on_signals
+    from megarl.signals import stopping_on_signals
 
     with stopping_on_signals():
         return run_job(config, directory.expanduser().resolve(), overrides)

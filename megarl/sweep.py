@@ -25,8 +25,8 @@ from megarl.files import RUN_FILE
 from megarl.report.record import Outcome, State, format_outcomes, load_outcome, load_sweep
 from megarl.run.command import Results, end_with_config_error, format_results, list_overrides
 from megarl.run.ended import write_if_ours
-from megarl.run.process import Stopped, stopping_on_signals
 from megarl.run.resume import quote
+from megarl.signals import Stopped, stopping_on_signals
 
 OUTPUT = "output.log"
 LONGEST_TAIL = 20_000

@@ -20,7 +20,7 @@ from megarl.experience import Roles
 from megarl.run.checkpoint import LoopSaver, TrainerState
 from megarl.run.fleet import Fleet, Source, TrainerComponents
 from megarl.run.limits import Limit, find_limit
-from megarl.run.process import deferring_stops
+from megarl.signals import deferring_stops
 from megarl.types import Metrics
 
 

@@ -16,9 +16,11 @@ import os
 import sys
 from pathlib import Path
 
+from megarl.config.errors import ConfigError
+from megarl.config.load import find_changes
 from megarl.report.compare import format_comparison
-from megarl.report.page import format_run_page
-from megarl.report.record import is_run, load_run, load_runs, load_sweep
+from megarl.report.page import Changes, format_run_page
+from megarl.report.record import RunRecord, is_run, load_run, load_runs, load_sweep
 
 
 def main() -> None:
@@ -50,13 +52,24 @@ def build_page(directories: list[Path]) -> tuple[str, str]:
         return format_comparison(" and ".join(run.name for run in runs[:4]), runs), f"{len(runs)} runs"
     if is_run(directories[0]):
         run = load_run(directories[0])
-        return format_run_page(run), f"{run.history.num_iterations} iterations"
+        return format_run_page(run, _find_changes(run)), f"{run.history.num_iterations} iterations"
     if runs := load_sweep(directories[0]):
         return format_comparison(f"Sweep {directories[0].name}", runs), f"{len(runs)} runs"
     raise ValueError(
         f"{directories[0]}: holds no run; it must be the folder of a run, with run.json or metrics.jsonl, or the"
         " hydra.sweep.dir of a sweep"
     )
+
+
+def _find_changes(run: RunRecord) -> Changes:
+    """Nothing where the run's configuration is not known, or does not compose here, which the page says."""
+    if not run.config:
+        return [], {}
+    try:
+        return find_changes(run.overrides, run.config)
+    except ConfigError as error:
+        run.problems.append(f"the run's preset cannot be composed here: {'; '.join(error.problems)}")
+        return [], {}
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import ray
 
 from megarl.config.errors import ConfigError
 from megarl.interfaces import DeadlineError
-from megarl.run.process import find_exit_code, flush_output
+from megarl.signals import find_exit_code, flush_output
 
 T = TypeVar("T")
 

@@ -33,7 +33,7 @@ from megarl.config.placement import DeviceSlot, find_ray_address, format_numbers
 from megarl.config.schema.run import ClusterConfig
 from megarl.interfaces import DeadlineError
 from megarl.rollout.server import GUARD, read_tail, write_private
-from megarl.run.process import STOPPING_SIGNALS
+from megarl.signals import STOPPING_SIGNALS
 
 ORDER_VARIABLE = "MEGARL_NODES"
 """Environment variable: names of the nodes, separated by commas, in the order in which they are filled"""

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from math import prod
 from typing import Any
@@ -136,6 +136,20 @@ def find_choices(overrides: Sequence[str]) -> dict[str, str]:
     """The option of each group of conf/ under these overrides, an experiment's included. Raises ConfigError."""
     choices = _compose(overrides, with_hydra=True).hydra.runtime.choices.items()
     return {group: option for group, option in choices if option is not None and "/" not in group}
+
+
+def find_changes(overrides: Sequence[str], values: Mapping[str, Any]) -> tuple[list[str], dict[str, tuple[Any, Any]]]:
+    """The options of groups that a run chose, an experiment's among them, and (their value, the run's) of each key that
+    differs. values: the run's, by dotted key. Raises ConfigError where the overrides do not compose here.
+    """
+    paths = [text for text in overrides if is_search_path(text)]
+    groups = [text for text in overrides if (CONF_DIR / re.split("[=@]", text.lstrip("+~"))[0]).is_dir()]
+    found, defaults = find_choices([*groups, *paths]), find_choices([])
+    chosen = {f"{group}={name}": name != defaults.get(group) for group, name in found.items()}
+    choices = [text for text, is_other in chosen.items() if is_other or text in groups]
+    choices = [text for text in choices if not text.startswith("experiment=")]
+    preset = list_preset_values([*choices, *paths])
+    return choices, {key: (preset.get(key), value) for key, value in values.items() if preset.get(key) != value}
 
 
 def to_config(composed: DictConfig) -> Config:

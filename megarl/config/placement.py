@@ -9,9 +9,8 @@ from megarl.algo.registry import needs_critic
 from megarl.config.errors import ConfigError
 from megarl.config.schema.algo import needs_reference
 from megarl.config.schema.root import Config
-from megarl.config.schema.run import AUTO, ClusterConfig, Placement, ServerOffload, Transport
+from megarl.config.schema.run import AUTO, SERVERS, ClusterConfig, Placement, ServerOffload, Transport
 
-SERVERS = "servers"
 CONTRADICTIONS = ("rollout.transport", "cluster.listen_host", "cluster.gpus_per_node", "cluster.num_nodes")
 """Keys of problems that more GPUs would not solve."""
 HOST_AND_PORT = r"[^/]+:\d+"
@@ -62,6 +61,11 @@ def list_groups(config: Config, command: str = "train") -> list[Group]:
     if config.has_critic_alone:
         roles = {"critic": config.critic.parallel}
     return [*(Group(name, each.num_processes, 1, each.tp) for name, each in roles.items()), servers]
+
+
+def count_gpus(config: Config, command: str = "train") -> dict[str, int]:
+    """The GPUs of each group; without a GPU, its processes that work at the same time."""
+    return {group.name: group.num_gpus for group in list_groups(config, command)}
 
 
 def place(cluster: ClusterConfig, groups: Sequence[Group]) -> dict[str, tuple[DeviceSlot, ...]]:

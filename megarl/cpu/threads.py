@@ -7,8 +7,8 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from megarl.config.placement import SERVERS, list_groups
 from megarl.config.schema.root import Config
+from megarl.config.schema.run import SERVERS
 
 WORKER_KEY, SERVER_KEY = "cluster.cpu_threads_per_worker", "rollout.num_threads"
 CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -31,9 +31,9 @@ def count_cores() -> int:
     return max(1, min(counts))
 
 
-def share_cores(config: Config, num_cores: int, command: str = "train") -> tuple[int, int]:
+def share_cores(config: Config, gpus: Mapping[str, int], num_cores: int) -> tuple[int, int]:
     """The threads of each training process and of each process of a server: the cores divided by the processes that
-    work at the same time, rounded down; at least 1.
+    work at the same time, rounded down; at least 1. gpus: `megarl.config.placement.count_gpus`.
 
     Policy and critic update at the same time. The reference works beside them only while the log-probs are computed,
     for a fraction of an update, and is not counted. Servers rest while these work and the other way round, unless
@@ -41,15 +41,17 @@ def share_cores(config: Config, num_cores: int, command: str = "train") -> tuple
     """
     if config.cluster.gpus_per_node > 0:
         return 1, 1
-    number = {group.name: group.num_gpus for group in list_groups(config, command)}
-    workers, servers = number.get("policy", 0) + number.get("critic", 0), number[SERVERS]
-    if command == "train" and config.rollout.max_staleness > 0:
+    workers, servers = gpus.get("policy", 0) + gpus.get("critic", 0), gpus[SERVERS]
+    if workers and config.rollout.max_staleness > 0:
         workers = servers = workers + servers
     return max(1, num_cores // max(workers, 1)), max(1, num_cores // max(servers, 1))
 
 
 def settle_threads(
-    config: Config, command: str = "train", recorded: Mapping[str, Any] | None = None, num_cores: int | None = None
+    config: Config,
+    gpus: Mapping[str, int],
+    recorded: Mapping[str, Any] | None = None,
+    num_cores: int | None = None,
 ) -> Config:
     """The configuration with both numbers: what it says, else what `recorded` has under the dotted keys, else
     `share_cores` of num_cores (None: `count_cores`).
@@ -57,7 +59,7 @@ def settle_threads(
     recorded: the values of the run that is resumed, which on a CPU repeats bit for bit only with as many threads.
     """
     before = recorded or {}
-    shared = share_cores(config, count_cores() if num_cores is None else num_cores, command)
+    shared = share_cores(config, gpus, count_cores() if num_cores is None else num_cores)
     per_worker, per_server = (
         before.get(name) or each if given is None else given
         for (name, given), each in zip(list_threads(config).items(), shared, strict=True)
@@ -74,10 +76,9 @@ def list_threads(config: Config) -> dict[str, int | None]:
     return {WORKER_KEY: config.cluster.cpu_threads_per_worker, SERVER_KEY: config.rollout.num_threads}
 
 
-def describe_threads(config: Config, command: str = "train") -> str:
+def describe_threads(config: Config, gpus: Mapping[str, int]) -> str:
     """The two numbers of `settle_threads` in a line; empty where GPUs are counted, on which they have no effect."""
     if config.cluster.gpus_per_node > 0:
         return ""
-    number = {group.name: group.num_processes for group in list_groups(config, command)}
-    served = f", {config.rollout.num_threads} of each server" if number[SERVERS] else ""
+    served = f", {config.rollout.num_threads} of each server" if gpus[SERVERS] else ""
     return f"CPU threads: {config.cluster.cpu_threads_per_worker} of each training process{served}"

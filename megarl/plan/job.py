@@ -13,7 +13,7 @@ import yaml
 
 from megarl.algo.registry import needs_critic
 from megarl.config.errors import ConfigError
-from megarl.config.placement import SERVERS, check_cluster
+from megarl.config.placement import check_cluster
 from megarl.config.schema.algo import needs_full_kl, needs_reference
 from megarl.config.schema.roles import (
     CriticConfig,
@@ -27,6 +27,7 @@ from megarl.config.schema.roles import (
     TrainedRoleConfig,
 )
 from megarl.config.schema.root import Config
+from megarl.config.schema.run import SERVERS
 from megarl.mcore.spec import (
     StageParameters,
     check_layout,

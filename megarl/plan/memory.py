@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from megarl.config.placement import SERVERS, find_server_offload, list_groups, place, take_turns
+from megarl.config.placement import find_server_offload, list_groups, place, take_turns
 from megarl.config.schema.roles import (
     Dtype,
     LoraConfig,
@@ -27,7 +27,7 @@ from megarl.config.schema.roles import (
     Trainable,
 )
 from megarl.config.schema.root import Config
-from megarl.config.schema.run import RolloutConfig, ServerOffload
+from megarl.config.schema.run import SERVERS, RolloutConfig, ServerOffload
 from megarl.mcore.checkpoint_format import GATHERED_ELEMENTS
 from megarl.mcore.entries import count_layer, padded_vocab_size
 from megarl.mcore.spec import StageParameters

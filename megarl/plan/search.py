@@ -14,10 +14,10 @@ from typing import Any
 from megarl.config.checks import check_config, check_older_samples
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.placement import SERVERS, list_contradictions, list_groups
+from megarl.config.placement import list_contradictions, list_groups
 from megarl.config.schema.roles import Offload, Recompute
 from megarl.config.schema.root import Config
-from megarl.config.schema.run import AUTO, Placement, ServerOffload, Transport
+from megarl.config.schema.run import AUTO, SERVERS, Placement, ServerOffload, Transport
 from megarl.config.values import write_value
 from megarl.plan.assumptions import GIB
 from megarl.plan.job import FIRST, LAST, JobPlan, PlannedModels, build_jobs, build_plan, check_batches, find_longest

@@ -7,9 +7,9 @@ from rich import box
 from rich.table import Table
 
 from megarl.config.checks import describe_sizes
-from megarl.config.placement import SERVERS, format_numbers
+from megarl.config.placement import format_numbers
 from megarl.config.schema.root import Config
-from megarl.config.schema.run import Transport
+from megarl.config.schema.run import SERVERS, Transport
 from megarl.plan import assumptions
 from megarl.plan.assumptions import GIB
 from megarl.plan.job import JobPlan, find_longest
@@ -164,7 +164,7 @@ def find_signal(config: Config, seconds: Seconds) -> int | None:
     """How many seconds before a job's time limit Slurm must signal it; None: those of slurm/train.sh are enough.
 
     Generation and scoring are aborted by the signal (and responses kept); an update is finished first
-    (megarl/run/process.py, deferring_stops).
+    (megarl/signals.py, deferring_stops).
     """
     if seconds.update + assumptions.REQUEUE_S <= assumptions.SIGNAL_S:
         return None

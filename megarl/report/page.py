@@ -9,9 +9,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from megarl.config.errors import ConfigError
-from megarl.config.load import find_choices, list_preset_values
-from megarl.config.overrides import CONF_DIR, is_search_path
 from megarl.report import charts
 from megarl.report.charts import Chart, Curve, Picture, build_curves, draw_curves, name_metrics, pile_up
 from megarl.report.metrics import SECONDS, History
@@ -29,7 +26,11 @@ WARNING = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d )?warning: (.*)")
 """A line of train.log, with or without its time"""
 
 
-def format_run_page(run: RunRecord) -> str:
+Changes = tuple[Sequence[str], Mapping[str, tuple[Any, Any]]]
+"""The options of groups that a run chose, and (their value, the run's) of each key that differs"""
+
+
+def format_run_page(run: RunRecord, changes: Changes = ((), {})) -> str:
     """The whole page."""
     drawn, records, history = _Charts(run.history), load_records(run.directory, VIEWER_BYTES), run.history
     viewer = format_viewer(records)
@@ -41,7 +42,7 @@ def format_run_page(run: RunRecord) -> str:
         *drawn.format_section("Critic", charts.CRITIC, charts.list_critic_pictures(history)),
         *drawn.format_section("Trainer and rollout engine", charts.ENGINES, charts.list_gap_pictures(history)),
         *drawn.format_section("Time", charts.TIME_CHARTS),
-        *_format_configuration(run),
+        *_format_configuration(run, changes),
         *([f'<h2 id="responses">Responses</h2>{viewer}'] if viewer else []),
         *format_problems(run.problems),
     ]
@@ -194,27 +195,7 @@ def _format_warnings(run: RunRecord) -> Iterator[str]:
         yield f"<p>None: {NUM_RULES} rules look at the recent iterations, and none of them applies.</p>"
 
 
-def find_changes(run: RunRecord) -> tuple[list[str], dict[str, tuple[Any, Any]]]:
-    """The options of groups that the run chose, an experiment's among them, and (their value, the run's) of each key
-    that differs. Empty where the configuration is not known or does not compose here, which the run's problems say.
-    """
-    if not run.config:
-        return [], {}
-    paths = [text for text in run.overrides if is_search_path(text)]
-    groups = [text for text in run.overrides if (CONF_DIR / re.split("[=@]", text.lstrip("+~"))[0]).is_dir()]
-    try:
-        found, defaults = find_choices([*groups, *paths]), find_choices([])
-        chosen = {f"{group}={name}": name != defaults.get(group) for group, name in found.items()}
-        choices = [text for text, is_other in chosen.items() if is_other or text in groups]
-        choices = [text for text in choices if not text.startswith("experiment=")]
-        preset = list_preset_values([*choices, *paths])
-    except ConfigError as error:
-        run.problems.append(f"the preset ({' '.join(groups)}) cannot be composed here: {'; '.join(error.problems)}")
-        return [], {}
-    return choices, {key: (preset.get(key), value) for key, value in run.config.items() if preset.get(key) != value}
-
-
-def _format_configuration(run: RunRecord) -> Iterator[str]:
+def _format_configuration(run: RunRecord, of_preset: Changes) -> Iterator[str]:
     yield '<h2 id="configuration">Configuration</h2>'
     if run.starts:
         newest = run.starts[-1]
@@ -222,7 +203,7 @@ def _format_configuration(run: RunRecord) -> Iterator[str]:
         yield f"<p>{escape(newest.sizes)}</p><p>{escape(newest.data)}</p>"
     else:
         yield f"<p>The objective of {escape(run.name)} is not known.</p>"
-    choices, changes = find_changes(run)
+    choices, changes = of_preset
     if changes:
         yield f"<h3>What differs from <code>{escape(' '.join(choices) or 'the defaults')}</code></h3>"
         rows = []

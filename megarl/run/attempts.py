@@ -16,7 +16,7 @@ from megarl.cluster.calls import WorkerError
 from megarl.config.brought import MODEL_FILE
 from megarl.config.checks import describe_sizes
 from megarl.config.errors import ConfigError
-from megarl.config.placement import find_server_offload, is_restarted, list_groups
+from megarl.config.placement import count_gpus, find_server_offload, is_restarted, list_groups
 from megarl.config.schema.root import Config
 from megarl.config.schema.task import MultiTurnEnvironmentConfig
 from megarl.config.values import list_values
@@ -47,8 +47,8 @@ from megarl.run.command import format_results
 from megarl.run.inputs import Inputs, describe_start, load_inputs
 from megarl.run.job import RunResources, describe_data, open_components, open_resources
 from megarl.run.limits import format_limit, format_places
-from megarl.run.process import Stopped, get_terminal, show_warnings
 from megarl.run.resume import check_changes, load_run, save_run
+from megarl.signals import Stopped, get_terminal, show_warnings
 from megarl.trainer import Summary, Trainer
 
 HELDOUT = "reward/heldout"
@@ -73,7 +73,7 @@ def run_job(config: Config, run_dir: Path, overrides: Sequence[str] = (), *, is_
     if problems := check_changes(before, config) if is_resumed else []:
         raise ConfigError(problems)
     # run.json has the numbers themselves.
-    config = settle_threads(config, recorded=before)
+    config = settle_threads(config, count_gpus(config), recorded=before)
     inputs = load_inputs(config)
     critic = inputs.specs.get(Role.critic)
     own = read_architecture(Path(critic.checkpoint)) if critic else inputs.architecture
@@ -139,7 +139,7 @@ def _describe_run(config: Config, inputs: Inputs, run_dir: Path, report: Report)
     objective += f"\n{format_critic(config.policy, config.critic)}" if needs_critic(algo) else ""
     counts = ", ".join(f"{group.name} {group.num_processes}" for group in list_groups(config) if group.num_processes)
     start = f"starting Ray and its processes: {counts}; their output: {run_dir / 'logs'}"
-    for text in filter(None, (sizes, objective, data, describe_threads(config), start)):
+    for text in filter(None, (sizes, objective, data, describe_threads(config, count_gpus(config)), start)):
         report.message(text)
     record_start(run_dir, sizes=sizes, objective=objective, data=data, peak_tflops=find_peak_tflops(config))
 

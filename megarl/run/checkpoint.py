@@ -35,7 +35,7 @@ from megarl.report.report import Report
 from megarl.rollout import rollout_file
 from megarl.rollout.journal import load_samples, save_samples
 from megarl.rollout.source import GroupState, SourceState
-from megarl.run.process import Stopped, deferring_stops
+from megarl.signals import Stopped, deferring_stops
 from megarl.timeline import span
 from megarl.types import Metrics
 

@@ -23,7 +23,7 @@ from megarl.config.overrides import check_words, is_search_path, open_overrides,
 from megarl.config.placement import check_cluster
 from megarl.config.schema.root import Config
 from megarl.report.sinks import check_sinks
-from megarl.run.process import DRIVER_LOG, Stopped, capturing_output, stopping_on_signals
+from megarl.signals import DRIVER_LOG, Stopped, capturing_output, stopping_on_signals
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 LEAST_OPEN_FILES = 4096

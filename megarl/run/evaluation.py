@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 from megarl.cluster.opened import open_ray
 from megarl.cluster.servers import Servers
 from megarl.config.errors import ConfigError
-from megarl.config.placement import SERVERS, list_groups, place
+from megarl.config.placement import count_gpus, list_groups, place
 from megarl.config.schema.root import Config
-from megarl.config.schema.run import EvaluateConfig, RolloutConfig, get_temperature, list_ks
+from megarl.config.schema.run import SERVERS, EvaluateConfig, RolloutConfig, get_temperature, list_ks
 from megarl.config.values import name_data, name_reward
 from megarl.cpu.threads import settle_threads
 from megarl.interfaces import DeadlineError
@@ -39,7 +39,7 @@ from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.episodes import EpisodeRunner, check_conversation
 from megarl.rollout.server import add_turn_end, build_command, check_served_class, load_generation_spec
 from megarl.run.fleet import Recovery
-from megarl.run.process import get_terminal
+from megarl.signals import get_terminal
 from megarl.task.data import build_data, build_evaluation_set, draw
 from megarl.task.environments import build_tool_prompt
 from megarl.task.render import Renderer, use_chat_template
@@ -82,7 +82,7 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
     Writes responses.jsonl, evaluation.json and logs/ under `run_dir`, prints progress and the table. Raises
     ConfigError, before any process is started, for problems that only the inputs reveal.
     """
-    configs = {name: settle_threads(each, "evaluate") for name, each in configs.items()}
+    configs = {name: settle_threads(each, count_gpus(each, "evaluate")) for name, each in configs.items()}
     config = next(iter(configs.values()))
     inputs, evaluate = load_evaluation_inputs(configs), config.evaluate
     with contextlib.ExitStack() as stack:

@@ -12,9 +12,9 @@ from megarl.cluster.servers import Servers
 from megarl.cluster.watch import Profiler, measure_peaks
 from megarl.cluster.workers import Turns, WorkerGroup
 from megarl.config.errors import ConfigError
-from megarl.config.placement import SERVERS, find_server_offload, is_sharing, list_groups, place, take_turns
+from megarl.config.placement import find_server_offload, is_sharing, list_groups, place, take_turns
 from megarl.config.schema.root import Config
-from megarl.config.schema.run import Transport
+from megarl.config.schema.run import SERVERS, Transport
 from megarl.files import RUN_FILE
 from megarl.interfaces import UNPUBLISHED, Done, Pending, RolloutServers, TrainBackend, WeightSync, wait_all
 from megarl.mcore.spec import Role

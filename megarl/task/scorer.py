@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from megarl.algo.rewards import check_score
-from megarl.config.checks import read_parts
 from megarl.config.errors import ConfigError
 from megarl.config.schema import task as schema
+from megarl.config.schema.reward_parts import read_parts
 from megarl.config.schema.task import RewardConfig, WeightedRewardConfig
 from megarl.task import rule_rewards as rules
 from megarl.task.code import CodeReward

@@ -53,7 +53,7 @@ from megarl.report.report import build_report
 from megarl.run.fleet import TrainerComponents
 from megarl.run.inputs import load_inputs
 from megarl.run.job import RunResources, open_components, open_resources
-from megarl.run.process import show_warnings, stopping_on_signals
+from megarl.signals import show_warnings, stopping_on_signals
 from megarl.trainer import Trainer
 from megarl.types import Experience, Metrics, Rollout, Sample, TrainingSamples
 

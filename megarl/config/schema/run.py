@@ -64,6 +64,8 @@ class HardwareConfig:
     """Memory of a node in GiB."""
 
 
+SERVERS = "servers"
+"""The name of the servers beside those of the roles"""
 AUTO = "auto"
 """Value of listen_host: the address by which a process's node is known to the others; of ray_address: RAY_ADDRESS."""
 

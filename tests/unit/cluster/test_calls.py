@@ -14,7 +14,7 @@ from megarl.cluster import calls
 from megarl.cluster.opened import remove_left_over
 from megarl.cluster.workers import Turns
 from megarl.interfaces import wait_all
-from megarl.run.process import Stopped
+from megarl.signals import Stopped
 
 
 class Work:

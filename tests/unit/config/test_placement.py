@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.placement import (
-    SERVERS,
     Allocation,
     DeviceSlot,
     Group,
@@ -21,7 +20,7 @@ from megarl.config.placement import (
     place,
     read_allocation,
 )
-from megarl.config.schema.run import ClusterConfig, Placement
+from megarl.config.schema.run import SERVERS, ClusterConfig, Placement
 
 POLICY, CRITIC, TWO_SERVERS = Group("policy", 2, 1, 1), Group("critic", 2, 1, 1), Group(SERVERS, 2, 2, 2)
 GROUPS = [POLICY, CRITIC, TWO_SERVERS]

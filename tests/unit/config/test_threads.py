@@ -5,6 +5,7 @@ import os
 import pytest
 
 from megarl.config.load import load_config
+from megarl.config.placement import count_gpus
 from megarl.cpu import threads
 from megarl.cpu.threads import (
     SERVER_KEY,
@@ -40,17 +41,21 @@ ALONE = ("algo.value_pretrain.rollouts=/x.jsonl", "train.num_iterations=0")
     ],
 )
 def test_the_cores_are_shared_by_the_processes_that_work_at_the_same_time(overrides, num_cores, command, expected):
-    assert share_cores(load_config([*overrides], None), num_cores, command) == expected
+    config = load_config([*overrides], None)
+    assert share_cores(config, count_gpus(config, command), num_cores) == expected
 
 
 def test_a_number_that_is_given_or_recorded_stays_and_the_other_is_decided():
-    settled = settle_threads(load_config(["algo=grpo", "cluster.cpu_threads_per_worker=3"]), num_cores=8)
+    chosen, given = (
+        load_config(["algo=grpo", key]) for key in ("cluster.cpu_threads_per_worker=3", "rollout.num_threads=2")
+    )
+    gpus = count_gpus(given)
+    settled = settle_threads(chosen, gpus, num_cores=8)
     assert list_threads(settled) == {WORKER_KEY: 3, SERVER_KEY: 8}
-    assert describe_threads(settled) == "CPU threads: 3 of each training process, 8 of each server"
-    given = load_config(["algo=grpo", "rollout.num_threads=2"])
-    recorded = list_threads(settle_threads(load_config(["algo=grpo"]), num_cores=8))
-    assert list_threads(settle_threads(given, recorded=recorded, num_cores=2)) == {WORKER_KEY: 8, SERVER_KEY: 2}
-    assert describe_threads(load_config(["cluster.gpus_per_node=8"])) == ""
+    assert describe_threads(settled, gpus) == "CPU threads: 3 of each training process, 8 of each server"
+    recorded = list_threads(settle_threads(load_config(["algo=grpo"]), gpus, num_cores=8))
+    assert list_threads(settle_threads(given, gpus, recorded=recorded, num_cores=2)) == {WORKER_KEY: 8, SERVER_KEY: 2}
+    assert describe_threads(load_config(["cluster.gpus_per_node=8"]), gpus) == ""
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from fakes.run import World, pretrain
 
 from megarl.files import CheckpointError
 from megarl.report.metrics import load_metrics
-from megarl.run.process import Stopped, stopping_on_signals
+from megarl.signals import Stopped, stopping_on_signals
 from megarl.types import Prompt, Response, Score
 
 VAPO = ("algo=vapo", "algo.value_pretrain.patience=null", "critic.optimizer.lr=0.2", "logger.save_rollouts=true")

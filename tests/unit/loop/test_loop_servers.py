@@ -16,7 +16,7 @@ from megarl.cluster.calls import WorkerError
 from megarl.interfaces import UNPUBLISHED
 from megarl.report.metrics import load_metrics
 from megarl.rollout.rollout_file import load_rollouts
-from megarl.run.process import Stopped, stopping_on_signals
+from megarl.signals import Stopped, stopping_on_signals
 from megarl.task.data import PromptSampler
 from megarl.trainer import Trainer
 from megarl.types import Experience, Metrics, Rollout, TrainingSamples

@@ -10,12 +10,9 @@ from pathlib import Path
 import pytest
 from page_run import Page, write_page_run, write_tokens
 
+from megarl.config.load import find_changes
 from megarl.config.overrides import write_search_path
-from megarl.report.page import (
-    find_changes,
-    format_run_page,
-    read_warnings,
-)
+from megarl.report.page import format_run_page, read_warnings
 from megarl.report.record import is_run, load_run, update_record
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,7 +26,10 @@ def run_dir(tmp_path_factory):
 
 
 def test_the_page_is_whole_loads_nothing_and_has_every_section(run_dir):
-    text = format_run_page(load_run(run_dir))
+    run = load_run(run_dir)
+    changes = find_changes(run.overrides, run.config)
+    assert changes == (["algo=vapo"], {"algo.clip_high": (0.28, 0.4)})
+    text = format_run_page(run, changes)
     page = Page(text)
     assert page.loads == []
     sections = ("Warnings", "Learning", "Policy", "Critic", "Trainer and rollout engine", "Time", "Configuration")
@@ -44,7 +44,6 @@ def test_the_page_is_whole_loads_nothing_and_has_every_section(run_dir):
         assert shown in page.text
     assert "policy loss = 1/N_tok" in page.text
     assert "Files that are missing or damaged" not in page.text
-    assert find_changes(load_run(run_dir)) == (["algo=vapo"], {"algo.clip_high": (0.28, 0.4)})
     assert "algo.clip_high 0.28 0.4" in page.text
     data = json.loads(text.split('id="data">')[1].split("</script>")[0])
     assert len(data["charts"]) == len(page.charts)
@@ -55,7 +54,7 @@ def test_the_settings_in_an_experiment_of_the_users_own_are_shown_beside_the_gro
     example = ROOT / "examples" / "own_task"
     given = (write_search_path([example]), "experiment=own_task", "algo=grpo", "seed=3")
     run = load_run(write_page_run(tmp_path / "run", overrides=given))
-    choices, changes = find_changes(run)
+    choices, changes = find_changes(run.overrides, run.config)
     assert set(choices) == {"model=smollm2_135m", "data=jsonl", "reward=function", "algo=grpo"}
     assert changes["data.path"] == (None, "prompts.jsonl")
     assert changes["reward.path"] == (None, "my_reward.py:score")

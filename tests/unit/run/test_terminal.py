@@ -13,7 +13,7 @@ import pytest
 
 from megarl.config.schema.run import LoggerConfig
 from megarl.report.report import build_report
-from megarl.run.process import (
+from megarl.signals import (
     STOPPING_SIGNALS,
     Stopped,
     deferring_stops,
@@ -25,7 +25,7 @@ from megarl.run.process import (
 NOISE = """
 import logging, os, subprocess, sys, warnings
 from pathlib import Path
-from megarl.run.process import capturing_output, get_error_descriptor, get_terminal
+from megarl.signals import capturing_output, get_error_descriptor, get_terminal
 print("before")
 try:
     with capturing_output(Path(sys.argv[1]) / "logs" / "driver.log"):

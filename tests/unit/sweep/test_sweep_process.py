@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from megarl.run.process import Stopped
+from megarl.signals import Stopped
 from megarl.sweep import explain_exit, run_process
 
 SAVING = """

@@ -21,7 +21,7 @@ from megarl.config.schema.run import RolloutConfig
 from megarl.interfaces import UNPUBLISHED, SyncError
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.engine import SGLangEngine
-from megarl.run.process import Stopped, stopping_on_signals
+from megarl.signals import Stopped, stopping_on_signals
 from megarl.sync.sync import DiskSync
 from megarl.types import Prompt
 

@@ -9,10 +9,10 @@ import pytest
 from reward_cases import ask, build_prompt, build_response, build_reward
 
 from megarl import algo
-from megarl.config.checks import read_parts
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema import task as schema
+from megarl.config.schema.reward_parts import read_parts
 from megarl.config.schema.task import SCHEMAS, FunctionRewardConfig
 from megarl.task.function import RESERVED_NAMES
 from megarl.task.reward import AsyncReward, DirectReward, RewardFailedError
