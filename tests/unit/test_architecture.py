@@ -14,11 +14,11 @@ PACKAGE = ROOT / "megarl"
 LAYERS = (
     {"config.errors", "cpu.dtype", "config.run_name"},
     {"config.schema", "config.user_code"},
-    {"guard", "files", "ports", "timeline"},
+    {"guard", "files", "ports", "signals", "timeline"},
     {"types"},
     {"algo", "models"},
     {"config"},
-    {"interfaces", "environment", "run.process", "run.limits"},
+    {"interfaces", "environment", "run.limits"},
     {"task", "report"},
     {"cpu"},
     {"mcore", "rollout"},
