@@ -206,6 +206,15 @@ class Score:
     """Why there is no reward (the verifier raised, hung or died); the sample is then not learned from"""
 
 
+def check_score(score: float, wrong: float) -> None:
+    """Raises ValueError where reward.wrong is not 0 and the score is outside [0, 1]."""
+    if wrong != 0 and not 0 <= score <= 1:
+        raise ValueError(
+            f"reward.wrong: found {wrong:g} with a score of {score:g}; it maps the scores 0 to 1 to rewards from"
+            f" {wrong:g} to 1, so that every score must be in [0, 1]; reward.wrong=0 takes the scores as they are"
+        )
+
+
 RewardFunction = Callable[[Prompt, Response], Score]
 """A verifier."""
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.task import ReasoningGymDataConfig, ReasoningGymRewardConfig
+from megarl.task.data import check_names
 from megarl.task.problems import Problem, ProblemSplits, ask
 from megarl.task.reward import ProcessReward
-from megarl.task.sources import check_names
 from megarl.types import Prompt, Response, Score
 
 TRIES_PER_PROBLEM = 10

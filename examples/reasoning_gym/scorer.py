@@ -5,7 +5,7 @@ import json
 import sys
 from typing import Any
 
-from megarl.task.process_functions import Scorer, guard_sympy
+from megarl.task.function import Scorer, guard_sympy
 
 SCORERS_WITH_EVAL = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 """reasoning-gym modules (last part of the name) that call eval() on an answer, to read a list."""

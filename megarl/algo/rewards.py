@@ -23,7 +23,7 @@ from megarl.config.schema.algo import (
     OverlongConfig,
     RewardNormConfig,
 )
-from megarl.types import Experience, Metrics
+from megarl.types import Experience, Metrics, check_score
 
 
 def compute_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
@@ -119,15 +119,6 @@ def compute_scaled_rewards(scores_B: Tensor, wrong: float) -> Tensor:
     for score in (float(scores.min()), float(scores.max())):
         check_score(score, wrong)
     return wrong + (1 - wrong) * scores
-
-
-def check_score(score: float, wrong: float) -> None:
-    """Raises ValueError where reward.wrong is not 0 and the score is outside [0, 1]."""
-    if wrong != 0 and not 0 <= score <= 1:
-        raise ValueError(
-            f"reward.wrong: found {wrong:g} with a score of {score:g}; it maps the scores 0 to 1 to rewards from"
-            f" {wrong:g} to 1, so that every score must be in [0, 1]; reward.wrong=0 takes the scores as they are"
-        )
 
 
 def compute_overlong_penalty(lengths_B: Tensor, config: OverlongConfig, response_length: int) -> Tensor:

@@ -18,12 +18,11 @@ from megarl.config.schema.task import (
     VerifiersEnvironmentConfig,
 )
 from megarl.environment import Observation
-from megarl.task.environments import EnvironmentFactory, build_environment, build_tool_prompt
+from megarl.task.environments import EnvironmentFactory, VerifiersEnvironment, build_environment, build_tool_prompt
 from megarl.task.process import CallError, FunctionProcess, StartError
 from megarl.task.render import Renderer
 from megarl.task.sandbox import warn_of_gaps
 from megarl.task.tools import FoundCalls, Toolbox, ToolPrompt, ToolsEnvironment
-from megarl.task.verifiers import VerifiersEnvironment
 from megarl.types import Message, Prompt
 
 if TYPE_CHECKING:

@@ -23,13 +23,12 @@ from typing import Any
 
 import numpy as np
 
-from megarl.algo.rewards import check_score
 from megarl.config.errors import ConfigError
 from megarl.files import parse_strict_json
 from megarl.report.metrics import LineFile
 from megarl.report.scores import count_failed
 from megarl.task.render import CriticPrompt
-from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score, Turn
+from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score, Turn, check_score
 
 FILE_NAME = "rollouts.jsonl"
 

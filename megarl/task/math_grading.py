@@ -1,26 +1,505 @@
-"""One verdict from a response and the expected answer: equal in value, of the same kind and as evaluated as it."""
+"""What a stated answer means, and one verdict from it and the expected answer: equal, of its kind, as evaluated."""
 
+import math
 import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import sympy
+from latex2sympy2_extended.latex2sympy2 import latex2sympy
+from math_verify.grader import should_treat_as_complex
+from sympy.physics import units as sympy_units
+from sympy.physics.units.quantities import Quantity
+from sympy.physics.units.systems.si import SI
 
-from megarl.task.math_reading import (
-    Answer,
-    Equation,
-    Expression,
-    Items,
-    Number,
-    Region,
-    convert,
-    make_exact,
-    read_answer,
-    to_region,
+from megarl.task.math_text import (
+    MAX_CHARACTERS,
+    clean,
+    extract_statements,
+    find_last_value,
+    is_one_group,
+    measure_depth,
+    remove_thinking,
+    split,
 )
-from megarl.task.math_text import MAX_CHARACTERS, clean, extract_statements, find_last_value, remove_thinking
+
+SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+_MONEY = {
+    **dict.fromkeys(["$", "dollar", "usd", "buck"], Fraction(1)),
+    **dict.fromkeys(["cent", "¢"], Fraction(1, 100)),
+}
+_SHORT = {"mins": "minute", "min": "minute", "sec": "second", "hr": "hour", "yr": "year", "deg": "degree"}
+_SHORT |= {"°": "degree", "in": "inch", "inche": "inch", "feet": "foot", "lb": "pound", "litre": "liter"}
+_SHORT |= {"metre": "meter", "centimetre": "centimeter", "kilometre": "kilometer", "ml": "milliliter", "sq": "square"}
+_SHORT |= {"mph": "mile per hour", "kph": "kilometer per hour", "kmh": "kilometer per hour", "€": "euro"}
+_NOT_IN_UNITS = re.compile(
+    r"(?:and|or|not|is|are|be|if|no|none|unknown|wrong|incorrect|false|untrue|invalid|mistaken|maybe|either|neither|but|than"
+    r"|plus|minus|times|over|divided|of|by|squared|cubed|pi|sqrt|sin|cos|tan|log|ln|exp|mod|infinity|factorial|choose|half"
+    r"|third|quarter|because)"
+)
+_LETTERS = frozenset("mgshlLNJWVAKCF")
+"""Letters that are units behind a space; others, and all of them behind a digit (5m), are factors."""
+_GLUED = frozenset(["mm", "cm", "dm", "km", "kg", "ft", "yd", "lb", "oz", "hr", "hz"])
+"""Units of two letters that are no product behind a digit either."""
+_SPACED = _GLUED | frozenset(["mg", "ml", "cl", "dl", "mi", "in", "ms", "ha", "kw"])
+_WORDS = re.compile(r"[A-Za-z°$€£¢%][A-Za-z°$€£¢%'’.-]*(?:\^\{?[23]\}?|[²³])?|/")
+MAX_WORDS = 5
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A known unit has a dimension and a size in the dimension's own unit; another one is its words."""
+
+    words: tuple[str, ...] = ()
+    dimension: str = ""
+    size: Fraction = Fraction(1)
+    factor: int = 1
+    """What the number is to be multiplied by: 1000 for "thousand eggs" """
+
+
+NO_UNIT = Unit()
+
+
+def read_unit(text: str, *, spaced: bool) -> Unit | None:
+    """The unit that these words name; None where they are no unit.
+
+    spaced: stands apart from the number; otherwise only some known units count, as in 5cm. In \\text{} all count.
+    """
+    written = text
+    text = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).replace(" ^", "^").strip()
+    text = text[:-1] if text[-2:-1].isalpha() and text.endswith(".") else text
+    words = [word.lower() if len(word) > 1 else word for word in _WORDS.findall(text)]
+    if "".join(_WORDS.findall(text)) != re.sub(r"\s", "", text) or len(words) > MAX_WORDS:
+        return None
+    if any(map(_NOT_IN_UNITS.fullmatch, words)):
+        return None
+    is_text = "\\text" in written
+    factor = 1
+    while words and words[0].rstrip("s") in SCALES:
+        factor *= SCALES[words.pop(0).rstrip("s")]
+    known = _measure(words)
+    if words and not is_text and not _is_no_product(words, spaced=spaced, is_known=known is not None):
+        return None
+    if known is not None:
+        return Unit(tuple(words), known[0], known[1], factor)
+    return Unit(tuple(_singular(word) for word in words), "", Fraction(1), factor)
+
+
+def _is_no_product(words: list[str], *, spaced: bool, is_known: bool) -> bool:
+    """Whether words outside \\text{} are a unit and no factors: 5 m, 5cm, 5 eggs, but not 5m, 5x^2, 5 xy."""
+    name = re.sub(r"[^a-zA-Z].*", "", words[0])
+    if is_known and len(name) != 2:
+        return len(name) != 1 or (spaced and name in _LETTERS)
+    if is_known:
+        return name in (_SPACED if spaced else _GLUED)
+    in_order = all(first < second for first, second in pairwise(name))
+    return spaced and (len(name) > 3 or (len(name) == 3 and not in_order))
+
+
+def convert(unit: Unit, to: Unit) -> Fraction | None:
+    """How many of `to` one of `unit` is; 1 where one of them is missing; None where they are different things."""
+    if not unit.words or not to.words:
+        return Fraction(1)
+    if unit.dimension or to.dimension:
+        return unit.size / to.size if unit.dimension == to.dimension else None
+    return Fraction(1) if set(unit.words) & set(to.words) else None
+
+
+def _singular(word: str) -> str:
+    return word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith("ss") else word
+
+
+def _measure(words: list[str]) -> tuple[str, Fraction] | None:
+    """Dimension and size of units known to sympy, multiplied and divided ("km / h", "square feet"); None for others."""
+    if len(words) == 1 and _singular(words[0]) in _MONEY:
+        return "money", _MONEY[_singular(words[0])]
+    words = [part for word in words for part in _SHORT.get(_singular(word), word).split()]
+    dimension: dict[str, int] = {}
+    size, sign, power = Fraction(1), 1, 1
+    for word in words:
+        if word in ("per", "/"):
+            sign = -1
+        elif word in ("square", "cubic"):
+            power = {"square": 2, "cubic": 3}[word]
+        else:
+            exponent = re.search(r"(?:\^\{?([23])\}?|([²³]))$", word)
+            name = word[: exponent.start()] if exponent else word
+            if exponent:
+                power = int((exponent.group(1) or exponent.group(2)).translate(str.maketrans("²³", "23")))
+            name = _SHORT.get(_singular(name), name)
+            unit = getattr(sympy_units, name, None) or getattr(sympy_units, _singular(name), None)
+            if not isinstance(unit, Quantity) or not unit.scale_factor.is_Rational:
+                if name not in ("degree", "degrees"):
+                    return None
+                parts, scale = {"angle": 1}, Fraction(1)
+            else:
+                found = SI.get_dimension_system().get_dimensional_dependencies(unit.dimension)
+                parts = {str(key): int(value) for key, value in found.items()}
+                scale = Fraction(int(unit.scale_factor.p), int(unit.scale_factor.q))
+            for key, value in parts.items():
+                dimension[key] = dimension.get(key, 0) + sign * power * value
+            size *= scale ** (sign * power)
+            power = 1
+    if not dimension:
+        return None
+    return " ".join(f"{key}^{value}" for key, value in sorted(dimension.items())), size
+
+
+_INTEGER = r"\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?!\d)|\d+"
+_NUMBER = re.compile(
+    r"(?P<sign>[-+]?)\s*(?P<money>\\?[$€£])?\s*(?P<sign2>-?)(?:"
+    rf"(?:(?P<whole>\d+)\s*)?\\frac\s*\{{\s*(?P<sign3>-?)\s*(?P<top>{_INTEGER})\s*\}}\s*\{{\s*(?P<bottom>{_INTEGER})\s*\}}"
+    r"|(?:(?P<whole2>\d+)[ -])?(?P<top2>\d+)\s*/\s*(?P<bottom2>\d+)"
+    r"|(?P<leading>\d*)\.(?P<fixed>\d*)\\overline\{(?P<repeated>\d+)\}"
+    rf"|(?P<digits>(?:{_INTEGER})(?:\.\d+)?|\.\d+)"
+    r"(?:\s*(?:\\times|\\cdot|\*|x)\s*10\s*(?:\^|\*\*)\s*\{?\s*(?P<ten>[-+]?\d{1,3})\s*\}?(?!\d)|[eE](?P<e>[-+]?\d{1,3})(?![\w.]))?"
+    r")"
+)
+_BASE = re.compile(
+    r"(?P<sign>-?)\s*[({]?(?P<digits>[0-9A-Z]+)[)}]?_\{?\(?(?:\\text\{)?\s*"
+    r"(?P<base>\d+|two|three|four|five|six|seven|eight|nine|ten)\}?\)?\}?$"
+)
+_BASES = dict(zip(["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"], range(2, 11), strict=True))
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number that is written out: 122, 1,000, 0.5, 3 1/2, 1.2 x 10^3, 50%, $18, 7 cm."""
+
+    value: Fraction
+    form: str
+    """integer, decimal, fraction or mixed"""
+    is_percent: bool = False
+    unit: Unit = NO_UNIT
+
+    @property
+    def share(self) -> Fraction:
+        """The value, with a percent as a hundredth."""
+        return self.value / 100 if self.is_percent else self.value
+
+    @property
+    def base(self) -> str:
+        """The base that is written behind the digits; empty for base 10."""
+        return self.unit.words[1] if self.unit.words[:1] == ("base",) and self.unit.words != ("base", "10") else ""
+
+
+def read_number(text: str) -> Number | None:
+    if found := _BASE.fullmatch(re.sub(r"^\\text\{\s*(\w+)\s*\}(?=\s*_)", r"\1", text)):
+        base = _BASES.get(found["base"]) or int(found["base"])
+        try:
+            value = Fraction(int(found["sign"] + found["digits"], base))
+        except ValueError:
+            return None
+        return Number(value, "integer", False, Unit(("base", str(base))))
+    found = _NUMBER.match(text)
+    if found is None:
+        return None
+    get = found.groupdict()
+    try:
+        value, form = _evaluate(get)
+    except (ValueError, ZeroDivisionError):
+        return None
+    negative = [get["sign"], get["sign2"], get["sign3"]].count("-") % 2
+    rest = text[found.end() :]
+    is_percent = rest.lstrip().startswith("%")
+    rest = rest.lstrip()[1:] if is_percent else rest
+    unit = read_unit(rest, spaced=rest[:1] == " ")
+    if unit is None:
+        return None
+    if get["money"] and not unit.dimension:
+        unit = Unit(("dollars",), "money", Fraction(1), unit.factor) if "$" in get["money"] else Unit((get["money"],))
+    value = (-value if negative else value) * unit.factor
+    return Number(value, form, is_percent, unit)
+
+
+def _evaluate(get: dict[str, str | None]) -> tuple[Fraction, str]:
+    def integer(name: str) -> int:
+        return int(re.sub(r"[ ,]", "", get[name] or "0"))
+
+    for suffix in ("", "2"):
+        if get["bottom" + suffix]:
+            whole = get["whole" + suffix]
+            value = Fraction(integer("top" + suffix), integer("bottom" + suffix))
+            return (value + integer("whole" + suffix), "mixed") if whole else (value, "fraction")
+    if get["repeated"]:
+        fixed, repeated = get["fixed"] or "", get["repeated"]
+        nines = (10 ** len(repeated) - 1) * 10 ** len(fixed)
+        return integer("leading") + Fraction(int(fixed + repeated) - int(fixed or "0"), nines), "decimal"
+    digits = re.sub(r"[ ,]", "", get["digits"] or "")
+    value = Fraction(digits) * Fraction(10) ** int(get["ten"] or get["e"] or 0)
+    return value, "integer" if digits.isdigit() and not get["ten"] and not get["e"] else "decimal"
+
+
+MAX_DEPTH = 20
+"""Brackets in one another; deeper ones are not read."""
+MAX_FORMULA = 400
+"""Characters that latex2sympy is given; it needs about 10 ms for each where it recovers from errors."""
+MAX_BITS = 100_000
+"""Size of a number when evaluated; larger powers are not read."""
+_RELATION = re.compile(r"\\le(?![a-z])|\\ge(?![a-z])|<|>")
+_NAME = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*(?:\([a-z]\))?$")
+_PLUS_MINUS = re.compile(r"\\pm(?![a-z])")
+_MODULUS = re.compile(
+    r"(?<!\s)\s*(?:\(\s*)?(?:\\[bp]?mod|(?<![a-zA-Z\\])mod|\\text\{\s*\(?\s*mod\s*\})\s*(?:\{\s*(\w+)\s*\}|(\d+|[a-z]))\s*\)?$"
+)
+_JOINED = re.compile(
+    r"\s*(?:,\s*)?(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))\s*|\s*[,;]\s*"
+)
+_PLAIN_FUNCTION = re.compile(r"(?<![\\a-zA-Z])(sqrt|pi|sin|cos|tan|log|ln|infty|theta|alpha|beta)(?![a-zA-Z])")
+_PROSE = re.compile(r"(?<![\\{a-zA-Z])[a-zA-Z]{4,}.*\d|\d.* [a-zA-Z]{4,} .*\d")
+_WORD = re.compile(r"(?<![\\a-zA-Z])(?!cdot|times)[a-zA-Z]{4,}|[^\x00-\x7f]")
+_UNREADABLE = re.compile(
+    r"[\^_]\s*\\?\w+\s*[\^]\s*\\?\w+\s*\^|_\w+\s*_|\\binom.*\d{4}|\d{4}.*\\binom|\\binom.*\^|--|=\s*=|\\text|[\d)}]\s*_"
+)
+"""Double superscripts and subscripts, subscripts of numbers, which latex2sympy drops, and binomials too large to be
+evaluated, which it does at once."""
+
+
+@dataclass(frozen=True)
+class Expression:
+    """Anything else that latex2sympy reads, as written (not evaluated)."""
+
+    tree: Any
+    latex: str
+    unit: Unit = NO_UNIT
+
+
+@dataclass(frozen=True)
+class Items:
+    """Several answers in brackets: {} for a set, "" for a list, (), [], [) and (] for tuples or intervals."""
+
+    brackets: str
+    items: "tuple[Answer, ...]"
+
+
+@dataclass(frozen=True)
+class Region:
+    """A set of real numbers."""
+
+    set: Any
+    name: str = ""
+    """What lies in it (x, f(x)), where that is said."""
+
+
+@dataclass(frozen=True)
+class Equation:
+    """name = value; earlier sides of a chain are in `sides`, as text."""
+
+    sides: tuple[str, ...]
+    value: "Answer"
+
+
+Answer = Number | Expression | Items | Region | Equation
+
+
+def read_answer(text: str) -> Answer | None:
+    """What the text says as mathematics; None where it says nothing, or in more than MAX_CHARACTERS."""
+    if len(text) > MAX_CHARACTERS or measure_depth(text) > MAX_DEPTH:
+        return None
+    return _read(clean(text))
+
+
+def _read(text: str) -> Answer | None:
+    text = text.strip()
+    if not text:
+        return None
+    if (number := read_number(text)) is not None:
+        return number
+    if found := _MODULUS.search(text):
+        name, is_congruent, rest = text[: found.start()].rpartition("\\equiv")
+        value = _read(rest)
+        if not isinstance(value, Number) or value.unit != NO_UNIT or (is_congruent and not _NAME.match(name.strip())):
+            return None
+        value = replace(value, unit=Unit((f"mod {found.group(1) or found.group(2)}",)))
+        return Equation((name.strip(),), value) if is_congruent else value
+    num_signs = len(_PLUS_MINUS.findall(text))
+    if num_signs > 2:
+        return None
+    if num_signs:
+        return _read_items("", [_PLUS_MINUS.sub(sign, text, count=1) for sign in ("+", "-")])
+    parts = list(split(text, _JOINED))
+    if len(parts) > 1:
+        items = _read_items("", parts)
+        words = " or " in text or "\\text{ or" in text
+        return _unite(items) if words and items and any(isinstance(i, Region) for i in items.items) else items
+    exact, *decimals = split(text, re.compile(r"\\approx(?![a-z])"))
+    return _read_approximation(exact.strip(), decimals[0]) if len(decimals) == 1 else _read_one(text)
+
+
+def _read_approximation(exact: str, decimals: str) -> Answer | None:
+    """The exact value where the decimals are about it (12 pi ~ 37.7); the decimals where it is but a name (x ~ 2.5)."""
+    value, rounded = _read(exact), _read(decimals)
+    numbers = [_as_sympy(each.value if isinstance(each, Equation) else each) for each in (value, rounded)]
+    if None not in numbers:
+        return value if abs(numbers[0] - numbers[1]) <= abs(numbers[0]) / 100 else None
+    return Equation((exact,), rounded) if rounded and _NAME.match(exact) else None
+
+
+def _read_one(text: str) -> Answer | None:
+    """An answer that is no list."""
+    sides = list(split(text, re.compile(r"(?<![<>!:])=")))
+    if len(sides) > 1:
+        value = _read(sides[-1])
+        if any(_PROSE.search(side) for side in sides):
+            return None
+        return Equation(tuple(side.strip() for side in sides[:-1]), value) if value and all(sides) else None
+    if found := re.match(r"(\\?[a-zA-Z](?:_\w)?)\s*\\in(?![a-z])", text):
+        region = to_region(_read(text[found.end() :]))
+        return replace(region, name=found.group(1)) if region else None
+    pieces = list(split(text, re.compile(r"\\cup(?![a-z])")))
+    if len(pieces) > 1:
+        items = _read_items("", pieces)
+        return _unite(items) if items else None
+    if _RELATION.search(text):
+        return _read_inequality(text)
+    return _read_bracketed(text) or _read_expression(text)
+
+
+def _read_items(brackets: str, parts: list[str]) -> Items | None:
+    items = [_read(part) for part in parts]
+    return Items(brackets, tuple(item for item in items if item)) if all(items) else None
+
+
+def _read_bracketed(text: str) -> Answer | None:
+    """A set, tuple or interval; single round brackets around one answer are left out."""
+    text = text.replace("\\langle", "(").replace("\\rangle", ")")
+    for opening, closing in (("\\{", "\\}"), ("(", ")"), ("[", "]"), ("(", "]"), ("[", ")"), ("{", "}")):
+        if text.startswith(opening) and text.endswith(closing) and is_one_group(text):
+            inside = text[len(opening) : -len(closing)]
+            parts = list(split(inside, re.compile(r"[,;]")))
+            if len(parts) == 1 and opening in "({":
+                return _read(inside)
+            brackets = (opening + closing).replace("\\", "")
+            return _read_items(brackets, parts) if inside.strip() else None
+    return None
+
+
+def _read_inequality(text: str) -> Answer | None:
+    """A solved inequality (a variable between closed numbers) as a region; any other one as it is."""
+    sides = [side.strip() for side in split(text, _RELATION)]
+    signs = [found.group(0) for found in _RELATION.finditer(text)]
+    names = [position for position, side in enumerate(sides) if _NAME.match(side)]
+    if len(names) != 1 or len(sides) != len(signs) + 1 or len(sides) > 3 or (len(sides) == 3 and names != [1]):
+        return _read_expression(text)
+    region: Any = sympy.S.Reals
+    for position, sign in enumerate(signs):
+        bound = _as_sympy(_read(sides[position + 1 if names[0] == position else position]))
+        if bound is None:
+            return None
+        is_upper = ("l" in sign or sign == "<") == (names[0] == position)
+        is_open = sign in "<>"
+        half = sympy.Interval(-sympy.oo, bound, True, is_open) if is_upper else sympy.Interval(bound, sympy.oo, is_open)
+        region = region.intersect(half)
+    return Region(region, re.sub(r"[\s{}]|\([a-z]\)", "", sides[names[0]]))
+
+
+def _unite(items: Items) -> Region | None:
+    regions = [to_region(item) for item in items.items]
+    names = {region.name for region in regions if region} - {""}
+    if not all(regions) or len(names) > 1:
+        return None
+    return Region(sympy.Union(*(region.set for region in regions if region)), "".join(names))
+
+
+def to_region(answer: Answer | None) -> Region | None:
+    """An interval, a set of numbers, R or an inequality as a set; None for anything else."""
+    if isinstance(answer, Region):
+        return answer
+    if isinstance(answer, Expression) and isinstance(answer.tree, sympy.Set):
+        return Region(answer.tree)
+    if not isinstance(answer, Items):
+        return None
+    values = [_as_sympy(item) for item in answer.items]
+    if any(value is None or not value.is_extended_real for value in values):
+        return None
+    if answer.brackets == "{}":
+        return Region(sympy.FiniteSet(*values))
+    if len(values) != 2 or answer.brackets not in ("()", "[]", "(]", "[)") or not values[0] < values[1]:
+        return None
+    return Region(sympy.Interval(*values, answer.brackets[0] == "(", answer.brackets[1] == ")"))
+
+
+def _as_sympy(answer: Answer | None) -> Any:
+    """The value of a number or expression without symbols; None for others and for one with a unit that has a size."""
+    if isinstance(answer, Number | Expression) and answer.unit.dimension:
+        return None
+    if isinstance(answer, Number):
+        return sympy.Rational(answer.share)
+    if isinstance(answer, Expression) and isinstance(answer.tree, sympy.Expr) and not answer.tree.free_symbols:
+        return make_exact(answer.tree)
+    return None
+
+
+def make_exact(tree: Any) -> Any:
+    """The tree with decimals as fractions, and evaluated where sympy does so by itself."""
+    floats = {number: sympy.Rational(str(number)) for number in tree.atoms(sympy.Float)}
+    return tree.xreplace(floats).doit(deep=True) if floats else tree.doit(deep=True)
+
+
+def _read_expression(text: str) -> Expression | None:
+    formula, unit = _split_unit(text)
+    latex = _to_latex(formula)
+    if not 0 < len(latex) <= MAX_FORMULA or _UNREADABLE.search(latex):
+        return None
+    if _WORD.search(re.sub(r"\\[a-zA-Z]+\*?|\{[pbvBV]?matrix\}", " ", latex)):
+        return None
+    try:
+        tree = latex2sympy(
+            latex, is_real=not should_treat_as_complex(latex), convert_degrees=False, normalization_config=None
+        )
+        if tree is None or _count_bits(tree) > MAX_BITS:
+            return None
+    except MemoryError:
+        raise
+    except Exception:  # latex2sympy raises Exception itself, and many kinds of errors for what it cannot read.
+        return None
+    return Expression(tree, latex, unit or NO_UNIT)
+
+
+def _split_unit(text: str) -> tuple[str, Unit | None]:
+    """The formula and the unit behind it; no formula where words behind it are no unit."""
+    found = re.search(
+        r"(?:°|\s*(?:\\text\{[^{}]*\}(?:\^\{?[23]\}?)?\s*)+|(?<=[\d})i]) [a-z]{2,}(?: [a-z]+)*(?:\^\{?[23]\}?)?)$", text
+    )
+    if found is None or not found.start():
+        return text, None
+    unit = read_unit(found.group(0), spaced=True)
+    return (text[: found.start()], unit) if unit else ("", None)
+
+
+def _to_latex(text: str) -> str:
+    text = text.replace("*", "\\cdot ")
+    while found := re.search(r"\\?(?<![a-zA-Z])exp\s*(?=[({])", text):
+        ends = (end for end in range(found.end() + 2, len(text) + 1) if is_one_group(text[found.end() : end]))
+        end = next(ends, 0)
+        if not end:
+            break
+        text = f"{text[: found.start()]}e^{{{text[found.end() + 1 : end - 1]}}}{text[end:]}"
+    text = _PLAIN_FUNCTION.sub(r"\\\1 ", text)
+    text = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
+    text = re.sub(r"\^\s*\(([^()]*)\)", r"^{\1}", text)
+    text = re.sub(r"\^\s*(-?\d+)", r"^{\1}", text)
+    text = re.sub(r"(?<![a-zA-Z\\])(?:inf|infinity|oo)(?![a-zA-Z])", r"\\infty ", text)
+    return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+
+
+def _count_bits(tree: Any) -> float:
+    """About how many bits the number has when evaluated; symbols count as a few."""
+    if isinstance(tree, sympy.Integer):
+        return float(abs(tree.p).bit_length())
+    bits = [_count_bits(part) for part in (tree if isinstance(tree, sympy.MatrixBase) else tree.args)]
+    if isinstance(tree, sympy.Pow) and len(bits) == 2:
+        return bits[0] * math.exp2(min(bits[1], 60.0))
+    if isinstance(tree, sympy.exp) and tree.exp.is_polynomial():
+        return sum(bits) + 4  # nothing to evaluate, as in e^{x^2}
+    if isinstance(tree, sympy.factorial | sympy.exp):
+        return math.exp2(min(bits[0], 60.0)) * (bits[0] + 1)
+    return sum(bits) + 4
+
 
 _FREE = frozenset(
     re.findall(
@@ -311,9 +790,9 @@ _DENIAL = re.compile(r"(?:not|unknown|undetermined|unclear|undefined|none|imposs
 _CHOICE = re.compile(
     r"(?:option |choice |answer )?(?:\(([A-J])\)|([A-J])(?=[).:]|$))(?!.*(?:\([A-J]\)|\bor\b))(.*)", re.I
 )
-_PROSE = re.compile(r"(?<![\\\w{])(?!sqrt|sin|cos|tan|log|ln|pi)[A-Za-z]{2,} ")
+_UNMARKED_PROSE = re.compile(r"(?<![\\\w{])(?!sqrt|sin|cos|tan|log|ln|pi)[A-Za-z]{2,} ")
 """A word in a response that is not marked as an answer; letters would be factors."""
-_WORDS = re.compile(r"[A-Za-z][A-Za-z '.-]*[A-Za-z.]")
+_ONLY_WORDS = re.compile(r"[A-Za-z][A-Za-z '.-]*[A-Za-z.]")
 _TIME = re.compile(r"[012]?\d:[0-5]\d(?!\d)")
 _SYMBOLS = frozenset("abcmnpqrtuvwxyz")
 MAX_STATEMENTS = 20
@@ -348,7 +827,7 @@ def grade(gold_text: str, text: str, mode: str, *, thinking: bool = False) -> Ve
     if gold is None:
         return _grade_texts(_fold(gold_text), [_fold(each) for each in statements])
     readings = [read_answer(each) for each in statements]
-    if statements == [whole] and isinstance(readings[0], Expression) and _PROSE.search(whole):
+    if statements == [whole] and isinstance(readings[0], Expression) and _UNMARKED_PROSE.search(whole):
         readings = [None]
     answers = [reading for reading in readings if reading is not None]
     if not answers and mode == "any" and statements in ([], [whole]):
@@ -390,7 +869,7 @@ def _is_words(text: str) -> bool:
     """Whether a gold is words or a time of day, and no product of symbols or ratio."""
     if _TIME.match(text):
         return True
-    if not _WORDS.fullmatch(text) or text in ("pi", "infinity"):
+    if not _ONLY_WORDS.fullmatch(text) or text in ("pi", "infinity"):
         return False
     return " " in text or len(text) > 3 or not set(text.lower()) <= _SYMBOLS
 

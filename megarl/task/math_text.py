@@ -1,6 +1,6 @@
 """Mathematical answers as text: which parts of a response state one, and one way of writing it.
 
-Only the text is looked at here; megarl.task.math_reading says what a stated answer means. Every search is linear in the
+Only the text is looked at here; megarl.task.math_grading says what a stated answer means. Every search is linear in the
 length of the response.
 """
 

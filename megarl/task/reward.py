@@ -1,14 +1,27 @@
-"""The sorts of rewards: functions of this process, functions in processes of their own, and what is awaited."""
+"""The sorts of rewards, and those by a rule: texts, numbers, mathematics, form, length."""
 
 import asyncio
+import importlib.util
 import os
 import queue
+import re
 import threading
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.task import ProcessRewardConfig
+from megarl.config.schema.task import (
+    EnvironmentRewardConfig,
+    FormatRewardConfig,
+    LengthRewardConfig,
+    MathRewardConfig,
+    NumericRewardConfig,
+    ProcessRewardConfig,
+)
+from megarl.task.math_text import ends_in_open_thinking
 from megarl.task.process import CallError, FunctionProcess, StartError
 from megarl.types import Prompt, Response, RewardFunction, Score
 
@@ -146,3 +159,146 @@ class ProcessReward(AsyncReward):
             raise RewardFailedError(f"the reward {reasons.get(error.kind, f'failed: {error}')}") from error
         finally:
             self._idle.put(process)
+
+
+def score_exact(prompt: Prompt, response: Response) -> Score:
+    """1 where the normalised response is the normalised answer, else 0."""
+    answer = normalize_text(response.text)
+    equal = answer == normalize_text(prompt.answer)
+    return Score(reward=float(equal), correct=equal, answer=answer or None)
+
+
+def normalize_text(text: str) -> str:
+    """The text in lower case, runs of white space as one space, none at the ends, no full stop at the end."""
+    return " ".join(text.casefold().split()).rstrip(".").rstrip()
+
+
+class FormatReward(ProcessReward):
+    """1 where the response, white space at its ends aside, matches reward.pattern, else 0; its content does not count.
+    It is matched in a process of its own, which ends a match without an end."""
+
+    path = "megarl.task.function:build_pattern_matcher"
+    key = "reward.pattern"
+
+    def __init__(self, config: FormatRewardConfig):
+        """Raises ConfigError for a pattern that is none."""
+        try:
+            re.compile(config.pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            found = f"{config.pattern!r}; not a regular expression: {error}"
+            raise ConfigError([f"reward.pattern: found {found}"]) from error
+        super().__init__(config, pattern=config.pattern)
+
+    def read(self, answer: Any, prompt: Prompt) -> Score:
+        return Score(float(answer), bool(answer))
+
+
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?|\.\d+"
+NUMBER = re.compile(rf"(?<![\w.])[-+−]?\$?(?:{_DIGITS})(?:[eE][-+]?\d{{1,4}}(?!\d)|/\d+(?![.\d]))?", re.ASCII)
+"""An integer or decimal, thousands with commas, scientific notation with up to 4 digits, or a/b"""
+MAX_CHARACTERS = 1000
+"""A longer number is not read."""
+
+
+def parse_number(text: str) -> Fraction | None:
+    """The number that the text is, exactly; None where it is none. $ before and % after it are left out."""
+    text = text.strip().removesuffix("%").rstrip()
+    if len(text) > MAX_CHARACTERS or not NUMBER.fullmatch(text):
+        return None
+    try:
+        return Fraction(text.replace(",", "").replace("$", "").replace("−", "-"))
+    except ZeroDivisionError:
+        return None
+
+
+def find_last_number(text: str) -> Fraction | None:
+    """The last number of the text."""
+    last = deque(NUMBER.finditer(text), maxlen=1)
+    return parse_number(last[0].group()) if last else None
+
+
+def format_number(number: Fraction) -> str:
+    """The same text for equal numbers: a decimal where it is exact with 28 digits, else a/b."""
+    decimal = (Decimal(number.numerator) / Decimal(number.denominator)).normalize()
+    if Fraction(decimal) != number:
+        small = max(abs(number.numerator), number.denominator) < 10**MAX_CHARACTERS
+        return f"{number.numerator}/{number.denominator}" if small else str(decimal)
+    return f"{decimal:f}" if -30 < decimal.adjusted() < 30 else str(decimal)
+
+
+class NumericReward:
+    """1 where the response's last number is the prompt's answer, within the tolerances, else 0. details: "format" is 1
+    where the response has a number."""
+
+    def __init__(self, config: NumericRewardConfig):
+        # As written: 0.1 is a tenth.
+        self._tolerance, self._share = Fraction(repr(config.tolerance)), Fraction(repr(config.relative_tolerance))
+
+    def __call__(self, prompt: Prompt, response: Response) -> Score:
+        """Raises ValueError, naming the prompt, where its answer is no number."""
+        expected, found = parse_number(prompt.answer), find_last_number(response.text)
+        if expected is None:
+            needed = "reward=numeric needs a number, such as 85, 1,234.5 or 3/4"
+            raise ValueError(f"prompt {prompt.id!r}: answer {prompt.answer!r} found; {needed}")
+        if found is None:
+            return Score(0.0, False, {"format": 0.0})
+        correct = abs(found - expected) <= max(self._tolerance, self._share * abs(expected))
+        return Score(float(correct), correct, {"format": 1.0}, format_number(found))
+
+
+class MathReward(ProcessReward):
+    """1 where the response states the prompt's answer and no other one, else 0.
+
+    The prompt's answer is LaTeX or plain (with or without $); one that cannot be read as mathematics is compared as
+    text. What states an answer is reward.answer; the rules are in docs/environments-and-rewards.md. details: "format"
+    is 1 where the response states one answer that can be read; "timeout" is 1 where time or memory ran out, which
+    counts as wrong.
+    """
+
+    path = "megarl.task.function:build_math_scorer"
+    given_up = Score(0.0, False, {"format": 0.0, "timeout": 1.0})
+
+    def __init__(self, config: MathRewardConfig):
+        """Raises ConfigError without math-verify."""
+        if importlib.util.find_spec("math_verify") is None:
+            raise ConfigError(["reward: math found, but math-verify is not installed; `make install` brings it"])
+        super().__init__(config)
+        self._mode = config.answer.value
+
+    def ask(self, prompt: Prompt, response: Response) -> dict[str, Any]:
+        thinking = ends_in_open_thinking(prompt.text)
+        return {"gold": prompt.answer, "text": response.text, "mode": self._mode, "thinking": thinking}
+
+    def read(self, answer: Any, prompt: Prompt) -> Score:
+        correct, details = bool(answer["correct"]), {"format": float(answer["read"]), "timeout": 0.0}
+        return Score(float(correct), correct, details, answer["answer"])
+
+
+class LengthReward:
+    """1 for a response of min_length to max_length tokens, falling linearly to 0 at `falloff` tokens outside. Tokens
+    are those that the policy generated. Correct within the range. details: {"tokens": their number}."""
+
+    def __init__(self, config: LengthRewardConfig):
+        """Raises ConfigError for an empty range."""
+        if config.min_length > config.max_length:
+            allowed = f"at most reward.max_length ({config.max_length})"
+            raise ConfigError([f"reward.min_length: found {config.min_length}; it must be {allowed}"])
+        self._config = config
+
+    def __call__(self, prompt: Prompt, response: Response) -> Score:
+        length, falloff = int(response.generated.sum()), self._config.falloff
+        outside = max(self._config.min_length - length, length - self._config.max_length, 0)
+        # Without a falloff everything outside is 0.
+        reward = max(0.0, 1.0 - outside / falloff) if falloff else float(outside == 0)
+        return Score(reward, outside == 0, {"tokens": float(length)})
+
+
+class EnvironmentReward:
+    """0, as the rewards of the turns are part of every sample's reward, whatever `reward=` is; correct where their sum
+    is at least correct_at."""
+
+    def __init__(self, config: EnvironmentRewardConfig):
+        self._correct_at = config.correct_at
+
+    def __call__(self, prompt: Prompt, response: Response) -> Score:
+        return Score(0.0, sum(turn.reward for turn in response.turns) >= self._correct_at)

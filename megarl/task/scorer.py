@@ -6,19 +6,27 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from megarl.algo.rewards import check_score
 from megarl.config.errors import ConfigError
 from megarl.config.schema import task as schema
 from megarl.config.schema.reward_parts import read_parts
 from megarl.config.schema.task import RewardConfig, WeightedRewardConfig
-from megarl.task import rule_rewards as rules
-from megarl.task.code import CodeReward
 from megarl.task.data import GYM
 from megarl.task.function import FunctionReward
 from megarl.task.process import describe, load_callable
-from megarl.task.reward import AsyncReward, DirectReward, RewardFailedError
+from megarl.task.reward import (
+    AsyncReward,
+    DirectReward,
+    EnvironmentReward,
+    FormatReward,
+    LengthReward,
+    MathReward,
+    NumericReward,
+    RewardFailedError,
+    score_exact,
+)
+from megarl.task.sandbox import CodeReward
 from megarl.task.served_rewards import HttpReward, JudgeReward, ScalarModelReward
-from megarl.types import FinishReason, Prompt, Response, RewardFunction, Score
+from megarl.types import FinishReason, Prompt, Response, RewardFunction, Score, check_score
 
 ROUNDING = 1e-9
 """Weights such as 0.7, 0.2 and 0.1 do not add up to 1 in binary."""
@@ -106,16 +114,16 @@ TOYS = "megarl.examples.toys.rewards:"
 KINDS: Mapping[type[RewardConfig], Callable[[Any], AsyncReward | RewardFunction]] = {
     schema.AdditionRewardConfig: lambda config: load_callable(TOYS + "score_addition"),
     schema.CodeRewardConfig: CodeReward,
-    schema.EnvironmentRewardConfig: rules.EnvironmentReward,
-    schema.ExactRewardConfig: lambda config: rules.score_exact,
-    schema.FormatRewardConfig: rules.FormatReward,
+    schema.EnvironmentRewardConfig: EnvironmentReward,
+    schema.ExactRewardConfig: lambda config: score_exact,
+    schema.FormatRewardConfig: FormatReward,
     schema.FunctionRewardConfig: FunctionReward,
     schema.HttpRewardConfig: HttpReward,
     schema.JudgeRewardConfig: JudgeReward,
-    schema.LengthRewardConfig: rules.LengthReward,
+    schema.LengthRewardConfig: LengthReward,
     schema.LetterCountRewardConfig: lambda it: load_callable(TOYS + "LetterCountReward")(it.tolerance, it.falloff),
-    schema.MathRewardConfig: rules.MathReward,
-    schema.NumericRewardConfig: rules.NumericReward,
+    schema.MathRewardConfig: MathReward,
+    schema.NumericRewardConfig: NumericReward,
     schema.ReasoningGymRewardConfig: lambda config: load_callable(GYM + "ReasoningGymReward")(config),
     schema.ScalarModelRewardConfig: ScalarModelReward,
 }

@@ -11,7 +11,7 @@ from megarl.report.metrics import load_metrics
 from megarl.report.record import load_outcome
 from megarl.rollout.rollout_file import load_rollouts
 from megarl.run.resume import load_run
-from megarl.task.sources import read_jsonl
+from megarl.task.data import read_jsonl
 
 DEEP = '{"a": ' * 200_000
 

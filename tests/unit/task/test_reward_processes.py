@@ -11,7 +11,7 @@ from reward_cases import build_prompt, build_response, build_reward
 
 from megarl.config.schema.task import MathRewardConfig, ReasoningGymRewardConfig
 from megarl.examples.reasoning_gym.scorer import SCORERS_WITH_EVAL
-from megarl.task.process_functions import check_source
+from megarl.task.function import check_source
 
 
 @pytest.fixture(scope="module")

@@ -56,7 +56,7 @@ SUM = {"task": "chain_sum", "entry": {"question": "1 + 2 =", "answer": "3", "met
         (schema.ReasoningGymRewardConfig(), build_prompt("3", reasoning_gym=SUM), "data=reasoning_gym"),
         (schema.ExactRewardConfig(), build_prompt("Paris"), None),
         (schema.MathRewardConfig(), build_prompt("\\frac{1}{2}"), None),
-        (FunctionRewardConfig("megarl.task.rule_rewards:score_exact"), build_prompt("Paris"), None),
+        (FunctionRewardConfig("megarl.task.reward:score_exact"), build_prompt("Paris"), None),
     ],
     ids=lambda value: type(value).__name__,
 )

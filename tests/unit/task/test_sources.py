@@ -8,8 +8,7 @@ from data_cases import build_byte_tokenizer, build_char_tokenizer, load_toy
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.task import DataConfig, FunctionDataConfig, ReasoningGymDataConfig
-from megarl.task.data import DataSplits, build_data
-from megarl.task.sources import load_made
+from megarl.task.data import DataSplits, build_data, load_made
 
 
 def build_small(config: DataConfig, seed: int = 1) -> DataSplits:

@@ -17,10 +17,9 @@ from megarl.models.checkpoint import build_character_tokenizer
 from megarl.rollout.conversation import build_conversation
 from megarl.rollout.episodes import EpisodeRequest, EpisodeRunner, Sampling, check_conversation
 from megarl.task.data import build_data
-from megarl.task.environments import build_tool_prompt
+from megarl.task.environments import VerifiersEnvironment, build_tool_prompt, load_rows
 from megarl.task.problems import Problem
 from megarl.task.tools import FoundCalls
-from megarl.task.verifiers import VerifiersEnvironment, load_rows
 from megarl.types import FinishReason, Message, Prompt, Response
 
 COUNTDOWN = "vf-environments"
