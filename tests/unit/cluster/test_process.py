@@ -43,15 +43,6 @@ MODEL = {
 EIGHT = tuple(SmiGpu(str(number), f"GPU-{number}{number}", f"0000:{number}0:00.0", False) for number in range(8))
 
 
-@pytest.fixture
-def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "bin" / "nvidia-smi"
-    program.parent.mkdir()
-    program.write_text(f"#!/bin/sh\nprintf '{LINES}\\n'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-
-
 def use_in_thread(gpus: str, devices: Path, monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """The cores that a thread may use after it was bound; the test's own stay."""
     given, found = [Gpu(name, None) for name in gpus.split(",")], list[set[int]]()
@@ -69,14 +60,15 @@ def use_in_thread(gpus: str, devices: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_gpus_are_found_and_a_thread_is_bound_to_the_cores_near_its_own_where_they_are_known(
-    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allowed = os.sched_getaffinity(0)
     first = min(allowed)
-    with monkeypatch.context() as patch:
-        patch.setenv("PATH", str(tmp_path))  # without nvidia-smi
-        assert use_in_thread("0", tmp_path, patch) == allowed
-    request.getfixturevalue("nvidia_smi")
+    monkeypatch.setenv("PATH", str(tmp_path))  # without nvidia-smi
+    assert use_in_thread("0", tmp_path, monkeypatch) == allowed
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\nprintf '{LINES}\\n'\n")
+    program.chmod(0o755)
     # By number and by UUID, under the kernel's address.
     found = ask_nvidia_smi()
     assert [gpu.bus for gpu in found] == ["0000:18:00.0", "0000:9a:00.0"]
@@ -91,41 +83,40 @@ def test_gpus_are_found_and_a_thread_is_bound_to_the_cores_near_its_own_where_th
 
 
 @pytest.mark.parametrize(
-    ("value", "shown", "expected"),
+    ("value", "shown", "names", "uuids"),
     [
-        (None, EIGHT, [("0", "GPU-00"), ("1", "GPU-11")]),
-        ("4,5,6,7", EIGHT, [("4", "GPU-44"), ("5", "GPU-55"), ("6", "GPU-66")]),
-        ("7, 2", EIGHT, [("7", "GPU-77"), ("2", "GPU-22")]),
-        ("GPU-33,GPU-1", EIGHT, [("GPU-33", "GPU-33"), ("GPU-1", "GPU-11")]),
+        (None, EIGHT, "0,1", "GPU-00,GPU-11"),
+        ("4,5,6,7", EIGHT, "4,5,6", "GPU-44,GPU-55,GPU-66"),
+        ("7, 2", EIGHT, "7,2", "GPU-77,GPU-22"),
+        ("GPU-33,GPU-1", EIGHT, "GPU-33,GPU-1", "GPU-33,GPU-11"),
         # Of a GPU in parts CUDA could be held to no UUID.
-        ("0", (replace(EIGHT[0], is_parted=True),), [("0", None)]),
+        ("0", (replace(EIGHT[0], is_parted=True),), "0", "None"),
         # Where nvidia-smi shows nothing, the list is taken as it is, and else numbers.
-        (None, (), [("0", None), ("1", None), ("2", None)]),
-        ("4,5,6", (), [("4", None), ("5", None), ("6", None)]),
+        (None, (), "0,1,2", "None,None,None"),
+        ("4,5,6", (), "4,5,6", "None,None,None"),
+        (
+            "4,5",
+            EIGHT,
+            "4,5,?",
+            r"cluster.gpus_per_node: found 3; the job has 2 GPUs on n1 \(MEGARL_GPUS on n1 is '4,5'\)",
+        ),
+        (None, EIGHT, "?" + 8 * ",?", r"found 9; the job has 8 GPUs on n1 \(nvidia-smi shows no more\)"),
+        ("-1", EIGHT, "?", r"MEGARL_GPUS on n1: found '-1'; nvidia-smi shows the GPUs 0-7"),
+        ("3,GPU-33", EIGHT, "3,?", r"names one GPU twice: 3 and GPU-33"),
     ],
 )
-def test_the_jobs_gpus_are_those_of_its_list_in_its_order(
-    value: str | None, shown: tuple[SmiGpu, ...], expected: list[tuple[str, str | None]]
+def test_the_jobs_gpus_are_those_of_its_list_in_its_order_and_none_twice_or_of_another_job(
+    value: str | None, shown: tuple[SmiGpu, ...], names: str, uuids: str
 ) -> None:
-    found = choose_gpus("n1", ("CUDA_VISIBLE_DEVICES", value, shown), len(expected))
-    assert [(gpu.name, gpu.uuid) for gpu in found] == expected
-
-
-@pytest.mark.parametrize(
-    ("value", "number", "message"),
-    [
-        ("4,5", 3, r"cluster.gpus_per_node: found 3; the job has 2 GPUs on n1 \(MEGARL_GPUS on n1 is '4,5'\)"),
-        (None, 9, r"cluster.gpus_per_node: found 9; the job has 8 GPUs on n1 \(nvidia-smi shows no more\)"),
-        ("-1", 1, r"MEGARL_GPUS on n1: found '-1'; nvidia-smi shows the GPUs 0-7"),
-        ("0,8", 2, r"found '8'"),
-        ("3,GPU-33", 2, r"names one GPU twice: 3 and GPU-33"),
-    ],
-)
-def test_a_list_that_would_give_a_process_no_gpu_or_anothers_is_refused(
-    value: str | None, number: int, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        choose_gpus("n1", ("MEGARL_GPUS", value, EIGHT), number)
+    """names: ? where there is none, and then what is said in place of the UUIDs."""
+    number, variable = len(names.split(",")), ("MEGARL_GPUS", value, shown)
+    if "?" in names:
+        with pytest.raises(ConfigError, match=uuids):
+            choose_gpus("n1", variable, number)
+        return
+    found = choose_gpus("n1", variable, number)
+    assert ",".join(gpu.name for gpu in found) == names
+    assert ",".join(str(gpu.uuid) for gpu in found) == uuids
 
 
 def test_a_process_that_is_shown_other_gpus_ends_and_so_do_two_ranks_of_a_role_on_one(
@@ -218,18 +209,18 @@ from megarl.cluster.workers import WorkerActor
 from megarl.config.schema.run import RolloutConfig
 from megarl.rollout.server import build_environment
 
-kind, folder, gpus = sys.argv[1], Path(sys.argv[2]), [Gpu("5", "GPU-55")]
-if kind == "rank":
-    WorkerActor.__ray_metadata__.modified_class(str(folder / "rank.log"), "127.0.0.1", gpus)
-    assert "megarl.mcore.microbatches" in sys.modules, "the import chain is the real one"
-    found = dict(os.environ)
-else:
-    (folder / "config.json").write_text("{}")
-    config = RolloutConfig(kv_cache_tokens=1)
-    options = {"config": config, "checkpoint": folder, "log_file": folder / "server.log", "seed": 1}
-    ServerActor.__ray_metadata__.modified_class(folder / "owner.log", "127.0.0.1", gpus, options)
-    found = build_environment(config, folder)
-(folder / kind).write_text(json.dumps({name: found.get(name) for name in sys.argv[3:]}))
+folder, gpus, config = Path(sys.argv[1]), [Gpu("5", "GPU-55")], RolloutConfig(kv_cache_tokens=1)
+before = dict(os.environ)
+(folder / "config.json").write_text("{}")
+options = {"config": config, "checkpoint": folder, "log_file": folder / "server.log", "seed": 1}
+ServerActor.__ray_metadata__.modified_class(folder / "owner.log", "127.0.0.1", gpus, options)
+of_server = build_environment(config, folder)
+os.environ.clear()
+os.environ.update(before)
+WorkerActor.__ray_metadata__.modified_class(str(folder / "rank.log"), "127.0.0.1", gpus)
+assert "megarl.mcore.microbatches" in sys.modules, "the import chain is the real one"
+found = [{name: each.get(name) for name in sys.argv[2:]} for each in (of_server, os.environ)]
+(folder / "found").write_text(json.dumps(found))
 """
 
 
@@ -245,10 +236,9 @@ def test_ranks_and_servers_ask_nothing_of_cuda_before_their_model_and_agree_on_n
         monkeypatch.delenv(name, raising=False)
         if given is not None:
             monkeypatch.setenv(name, given)
-    for kind in ("rank", "server"):
-        words = [sys.executable, "-c", AS_ACTORS, kind, str(tmp_path), *names, "GLOO_SOCKET_IFNAME"]
-        subprocess.run(words, check=True, timeout=300)
-    found = [json.loads((tmp_path / kind).read_text()) for kind in ("rank", "server")]
+    words = [sys.executable, "-c", AS_ACTORS, str(tmp_path), *names, "GLOO_SOCKET_IFNAME"]
+    subprocess.run(words, check=True, timeout=300)
+    found = json.loads((tmp_path / "found").read_text())
     assert found == [dict.fromkeys(names, given or "0") | {"GLOO_SOCKET_IFNAME": "lo"}] * 2
     # What is set SGLang leaves; a release that does not would differ again.
     source = Path(str(find_spec("sglang").origin)).with_name("srt") / "entrypoints" / "engine.py"

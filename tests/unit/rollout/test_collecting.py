@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.cpu.lockstep import Lockstep
-from megarl.interfaces import Truncation, TurnRequest
+from megarl.interfaces import TurnRequest
 from megarl.rollout import collector as collector_module
 from megarl.rollout.client import ConnectionLostError
-from megarl.rollout.collector import EvalSet, Independent
+from megarl.rollout.collector import Independent
 from megarl.rollout.engine import OnEventLoop, call_in_thread
+from megarl.rollout.journal import Journal
 from megarl.task.scorer import Scorer
 from megarl.types import FinishReason, Prompt, Response, Score, Turn
 
@@ -154,14 +155,12 @@ class Engine(OnEventLoop):
         super().__init__()
         self.num_servers, self.num_losses, self.pause_s = num_servers, num_losses, pause_s
         self.waves: list[list[tuple[str | None, int]]] = []
-        self.truncations: list[Truncation | None] = []
         self.num_flushes = 0
         self.num_given = 0
         self.hanging = threading.Event()
 
     async def generate_turns(self, requests, take):
         self.waves.append([(request.name, request.server) for request in requests])
-        self.truncations += [request.truncation for request in requests]
         if any(request.token_ids[0] == 99 for request in requests):
             self.hanging.set()
             await asyncio.sleep(60)
@@ -235,14 +234,8 @@ def test_a_group_is_begun_without_waiting_and_goes_to_the_server_with_the_least_
     engine.close()
 
 
-def test_cancelling_the_engine_ends_a_wait_in_another_thread_and_work_that_is_just_being_begun(monkeypatch):
+def test_work_that_is_just_being_begun_is_cancelled_too(monkeypatch):
     engine = Engine()
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(build_collector(engine).sample, [HANGING], 1, key="k")
-        assert engine.hanging.wait(10)
-        engine.cancel()
-        with pytest.raises(CancelledError):
-            waiting.result(10)
     cancelling = threading.Thread(target=engine.cancel)
     begin = asyncio.run_coroutine_threadsafe
 
@@ -273,8 +266,18 @@ def test_a_blocking_call_that_outlives_its_wait_does_not_keep_the_loop():
     may_end.set()
 
 
-def test_the_sampling_of_a_further_set_is_that_sets_and_no_others():
-    engine, own = Engine(), Truncation(0.9, 20)
-    sets = [EvalSet("one", tuple(PROMPTS[:2]), 1, 0.7, own), EvalSet("two", tuple(PROMPTS[2:3]), 1, 0.0)]
-    build_collector(engine, eval_sets=sets).evaluate(PROMPTS[3:], weight_version=0, key="e")
-    assert engine.truncations == [None, own, own, None]
+def test_what_the_journal_holds_is_not_sampled_or_scored_again_and_it_holds_nothing_of_other_weights(tmp_path):
+    engine, verdicts = Engine(), iter([0.25, 0.5, 0.75, 1.0])
+
+    def build():
+        scorer = Scorer(lambda _prompt, _response: Score(next(verdicts), True))
+        return build_collector(engine, scorer=scorer, journal=Journal(tmp_path))
+
+    first = build().sample(PROMPTS[:2], 2, key="iteration-1/round-1")
+    assert [sample.score.reward for sample in first] == [0.5, 0.75, 1.0, 1.25]
+    assert build().sample(PROMPTS[:2], 2, key="iteration-1/round-1") == first
+    assert len(engine.waves) == 1
+    with pytest.raises(RuntimeError, match="weight version 0; the trainer's is 3"):
+        build_collector(engine, journal=Journal(tmp_path)).sample(PROMPTS, 2, weight_version=3, key="pretraining-1")
+    assert len(list(tmp_path.iterdir())) == 1
+    engine.close()

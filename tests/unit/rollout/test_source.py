@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fakes.groups import DEADLINE_S, GroupMaker, make_group
@@ -24,7 +25,6 @@ from megarl.rollout.source import (
     GroupSource,
     GroupState,
     IterationBatch,
-    NoSignalError,
     has_signal,
 )
 from megarl.task.data import PromptSampler
@@ -145,7 +145,9 @@ def test_whatever_is_complete_first_and_wherever_it_is_killed_each_group_is_take
         assert sorted(taken) == list(range(num_groups * num_iterations)) == sorted(set(maker.begun))
 
 
-def take_after(scheduler: GroupScheduler, maker: GroupMaker, num_under_way: int, *complete: int) -> CompleteGroup:
+def take_after(
+    scheduler: GroupScheduler, maker: GroupMaker, num_under_way: int, *complete: int, failed: int | None = None
+) -> CompleteGroup:
     """What is taken where these groups are complete in this order, once so many are under way."""
     with ThreadPoolExecutor(1) as pool:
         taking = pool.submit(scheduler.take)
@@ -153,31 +155,23 @@ def take_after(scheduler: GroupScheduler, maker: GroupMaker, num_under_way: int,
             maker.wait(num_under_way)
             for number in complete:
                 maker.complete(number)
-            return taking.result(DEADLINE_S)
         except BaseException:
             scheduler.close(DEADLINE_S)
             raise
+        if failed is not None:
+            maker.fail(failed, RuntimeError("the server is down"))
+        return taking.result(DEADLINE_S)
 
 
-def test_what_fails_is_raised_once_and_nothing_is_begun_until_the_next_call():
-    maker = GroupMaker()
-    with ThreadPoolExecutor(1) as pool, scheduling(maker) as scheduler:
-        scheduler.allow(2)
-        taking = pool.submit(scheduler.take)
-        maker.wait(2)
-        maker.fail(0, RuntimeError("the server is down"))
-        with pytest.raises(RuntimeError, match="the server is down"):
-            taking.result(DEADLINE_S)
-        assert maker.begun == [0, 1]
-        assert take_after(scheduler, maker, 2, 0).number == 0
-        assert maker.begun == [0, 1, 0]
-
-
-def test_a_failure_that_was_noted_before_servers_were_restarted_is_forgotten():
+def test_what_fails_is_raised_once_and_begun_again_at_the_next_call_and_forgotten_where_servers_were_restarted():
     maker = GroupMaker()
     with scheduling(maker) as scheduler:
         scheduler.allow(2)
+        with pytest.raises(RuntimeError, match="the server is down"):
+            take_after(scheduler, maker, 2, failed=0)
+        assert maker.begun == [0, 1]
         assert take_after(scheduler, maker, 2, 0).number == 0
+        assert maker.begun == [0, 1, 0]
         scheduler.allow(2)
         maker.wait(2)
         maker.fail(1, RuntimeError("the server is down"))
@@ -188,28 +182,30 @@ def test_a_failure_that_was_noted_before_servers_were_restarted_is_forgotten():
 
 
 @pytest.mark.parametrize("error", [RuntimeError("x"), CancelledError(), ValueError("a reward")])
-def test_what_cannot_begin_is_raised_and_begun_again(error):
-    maker, errors = GroupMaker(), [error]
-
-    def start(prompt, key):
-        if errors:
-            raise errors.pop()
-        return maker.start(prompt, key)
-
-    scheduler = GroupScheduler(start, PromptSampler(FEW, 1), 2, None, GroupState())
-    scheduler.allow(1)
-    with pytest.raises(type(error)):
-        scheduler.take()
-    assert take_after(scheduler, maker, 1, 0).number == 0
-    assert scheduler.close(DEADLINE_S) == 0
+def test_what_cannot_begin_is_raised_and_begun_again(error, monkeypatch):
+    maker = GroupMaker()
+    with scheduling(maker) as scheduler:
+        with monkeypatch.context() as patch:
+            patch.setattr(scheduler, "_start", lambda prompt, key: (_ for _ in ()).throw(error))
+            scheduler.allow(1)
+            with pytest.raises(type(error)):
+                scheduler.take()
+        assert take_after(scheduler, maker, 1, 0).number == 0
 
 
-def test_a_group_of_a_server_without_the_trainers_weights_is_an_error_and_not_journaled(tmp_path):
-    maker, journal = GroupMaker(version=-1), Journal(tmp_path)
-    with scheduling(maker, journal) as scheduler:
-        scheduler.allow(1)
-        with pytest.raises(RuntimeError, match="a server without the trainer's weights"):
-            take_after(scheduler, maker, 1, 0)
+@pytest.mark.parametrize(
+    ("first", "last", "message"),
+    [(0, 1, "weight version 0, 1; the trainer's is 0"), (-1, -1, "a server without the trainer's weights")],
+)
+def test_a_group_with_a_token_of_other_weights_is_an_error_and_not_journaled(first, last, message, tmp_path):
+    maker, journal = GroupMaker(version=first), Journal(tmp_path)
+    with taking(maker, "rollout.max_staleness=2", journal=journal) as (source, pool):
+        running = pool.submit(source.take, 1, 0)
+        maker.wait(12)
+        maker.version = last
+        maker.complete(7)
+        with pytest.raises(RuntimeError, match=message):
+            running.result(DEADLINE_S)
     assert journal.list_groups(0) == []
 
 
@@ -227,18 +223,14 @@ def test_a_file_of_the_journal_that_cannot_be_read_costs_its_group_and_no_other(
         scheduler.allow(3)
         assert [scheduler.take().number for _ in range(2)] == [1, 0]
         assert take_after(scheduler, maker, 1, 2).number == 2
-        assert journal.list_groups(0) == [(0, 1), (2, 0), (3, 2)]
     # What is resumed from there has them in this order.
     with scheduling(maker, journal) as scheduler:
         assert [scheduler.take().number for _ in range(3)] == [1, 0, 2]
-
-
-def test_a_disk_that_takes_no_journal_is_an_error_where_groups_are_taken(tmp_path):
-    maker = GroupMaker()
-    (tmp_path / "journal").write_text("not a folder")
-    with scheduling(maker, Journal(tmp_path / "journal")) as scheduler:
+    # A disk that takes none is an error where groups are taken.
+    (tmp_path / "file").touch()
+    with scheduling(maker, Journal(tmp_path / "file")) as scheduler:
         scheduler.allow(1)
-        with pytest.raises(OSError, match="journal"):
+        with pytest.raises(OSError, match="file"):
             take_after(scheduler, maker, 1, 0)
 
 
@@ -250,19 +242,13 @@ REPLAY = ("algo=topr", "algo.replay.num_iterations=2", "algo.replay.frac=0.5")
 
 
 class FakeCollector:
-    """Groups whose rewards go by the order in which they are asked for; those ahead are complete at once or when the
-    test says so.
-    """
+    """Groups whose rewards go by their order; those ahead are complete at once or when the maker's test says so."""
 
     def __init__(self, journal: Journal | None = None, maker: GroupMaker | None = None):
         self.journal = journal
         self.maker = maker or GroupMaker()
         self.asked: list[tuple[str, list[str]]] = []
         self.completes = maker is None
-
-    @property
-    def num_asked(self) -> int:
-        return len(self.asked)
 
     def sample(self, prompts, num_responses, *, key, weight_version):
         self.asked.append((key, [prompt.id for prompt in prompts]))
@@ -280,14 +266,10 @@ class FakeCollector:
         return future
 
 
-class Engine:
-    def check_health(self) -> None: ...
-
-
 def build_source(collector: FakeCollector, *overrides: str) -> GroupSource:
     corrected = [] if "algo=topr" in overrides else ["algo.mismatch.correction=tis"]
     config = load_config([*SIZES, *corrected, *overrides])
-    return GroupSource(config, Engine(), collector, PromptSampler(PROMPTS, 1))
+    return GroupSource(config, SimpleNamespace(check_health=lambda: None), collector, PromptSampler(PROMPTS, 1))
 
 
 def list_groups(batch: IterationBatch) -> list[tuple[str, int]]:
@@ -296,9 +278,7 @@ def list_groups(batch: IterationBatch) -> list[tuple[str, int]]:
 
 def take_all(staleness: int, *overrides: str) -> tuple[list[list[tuple[str, int]]], list[str]]:
     """Prompts and ages of the six iterations, and the prompts that were asked for; the order of begin is kept."""
-    collector = FakeCollector(maker=None)
-    if DYNAMIC[0] in overrides:
-        collector.maker.rewards = lambda number: (0.0, float(number % 3 > 0))
+    collector = FakeCollector()
     source = build_source(collector, f"rollout.max_staleness={staleness}", *overrides)
     taken = []
     for iteration in range(1, 7):
@@ -316,128 +296,35 @@ def test_where_no_group_is_overtaken_the_same_prompts_are_learned_from_in_the_sa
     assert take_all(staleness, *overrides) == take_all(0, *overrides)
 
 
-def test_every_call_has_a_key_of_its_iteration_and_round():
+def test_every_call_has_a_key_of_its_iteration_and_round_and_keeps_it_where_it_is_repeated():
     collector = FakeCollector()
     collector.maker.rewards = lambda number: (0.0, float(number % 3 == 0))
     source = build_source(collector, *DYNAMIC)
+    source._guard = lambda ask: (ask(), ask())[1]
     for iteration in range(1, 7):
         source.take(iteration, 0)
-    keys = [key for key, _ in collector.asked]
-    assert len(set(keys)) == len(keys)
+    assert collector.asked[::2] == collector.asked[1::2]
+    keys = [key for key, _ in collector.asked[::2]]
     rounds = [[key for key in keys if key.startswith(f"iteration-{i}/")] for i in range(1, 7)]
-    assert [key for names in rounds for key in names] == keys
     assert any(len(names) > 1 for names in rounds)
-    for i, names in enumerate(rounds, start=1):
-        assert names == [f"iteration-{i}/round-{n}" for n in range(1, len(names) + 1)]
-
-
-def test_a_call_that_is_repeated_keeps_its_key():
-    collector = FakeCollector()
-    source = build_source(collector)
-    source._guard = lambda ask: (ask(), ask())[1]
-    source.take(1, 0)
-    assert [key for key, _ in collector.asked] == ["iteration-1/round-1"] * 2
-    assert collector.asked[0] == collector.asked[1]
-
-
-@pytest.fixture
-def maker():
-    return GroupMaker()
-
-
-class Taker:
-    """Takes iterations in a thread, while the test completes groups."""
-
-    def __init__(self, source: GroupSource, maker: GroupMaker):
-        self.source, self.maker = source, maker
-        self.pool = ThreadPoolExecutor(1)
-
-    def take(self, iteration: int, num_under_way: int, *complete: int) -> IterationBatch:
-        self.maker.version = iteration - 1
-        taking = self.pool.submit(self.source.take, iteration, iteration - 1)
-        self.maker.wait(num_under_way)
-        for number in complete:
-            self.maker.complete(number)
-        return taking.result(DEADLINE_S)
+    assert keys == [f"iteration-{i}/round-{n}" for i, names in enumerate(rounds, 1) for n, _ in enumerate(names, 1)]
 
 
 @contextlib.contextmanager
 def taking(maker: GroupMaker, *overrides: str, journal: Journal | None = None):
     source = build_source(FakeCollector(journal, maker), *overrides)
-    try:
-        yield Taker(source, maker)
-    finally:
-        source.close()
-        assert not any(thread.name == "megarl-ahead" for thread in threading.enumerate())
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            yield source, pool
+        finally:
+            source.close()
+    assert not any(thread.name == "megarl-ahead" for thread in threading.enumerate())
 
 
-def numbers(groups) -> list[int]:
-    return [group[0].group_number for group in groups]
-
-
-def test_an_iteration_learns_from_what_is_complete_first_and_a_straggler_is_in_a_later_one(maker):
-    with taking(maker, "rollout.max_staleness=1") as taker:
-        first = taker.take(1, 8, 1, 2, 3, 4)
-        assert numbers(first.fresh) == [1, 2, 3, 4]
-        assert first.metrics["rollout/staleness_max"] == 0
-        second = taker.take(2, 8, 5, 0, 6, 7)
-        assert numbers(second.fresh) == [5, 0, 6, 7]
-        # Their first tokens are of version 0, their last ones of version 1.
-        assert second.metrics == {
-            "rollout/staleness_mean": 0.5,
-            "rollout/staleness_max": 1.0,
-            "rollout/mixed_frac": 1.0,
-            "rollout/too_stale_frac": 0.0,
-        }
-        assert [sample.group for sample in second.sampled[0]] == [0, 0, 1, 1, 2, 2, 3, 3]
-
-
-def test_tokens_that_are_older_than_allowed_are_counted_and_the_younger_ones_of_their_response_learned_from(maker):
-    with taking(maker, "rollout.max_staleness=1") as taker:
-        taker.take(1, 8, 1, 2, 3, 4)
-        taker.take(2, 8, 5, 6, 7, 8)
-        third = taker.take(3, 8, 9, 0, 10, 11)
-        # Group 0 was begun with version 0, the others that are complete with version 1.
-        assert third.metrics["rollout/too_stale_frac"] == 2 / 16
-        assert third.metrics["rollout/staleness_max"] == 1.0
-
-
-def test_what_ran_ahead_and_was_not_taken_is_counted_and_its_thread_ends(maker):
-    with taking(maker, "rollout.max_staleness=2") as taker:
-        taker.take(1, 12, 0, 1, 2, 3, 4)
-        futures = [group.future for group in maker.under_way.values()]
-        # One complete and seven under way, of two responses each.
-        assert taker.source.close() == 16
-        assert all(future.cancelled() for future in futures)
-        assert taker.source.close() == 0
-
-
-def test_a_token_of_no_version_of_the_trainers_is_refused_and_does_not_stay_in_the_journal(maker, tmp_path):
-    journal = Journal(tmp_path)
-    with taking(maker, "rollout.max_staleness=2", journal=journal) as taker:
-        pool = taker.pool.submit(taker.source.take, 1, 0)
-        maker.wait(12)
-        maker.version = 1
-        maker.complete(7)
-        with pytest.raises(RuntimeError, match=r"weight version 0, 1; the trainer's is 0"):
-            pool.result(DEADLINE_S)
-    assert journal.list_groups(0) == []
-
-
-def test_replay_keeps_what_runs_ahead_to_what_its_iterations_need(maker):
-    with taking(maker, *REPLAY, "rollout.max_staleness=1") as taker:
-        # 4 fresh groups, and then 2 of 4 in each iteration.
-        assert list_groups(taker.take(1, 6, 0, 1, 2, 3)) == [(p.id, 0) for p in PromptSampler(PROMPTS, 1).next_batch(4)]
-        second = taker.take(2, 4, 5, 4)
-        assert numbers(second.fresh) == [5, 4]
-        assert {group[0].age for group in second.replayed} == {1}
-        assert len(second.replayed) == 2
-
-
-def test_groups_of_equal_rewards_are_replaced_as_they_come(maker):
-    maker.rewards = lambda number: (1.0, 1.0) if number < 3 else (0.0, 1.0)
-    with taking(maker, *DYNAMIC, "rollout.max_staleness=1") as taker:
-        running = taker.pool.submit(taker.source.take, 1, 0)
+def test_groups_of_equal_rewards_are_replaced_as_they_come():
+    maker = GroupMaker(lambda number: (1.0, 1.0) if number < 3 else (0.0, 1.0))
+    with taking(maker, *DYNAMIC, "rollout.max_staleness=1") as (source, pool):
+        running = pool.submit(source.take, 1, 0)
         maker.wait(8)
         for number in (0, 1, 2):
             maker.complete(number)
@@ -446,70 +333,8 @@ def test_groups_of_equal_rewards_are_replaced_as_they_come(maker):
         for number in (10, 9, 8, 7):
             maker.complete(number)
         batch = running.result(DEADLINE_S)
-        assert numbers(batch.fresh) == [10, 9, 8, 7]
-        assert len(batch.sampled[0]) == 14
-        assert batch.metrics["sampling/num_prompts"] == 7
-        assert batch.metrics["sampling/rounds"] == 2
-        assert batch.metrics["sampling/equal_correct_frac"] == 3 / 7
-
-
-def test_dynamic_sampling_ahead_ends_at_its_bound_too(maker):
-    maker.rewards = lambda number: (0.0, 0.0)
-    bound = "algo.dynamic_sampling.max_rounds=2"
-    with taking(maker, *DYNAMIC, bound, "rollout.max_staleness=1") as taker:
-        running = taker.pool.submit(taker.source.take, 1, 0)
-        for number in range(8):
-            with maker.changed:
-                assert maker.changed.wait_for(lambda number=number: number in maker.under_way, DEADLINE_S)
-            maker.complete(number)
-        with pytest.raises(NoSignalError, match="too hard"):
-            running.result(DEADLINE_S)
-
-
-def test_a_resumed_source_takes_the_same_groups_again_and_those_that_were_not_complete_anew(maker, tmp_path):
-    journal = Journal(tmp_path / "journal")
-    with taking(maker, "rollout.max_staleness=1", journal=journal) as taker:
-        taker.take(1, 8, 3, 1, 2, 5)
-        state = taker.source.state()
-        second = taker.take(2, 8, 6, 0, 4, 9, 8)
-        third_would_begin_with = 8
-    journal.forget(0, state.groups.next_place)
-    assert len(list(Path(tmp_path / "journal").iterdir())) == 5
-    maker.begun.clear()
-    with taking(maker, "rollout.max_staleness=1", journal=journal) as taker:
-        taker.source.restore(state)
-        assert taker.source.state() == state
-        again = taker.source.take(2, 1)
-        assert numbers(again.fresh) == numbers(second.fresh) == [6, 0, 4, 9]
-        assert again.fresh == second.fresh
-        assert again.metrics == second.metrics
-        third = taker.take(3, 7, 7, 10, 11)
-        assert numbers(third.fresh) == [third_would_begin_with, 7, 10, 11]
-    assert not {0, 1, 2, 3, 4, 5, 6, 8, 9} & set(maker.begun)
-    assert min(maker.begun) == 7
-
-
-def test_a_lost_servers_groups_are_begun_again_once_it_is_back(maker):
-    with taking(maker, "rollout.max_staleness=1") as taker:
-        restarts = []
-
-        def with_servers(ask):
-            try:
-                return ask()
-            except RuntimeError as error:
-                restarts.append(str(error))
-                taker.source.begin_again()
-                return ask()
-
-        taker.source._guard = with_servers
-        running = taker.pool.submit(taker.source.take, 1, 0)
-        maker.wait(8)
-        maker.complete(1)
-        maker.fail(2, RuntimeError("the server is down"))
-        with maker.changed:
-            assert maker.changed.wait_for(lambda: len(maker.begun) == 15, DEADLINE_S)
-        maker.wait(7)
-        for number in (0, 2, 3):
-            maker.complete(number)
-        assert numbers(running.result(DEADLINE_S).fresh) == [1, 0, 2, 3]
-        assert restarts == ["the server is down"]
+    assert [group[0].group_number for group in batch.fresh] == [10, 9, 8, 7]
+    assert [sample.group for sample in batch.sampled[0]] == [number // 2 for number in range(14)]
+    found = {name: value for name, value in batch.metrics.items() if name.startswith("sampling/")}
+    expected = {"sampling/num_prompts": 7, "sampling/rounds": 2, "sampling/equal_correct_frac": 3 / 7}
+    assert found | expected == found

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
+from megarl.rollout.conversation import load_parser
 from megarl.task.process import FunctionProcess
+from megarl.task.tools import describe_tool
 
 CALL = '{"name": "calculator", "arguments": {"expression": "2*3"}}'
 HERMES = f"<tool_call>{CALL}</tool_call>"
@@ -47,10 +49,22 @@ CASES: dict[str, tuple[tuple[Any, ...], Any]] = {
 }
 
 
+def read_all(cases: list[list[Any]]) -> list[Any]:
+    """What each case (parser, template, tokens, text) is read as; an error's text where it raises ValueError."""
+    tools = [describe_tool("megarl.examples.toys.calculator:calculator")]
+    found: list[Any] = []
+    for parser, template, tokens, text in cases:
+        try:
+            found.append(load_parser(tools, parser, template, tokens)(text))
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Any]:
     cases = [*(case for case, _ in CASES.values()), ("hermess", None, [], ""), (None, "{{ x }}", [], "")]
-    process = FunctionProcess("parser_cases:read_all", timeout_s=300.0, memory_gb=8.0)
+    process = FunctionProcess("test_tool_calls:read_all", timeout_s=300.0, memory_gb=8.0)
     found = process.call({"cases": cases})
     process.close()
     return dict(zip([*CASES, "wrong name", "unknown template"], found, strict=True))
