@@ -11,7 +11,7 @@ from pathlib import Path
 from megarl.config.load import compose_config
 from megarl.config.values import list_values
 from megarl.report.record import Outcome, State, record_start, write_outcome
-from megarl.report.token_file import TokenFile
+from megarl.report.tokens import TokenFile
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 
 QUARTERS = ("0_25", "25_50", "50_75", "75_100")

@@ -1,12 +1,18 @@
-"""What a training process does where there is no GPU; `megarl.mcore.device.Gpu` has the same methods."""
+"""What a training process does where there is no GPU, and how many CPU threads each has."""
 
 import os
 import time
+from collections.abc import Mapping
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from megarl.config.schema.roles import Dtype
+from megarl.config.schema.root import Config
+from megarl.config.schema.run import SERVERS
 
 
 class Cpu:
@@ -61,3 +67,77 @@ class Cpu:
     def put_random_state(self, state: dict[str, Any]) -> bool:
         """Whether what Megatron tracks in this state is of this kind of device: a GPU's generator or the CPU's."""
         return "cuda" not in state
+
+
+WORKER_KEY, SERVER_KEY = "cluster.cpu_threads_per_worker", "rollout.num_threads"
+CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""`QUOTA PERIOD` in microseconds of CPU time, or `max PERIOD`, of a container"""
+LIMIT = "OMP_NUM_THREADS"
+"""Environment variable: the cores that a run may count on, where somebody has set it"""
+
+
+def count_cores() -> int:
+    """The cores that this process may use: of its affinity, its container's quota and OMP_NUM_THREADS the least."""
+    counts = [len(os.sched_getaffinity(0))]
+    try:
+        quota, period = CGROUP_QUOTA.read_text().split()
+        counts.append(ceil(int(quota) / int(period)))
+    except (OSError, ValueError):  # no cgroup of version 2, or `max`
+        pass
+    limit = os.environ.get(LIMIT, "").split(",")[0].strip()
+    if limit.isdecimal():
+        counts.append(int(limit))
+    return max(1, min(counts))
+
+
+def share_cores(config: Config, gpus: Mapping[str, int], num_cores: int) -> tuple[int, int]:
+    """The threads of each training process and of each process of a server: the cores divided by the processes that
+    work at the same time, rounded down; at least 1. gpus: `megarl.config.placement.count_gpus`.
+
+    Policy and critic update at the same time. The reference works beside them only while the log-probs are computed,
+    for a fraction of an update, and is not counted. Servers rest while these work and the other way round, unless
+    rollout.max_staleness has them generate beside the updates: then all share. 1 and 1 where GPUs are counted.
+    """
+    if config.cluster.gpus_per_node > 0:
+        return 1, 1
+    workers, servers = gpus.get("policy", 0) + gpus.get("critic", 0), gpus[SERVERS]
+    if workers and config.rollout.max_staleness > 0:
+        workers = servers = workers + servers
+    return max(1, num_cores // max(workers, 1)), max(1, num_cores // max(servers, 1))
+
+
+def settle_threads(
+    config: Config,
+    gpus: Mapping[str, int],
+    recorded: Mapping[str, Any] | None = None,
+    num_cores: int | None = None,
+) -> Config:
+    """The configuration with both numbers: what it says, else what `recorded` has under the dotted keys, else
+    `share_cores` of num_cores (None: `count_cores`).
+
+    recorded: the values of the run that is resumed, which on a CPU repeats bit for bit only with as many threads.
+    """
+    before = recorded or {}
+    shared = share_cores(config, gpus, count_cores() if num_cores is None else num_cores)
+    per_worker, per_server = (
+        before.get(name) or each if given is None else given
+        for (name, given), each in zip(list_threads(config).items(), shared, strict=True)
+    )
+    return replace(
+        config,
+        cluster=replace(config.cluster, cpu_threads_per_worker=per_worker),
+        rollout=replace(config.rollout, num_threads=per_server),
+    )
+
+
+def list_threads(config: Config) -> dict[str, int | None]:
+    """The two numbers by dotted key, as `settle_threads` takes them."""
+    return {WORKER_KEY: config.cluster.cpu_threads_per_worker, SERVER_KEY: config.rollout.num_threads}
+
+
+def describe_threads(config: Config, gpus: Mapping[str, int]) -> str:
+    """The two numbers of `settle_threads` in a line; empty where GPUs are counted, on which they have no effect."""
+    if config.cluster.gpus_per_node > 0:
+        return ""
+    served = f", {config.rollout.num_threads} of each server" if gpus[SERVERS] else ""
+    return f"CPU threads: {config.cluster.cpu_threads_per_worker} of each training process{served}"

@@ -48,7 +48,7 @@ from megarl.mcore.model import DTYPES, PackedGPT, build_chunks, build_config, wr
 from megarl.mcore.process_groups import alone
 from megarl.mcore.spec import Role, read_architecture
 from megarl.mcore.state import TrainingState, begin_save, load_weights
-from megarl.mcore.step import run_stage
+from megarl.mcore.worker import run_stage
 from megarl.models.architecture import Architecture
 from megarl.types import Sequences
 

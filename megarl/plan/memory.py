@@ -587,7 +587,7 @@ def hold(memory: StageMemory, job: RoleJob, is_shared: bool) -> int:
     """Bytes of a training process between its calls.
 
     torch's allocator keeps the peak of the calls, which others on the GPU cannot use; where something is offloaded,
-    it releases that memory (megarl/mcore/offload.py).
+    it releases that memory (megarl/mcore/optimizer.py).
     """
     return memory.peak if is_shared and job.offload is None else memory.resident
 

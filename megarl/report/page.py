@@ -16,7 +16,7 @@ from megarl.report.record import HELDOUT, UNFINISHED, RunRecord, Start
 from megarl.report.signs import NUM_RULES, list_warnings
 from megarl.report.terminal import LOG_NAME
 from megarl.report.text import format_number, format_seconds, shorten
-from megarl.report.viewer import dump_for_script, format_viewer, load_records
+from megarl.report.tokens import dump_for_script, format_viewer, load_records
 
 HERE = Path(__file__).resolve().parent
 VIEWER_BYTES = 4_000_000

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.root import Config
-from megarl.cpu.lockstep import Lockstep
+from megarl.cpu.serving import Lockstep
 from megarl.interfaces import DeadlineError, Truncation, TurnRequest
 from megarl.rollout.client import ConnectionLostError
 from megarl.rollout.conversation import Conversation

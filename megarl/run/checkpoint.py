@@ -30,7 +30,7 @@ from megarl.mcore.checkpoint_format import describe_role
 from megarl.mcore.hf import count_parameters
 from megarl.mcore.spec import Role, WorkerSpec
 from megarl.report import metrics as metrics_file
-from megarl.report import token_file
+from megarl.report import tokens as token_file
 from megarl.report.report import Report
 from megarl.rollout import rollout_file
 from megarl.rollout.journal import load_samples, save_samples

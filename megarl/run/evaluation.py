@@ -17,7 +17,7 @@ from megarl.config.placement import count_gpus, list_groups, place
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import SERVERS, EvaluateConfig, RolloutConfig, get_temperature, list_ks
 from megarl.config.values import name_data, name_reward
-from megarl.cpu.threads import settle_threads
+from megarl.cpu.process import settle_threads
 from megarl.interfaces import DeadlineError
 from megarl.mcore.hf import check_files
 from megarl.models.checkpoint import default_cache_dir, load_tokenizer, resolve_checkpoint

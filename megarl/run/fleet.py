@@ -19,7 +19,7 @@ from megarl.report.scores import (
     compute_score_metrics,
     describe_failures,
 )
-from megarl.report.token_file import TokenFile
+from megarl.report.tokens import TokenFile
 from megarl.rollout.client import wait_left_over
 from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine

@@ -29,7 +29,7 @@ from megarl.rollout.episodes import check_conversation
 from megarl.rollout.rollout_file import NO_GROUPS, Limits, SavedGroup, SavedGroups, find_groups
 from megarl.rollout.server import add_turn_end, build_command, check_served_class, load_generation_spec
 from megarl.sync.pieces import check_serving_layout
-from megarl.sync.probe import build_probe_tokens
+from megarl.sync.sync import build_probe_tokens
 from megarl.task.data import DataSplits, PromptSampler, build_data
 from megarl.task.environments import build_tool_prompt
 from megarl.task.render import CriticPrompt, Renderer, use_chat_template

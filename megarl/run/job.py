@@ -18,7 +18,7 @@ from megarl.config.schema.run import SERVERS, Transport
 from megarl.files import RUN_FILE
 from megarl.interfaces import UNPUBLISHED, Done, Pending, RolloutServers, TrainBackend, WeightSync, wait_all
 from megarl.mcore.spec import Role
-from megarl.report import token_file
+from megarl.report import tokens as token_file
 from megarl.report.report import Report
 from megarl.rollout.collector import build_collector
 from megarl.rollout.engine import SGLangEngine

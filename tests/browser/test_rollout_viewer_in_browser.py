@@ -9,7 +9,7 @@ import pytest
 import torch
 from page_run import write_page_run
 
-from megarl.report.token_file import TokenFile
+from megarl.report.tokens import TokenFile
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score, Turn
 
 ROOT = Path(__file__).resolve().parents[2]

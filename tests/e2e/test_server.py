@@ -26,8 +26,7 @@ from megarl.ports import pick_free_port
 from megarl.rollout.client import RequestError, SGLangClient
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.server import ServerError, SGLangServer
-from megarl.sync.probe import build_probe_tokens
-from megarl.sync.sync import DiskSync
+from megarl.sync.sync import DiskSync, build_probe_tokens
 from megarl.types import Prompt, Sequences
 
 EOS = 2

@@ -12,7 +12,7 @@ from test_server import TransformersPolicy, build_sync
 
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.server import SGLangServer
-from megarl.sync.probe import build_probe_tokens
+from megarl.sync.sync import build_probe_tokens
 from megarl.types import Prompt
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]

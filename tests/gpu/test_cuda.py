@@ -104,7 +104,7 @@ def test_offloading_frees_the_memory_of_the_gpu(cuda: dict[str, Run], role: str,
 
 
 def test_parked_storages_come_back_bit_by_bit_and_leave_no_memory_behind() -> None:
-    from megarl.mcore.offload import StorageOffloader, find_storages
+    from megarl.mcore.optimizer import StorageOffloader, find_storages
 
     flat = torch.randn(2**24, device="cuda")
     view, expected = flat[: 2**20].view(1024, 1024), flat.cpu()

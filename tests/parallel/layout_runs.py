@@ -285,7 +285,7 @@ def measure(worker: Any) -> dict[str, int]:
     """Bytes that weights, gradients and optimizer hold on the device between two calls; and of the GPU's memory those
     by which more is allocated during an update than between the calls.
     """
-    from megarl.mcore.offload import list_gradient_buffers, list_optimizer_tensors
+    from megarl.mcore.optimizer import list_gradient_buffers, list_optimizer_tensors
 
     weights = [param for chunk in worker.chunks for param in chunk.parameters()]
     own = {x.untyped_storage()._cdata for x in weights}

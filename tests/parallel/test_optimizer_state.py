@@ -24,7 +24,7 @@ ROWS = [torch.arange(12)]
 
 def find_storages(worker: Any) -> set[int]:
     """Addresses of the optimizer's tensors, without torch's step counts."""
-    from megarl.mcore.offload import list_optimizer_tensors
+    from megarl.mcore.optimizer import list_optimizer_tensors
 
     return {tensor.data_ptr() for tensor in list_optimizer_tensors(worker.optimizer) if tensor.ndim}
 

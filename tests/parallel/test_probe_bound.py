@@ -15,7 +15,7 @@ from megarl.config.schema.roles import Dtype
 from megarl.config.schema.run import RolloutConfig
 from megarl.interfaces import SyncError
 from megarl.mcore.spec import Role
-from megarl.sync.probe import NUM_ESTIMATES, Probe
+from megarl.sync.sync import NUM_ESTIMATES, Probe
 from megarl.types import Sequences
 
 pytestmark = pytest.mark.slow

@@ -12,26 +12,26 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megarl"
 
 ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
-    "cli": (8, 700, ("cli", "train", "evaluate", "serve", "api", "plan.command", "plan.doctor")),
-    "run": (7, 2900, ("run", "trainer", "experience", "sweep")),
+    "cli": (8, 1000, ("cli", "train", "evaluate", "serve", "api", "plan.command", "plan.doctor")),
+    "run": (7, 2950, ("run", "trainer", "experience", "sweep")),
     "cluster": (6, 1750, ("cluster",)),
-    "plan": (6, 1900, ("plan",)),
+    "plan": (6, 2150, ("plan",)),
     "sync": (5, 2200, ("sync",)),
-    "mcore": (4, 4600, ("mcore",)),
-    "rollout": (4, 3900, ("rollout",)),
-    "config": (3, 2100, ("config",)),
+    "mcore": (4, 4650, ("mcore",)),
+    "rollout": (4, 4200, ("rollout",)),
+    "config": (3, 2350, ("config",)),
     "cpu": (3, 1650, ("cpu",)),
     "algo": (2, 3000, ("algo",)),
     "models": (2, 1050, ("models",)),
     "report": (2, 3200, ("report",)),
-    "task": (2, 4750, ("task",)),
+    "task": (2, 5200, ("task",)),
     "files": (1, 1000, ("files", "guard", "ports", "signals", "timeline")),
-    "schema": (1, 2000, ("config.schema", "config.errors", "config.user_code", "config.run_name", "cpu.dtype")),
+    "schema": (1, 2000, ("config.schema", "config.errors", "config.user_code")),
     "types": (1, 720, ("types", "interfaces", "environment")),
 }
 """Floor, most lines and modules of every room. A room imports itself and rooms of lower floors, never one of its own
 floor. Raising a budget is a line that a reviewer sees, with its reason in the commit."""
-MOST_LINES, MOST_FILES = 36_000, 120
+MOST_LINES, MOST_FILES = 38_000, 190
 ROOM_OF = {module: room for room, (_, _, modules) in ROOMS.items() for module in modules}
 CONFIG_MAY_IMPORT = {"algo", "files", "schema"}
 """Fewer rooms than its floor allows. It reads what the algorithms' modules declare, without torch."""

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from megarl.config import run_name
-from megarl.config.schema import task
+from megarl.config.schema import cpu_dtype, run_name, task
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.key import EVALUATED, GENERATED, NOT_ALONE, TRAINED, WITH_CRITIC, Effect, key
 from megarl.config.schema.roles import CriticConfig, ModelConfig, PolicyConfig, ReferenceConfig
@@ -20,7 +19,6 @@ from megarl.config.schema.run import (
     TrainConfig,
 )
 from megarl.config.schema.task import DataConfig, EnvironmentConfig, RewardConfig
-from megarl.cpu import dtype as cpu_dtype
 
 WITH_REFERENCE = Effect(
     lambda it: it.has_reference,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.load import load_config
-from megarl.cpu import dtype as cpu_dtype
+from megarl.config.schema import cpu_dtype
 
 FLAGS = {
     "flags\t\t: fpu avx512f avx512_bf16 avx512_vnni": "bfloat16",

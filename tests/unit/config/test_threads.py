@@ -6,8 +6,8 @@ import pytest
 
 from megarl.config.load import load_config
 from megarl.config.placement import count_gpus
-from megarl.cpu import threads
-from megarl.cpu.threads import (
+from megarl.cpu import process as threads
+from megarl.cpu.process import (
     SERVER_KEY,
     WORKER_KEY,
     count_cores,

@@ -9,8 +9,8 @@ from torch import nn
 
 import megarl.mcore  # noqa: F401
 from megarl.files import CheckpointError
-from megarl.mcore import offload
-from megarl.mcore.offload import StorageOffloader, drop_fp8_weights, find_storages
+from megarl.mcore import optimizer as offload
+from megarl.mcore.optimizer import StorageOffloader, drop_fp8_weights, find_storages
 from megarl.mcore.state import _put_random_state, _put_weights, _take_random_state, shard_weights
 
 

@@ -11,8 +11,7 @@ from megarl.algo.losses import LossOutput, TokenTargets
 from megarl.config.schema.roles import OptimizerConfig
 from megarl.mcore.batch import build_batch
 from megarl.mcore.spec import Role
-from megarl.mcore.step import accumulate, add_rounding, build_targets, collect_rows, run_schedule
-from megarl.mcore.worker import MegatronWorker
+from megarl.mcore.worker import MegatronWorker, accumulate, add_rounding, build_targets, collect_rows, run_schedule
 
 ROWS = [3, 11, 4]
 """Of `build_samples`: 3 has no loss, and others of its tokens are not generated"""

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.report import token_file
-from megarl.report.token_file import TokenFile, TokenTexts, choose_samples
+from megarl.report import tokens as token_file
+from megarl.report.tokens import TokenFile, TokenTexts, choose_samples
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score, Turn
 
 

@@ -4,8 +4,7 @@ import contextlib
 import itertools
 from pathlib import Path
 
-from megarl.report.token_file import TokenFile
-from megarl.report.viewer import format_viewer, load_records
+from megarl.report.tokens import TokenFile, format_viewer, load_records
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 
 HOSTILE = "</script><script>window.hacked = 1</script><!--<img src=x onerror='window.hacked = 1'>\u202e\x07\ud800[]"

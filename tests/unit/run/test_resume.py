@@ -14,8 +14,8 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema.run import CheckpointConfig
 from megarl.config.schema.task import SCHEMAS
-from megarl.cpu import threads
-from megarl.cpu.threads import list_threads
+from megarl.cpu import process as threads
+from megarl.cpu.process import list_threads
 from megarl.files import CheckpointError, Folder
 from megarl.mcore.spec import Role
 from megarl.rollout.source import SourceState

@@ -13,7 +13,7 @@ from torch import Tensor
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.run import RolloutConfig
 from megarl.interfaces import SyncError
-from megarl.sync.probe import Probe, build_probe_tokens
+from megarl.sync.sync import Probe, build_probe_tokens
 from megarl.types import Prompt, Sequences
 
 TOKENS = tuple(range(5, 69))

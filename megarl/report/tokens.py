@@ -1,29 +1,10 @@
-"""tokens.jsonl: some responses of each iteration and evaluation, token by token, for the rollout viewer.
+"""The tokens of some responses: the file that a run writes of them, and the viewer of a page that shows them."""
 
-{"iteration": 3, "kind": "train", "sample": 17, "group": 1, "age": 0, "weight_version": 2,
- "prompt": {"id", "text", "answer"}, "score": {"reward", "correct", "details", "answer", "failure"},
- "finish_reason": "stop", "num_tokens": 40, "kept": [[0, 40]], "observed": [[12, 20]],
- "versions": [[version, end], ...], "turns": [{"start", "end", "reward", "details"}, ...],
- "tokens": [" The", ...], "rollout_logprobs": [...], "log_ratios": [...], "values": [...], "advantages": [...],
- "returns": [...], "ref_logprobs": [...]}
-
-`kind` is "train", or "heldout" for a greedy response of an evaluation; `sample` is its number in the rollout, of which
-`weight_version` is the trainer's version. `kept` has the ranges of response tokens that the line has, two where the
-middle of a long response is left out: "tokens" (their texts) and the fields after it have an entry for each of them, in
-order. `observed` has the ranges that the environment wrote, `versions` the version of the weights that sampled each run
-of tokens and where it ends; `turns` are those of `megarl.types`. Ranges count tokens of the response.
-
-rollout_logprobs: log pi by the rollout engine. log_ratios: log pi by the policy before the update minus
-rollout_logprobs. values, advantages, returns: as `megarl.types.TrainingSamples` has them. ref_logprobs: by the
-reference. What was not computed is absent. Numbers have 4 significant digits; null stands where a number is not finite.
-
-The lines of an iteration have MAX_BYTES at most, and those of an evaluation. Texts of prompts, answers and failures
-longer than `LONGEST_TEXT` characters lose their middle.
-"""
-
+import contextlib
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from megarl.files import parse_json
 from megarl.report.metrics import LineFile
 from megarl.report.text import shorten
 from megarl.types import Experience, FinishReason, Rollout, Sample, TrainingSamples
@@ -169,3 +151,50 @@ def _round(value: float) -> float | None:
     if not math.isfinite(value):
         return None
     return float(f"{value:.4g}")
+
+
+HERE = Path(__file__).resolve().parent
+KEYS = {"iteration", "kind", "sample", "prompt", "score", "num_tokens", "observed", "tokens"}
+Record = dict[str, Any]
+
+
+def load_records(run_dir: Path, max_bytes: int) -> list[Record]:
+    """Records in the file's order, of `max_bytes` at most on the page: those of every iteration, or of every second,
+    fourth ... one up to the last. Lines that cannot be read are left out; without a file there are none.
+    """
+    sizes, lines = dict[int, int](), list[tuple[int, bytes]]()
+    if (path := run_dir / FILE_NAME).is_file():
+        matches = ((re.match(rb'\{"iteration":\s?(\d+)', line), line) for line in path.read_bytes().splitlines())
+        lines = [(int(match[1]), line) for match, line in matches if match]
+    for number, line in lines:
+        sizes[number] = sizes.get(number, 0) + len(line) + 1 + 5 * line.count(b"<")
+    chosen = sorted(sizes, reverse=True)
+    while sum(sizes[number] for number in chosen) > max_bytes:
+        chosen = chosen[::2] if len(chosen) > 1 else []
+    kept, found = set(chosen), list[Record]()
+    for line in (line for number, line in lines if number in kept):
+        with contextlib.suppress(ValueError):  # The line that is being written.
+            if (record := parse_json(line)).keys() >= KEYS:
+                found.append(record)
+    return found
+
+
+def format_viewer(records: Sequence[Record]) -> str:
+    """The section, with its style and script; "" where there is nothing to show."""
+    if not records:
+        return ""
+    return f"""<section class="viewer"><style>{(HERE / "viewer.css").read_text()}</style>
+<p><code>{FILE_NAME}</code> has a few responses of each iteration and of each evaluation, token by token
+(<code>logger.num_token_records</code>). Those shown here are spread evenly over the run.</p>
+<div class="rv-controls"><span data-rv="outcome"></span><span data-rv="kind"></span>
+<label>colour <select data-rv="field"></select></label>
+<input data-rv="query" type="search" placeholder="search prompts and responses" aria-label="search the responses">
+<span data-rv="count"></span></div>
+<div class="rv-panes"><div class="rv-list" data-rv="list"></div><div class="rv-detail" data-rv="detail"></div></div>
+<script type="application/json" id="rollout-records">{dump_for_script(records)}</script>
+<script type="module">{(HERE / "viewer.js").read_text()}</script></section>"""
+
+
+def dump_for_script(content: Any) -> str:
+    """As JSON that does not end the script element that it stands in."""
+    return json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
