@@ -1,11 +1,10 @@
-"""Waiting for several calls at once, for those that a signal has cut short, and turns; what killed drivers leave."""
+"""Waiting for calls that a signal has cut short, and turns; what killed drivers leave."""
 
 import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -13,32 +12,7 @@ import pytest
 from megarl.cluster import calls
 from megarl.cluster.opened import remove_left_over
 from megarl.cluster.workers import Turns
-from megarl.interfaces import wait_all
 from megarl.signals import Stopped
-
-
-class Work:
-    """Ends after `seconds`, well or with `error`."""
-
-    def __init__(self, seconds: float, error: Exception | None = None):
-        self.end, self.error = time.monotonic() + seconds, error
-
-    def wait(self, timeout_s: float) -> bool:
-        time.sleep(min(timeout_s, max(0.0, self.end - time.monotonic())))
-        has_ended = time.monotonic() >= self.end
-        if has_ended and self.error:
-            raise self.error
-        return has_ended
-
-
-def test_all_are_waited_for_and_the_first_failure_is_raised_while_another_still_works():
-    works = [Work(0.2), Work(0.0), Work(0.1)]
-    wait_all(works)
-    assert all(time.monotonic() >= work.end for work in works)
-    slow = Work(60.0)
-    with pytest.raises(RuntimeError, match="the policy died"):
-        wait_all([slow, Work(0.1, RuntimeError("the policy died"))])
-    assert time.monotonic() < slow.end - 30
 
 
 def test_a_call_that_a_signal_cuts_short_as_it_begins_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,6 +179,7 @@ def test_what_fails_is_raised_once_and_begun_again_at_the_next_call_and_forgotte
             pass
         scheduler.begin_again()
         assert take_after(scheduler, maker, 2, 1).number == 1
+        assert maker.begun == [0, 1, 0, 2, 1, 2]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("x"), CancelledError(), ValueError("a reward")])

@@ -19,11 +19,9 @@ QWEN3 = (
 )
 CASES: dict[str, tuple[tuple[Any, ...], Any]] = {
     # (parser, chat template, added tokens, text) -> (name of the parser, calls, number of malformed ones)
-    "hermes": (("hermes", None, [], f"So: {HERMES}<|im_end|>"), ("hermes", [READ], 0)),
-    "two calls": (("hermes", None, [], f"{HERMES}\n{HERMES}"), ("hermes", [READ, READ], 0)),
-    "pythonic": (("pythonic", None, [], f"{PYTHONIC}<|im_end|>"), ("pythonic", [READ], 0)),
+    "two calls": (("hermes", None, [], f"So: {HERMES}\n{HERMES}<|im_end|>"), ("hermes", [READ, READ], 0)),
     "two pythonic calls": (
-        ("pythonic", None, [], '[calculator(expression="2*3"), calculator(expression="2*3")]'),
+        ("pythonic", None, [], f"{PYTHONIC[:-1]}, {PYTHONIC[1:]}<|im_end|>"),
         ("pythonic", [READ, READ], 0),
     ),
     "llama3": (("llama3", None, [], CALL.replace("arguments", "parameters")), ("llama3", [READ], 0)),

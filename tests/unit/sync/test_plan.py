@@ -196,14 +196,10 @@ def test_the_pieces_of_a_training_rank_are_its_shard_as_the_bridge_cuts_it(famil
             assert len(x) == len(shard) or entry.split is Split.vocab
 
 
-def test_replicas_share_the_sending_evenly_and_one_on_the_receivers_node_sends_before_one_elsewhere() -> None:
+def test_replicas_share_the_sending_and_one_on_the_receivers_node_sends_before_one_elsewhere() -> None:
     arch = build_architecture("qwen3", num_kv_heads=8, vocab_size=128)
     targets = {rank: predict_server_rank(arch, 2, rank % 2) for rank in range(4)}
     dtypes = {piece.tensor: "bfloat16" for pieces in targets.values() for piece in pieces}
-    plan = build_plan(predict_ranks(arch, ParallelConfig(num_processes=8, tp=2, sp=True)), targets, dtypes)
-    sent = count_bytes(plan, 0)
-    assert set(sent) == set(range(8))
-    assert max(sent.values()) <= 1.1 * min(sent.values())
     # Two nodes with two training ranks, replicas of the other two, and a server of two ranks each.
     sources = predict_ranks(arch, ParallelConfig(num_processes=4, tp=2, sp=True))
     plan = build_plan(sources, targets, dtypes, lambda source, target: source // 2 == target // 2)

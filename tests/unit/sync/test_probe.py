@@ -13,8 +13,8 @@ from torch import Tensor
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.run import RolloutConfig
 from megarl.interfaces import SyncError
-from megarl.sync.sync import Probe, build_probe_tokens
-from megarl.types import Prompt, Sequences
+from megarl.sync.sync import Probe
+from megarl.types import Sequences
 
 TOKENS = tuple(range(5, 69))
 EXPECTED = torch.linspace(-0.1, -12.0, len(TOKENS) - 1)
@@ -108,13 +108,3 @@ def test_random_errors_have_the_size_of_the_coarser_dtype_and_of_an_fp8_cache(se
     policy = Policy(0.0)
     publish(Probe(TOKENS, RolloutConfig(**server), policy_dtype), policy, EXPECTED)
     assert policy.units == [unit]
-
-
-def test_the_probe_text_begins_with_the_prompts_and_visits_the_vocabulary():
-    prompts = [Prompt("0", "", (5, 6), ""), Prompt("1", "", (7,), "")]
-    tokens = build_probe_tokens(prompts, 55)
-    assert tokens == build_probe_tokens(prompts, 55)
-    assert tokens[:3] == (5, 6, 7)
-    assert len(tokens) == 64
-    assert all(0 <= token < 55 for token in tokens)
-    assert len(set(tokens)) > 40
