@@ -214,7 +214,7 @@ class _Program(ctypes.Structure):
 
 
 def build_filter(machine: str, pid: int, own_files: bool) -> bytes:
-    """The filter's instructions (classic BPF, 8 bytes each). Raises KeyError for a machine without a table.
+    """The filter's instructions (classic BPF, 8 bytes each).
 
     It refuses new processes (threads are not), sockets, signals to others, and calls that change the machine, look into
     other processes, make files without a name, or get around such a filter.
@@ -244,10 +244,9 @@ def refuse_calls(pid: int, own_files: bool) -> None:
     pid: the number under which the process knows itself. own_files: it has a file system of its own; else it may not
     change owner, rights and times of files.
     """
-    try:
-        instructions = build_filter(platform.machine(), pid, own_files)
-    except KeyError:
-        raise OSError(errno.ENOSYS, f"no table of system calls for {platform.machine()}") from None
+    if platform.machine() not in _ARCHITECTURES:
+        raise OSError(errno.ENOSYS, f"no table of system calls for {platform.machine()}")
+    instructions = build_filter(platform.machine(), pid, own_files)
     program = _Program(len(instructions) // 8, instructions)
     for arguments in ((_PR_SET_NO_NEW_PRIVS, 1, 0), (_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program))):
         _check(_LIBRARY.prctl(*arguments, 0, 0), "seccomp")
@@ -258,8 +257,6 @@ def _emit(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> by
 
 
 KILL_DEADLINE_S = 10.0
-INSIDE = "/tmp"
-"""The program's own folder, where it has a file system of its own"""
 
 
 def main() -> None:
@@ -277,12 +274,11 @@ def main() -> None:
 
 
 def run(task: dict[str, Any]) -> dict[str, Any]:
-    """{"stdout", "stderr", "status", "stopped"}, or {"error"} where the program could not be started as asked. status:
-    exit status, or minus the signal's number. stopped: null, "time" or "output"."""
+    """The fields of `megarl.task.sandbox.Finished`, or {"error"} where the program could not be started as asked."""
     # Processes below this one whose parent ends become its children.
     _check(_LIBRARY.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
     own_files = "namespaces" in task["protections"]
-    folder = INSIDE
+    folder = "/tmp"  # Of the program's own file system.
     try:
         if own_files:
             enter_namespaces()

@@ -11,16 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from megarl.config.errors import ConfigError, find_nearest_key
-from megarl.config.schema.task import (
-    DataConfig,
-    FileDataConfig,
-    FunctionDataConfig,
-    HuggingFaceDataConfig,
-    JsonlDataConfig,
-    ParquetDataConfig,
-    ReasoningGymDataConfig,
-    VerifiersDataConfig,
-)
+from megarl.config.schema import task as schema
 from megarl.config.user_code import describe_error
 from megarl.files import parse_json
 from megarl.task.environments import load_rows
@@ -38,9 +29,9 @@ Read = tuple[list[Problem], str]
 """Problems, and a note on how they were read"""
 
 
-def load_files(config: JsonlDataConfig | ParquetDataConfig, seed: int) -> ProblemSplits:
-    """The problems of data.path and, where it is given, data.heldout_path. Raises ConfigError."""
-    read = read_jsonl if isinstance(config, JsonlDataConfig) else read_parquet
+def load_files(config: schema.JsonlDataConfig | schema.ParquetDataConfig, seed: int) -> ProblemSplits:
+    """The problems of data.path and of data.heldout_path. Raises ConfigError."""
+    read = read_jsonl if isinstance(config, schema.JsonlDataConfig) else read_parquet
 
     def load(key: str, name: str | None) -> Read:
         if not name:
@@ -98,7 +89,7 @@ def read_parquet(path: Path) -> Iterator[Located]:
         raise ConfigError([f"{path}: expected a parquet file: {error}"]) from error
 
 
-def load_dataset(config: HuggingFaceDataConfig, seed: int) -> ProblemSplits:
+def load_dataset(config: schema.HuggingFaceDataConfig, seed: int) -> ProblemSplits:
     """The problems of data.split and, where it is given, data.heldout_split. Raises ConfigError."""
     if not config.path:
         raise ConfigError(["data.path: found nothing; it must be a dataset's name or directory"])
@@ -137,9 +128,8 @@ def open_dataset(path: str, subset: str | None, split: str, key: str) -> Any:
         raise ConfigError([f"data.path: {path}: {reason}: {detail}"]) from error
 
 
-def load_made(config: FunctionDataConfig, seed: int) -> ProblemSplits:
-    """What the function makes: problems or records as in a file, held-out ones apart or not. Raises ConfigError for a
-    function that cannot be found or called so, and with what it raises."""
+def load_made(config: schema.FunctionDataConfig, seed: int) -> ProblemSplits:
+    """What the function makes: problems or records as in a file, held-out ones apart or not. Raises ConfigError."""
     path = config.path
     make = load_callable(path, "data.path")
     parameters = inspect.signature(make).parameters
@@ -159,7 +149,7 @@ def load_made(config: FunctionDataConfig, seed: int) -> ProblemSplits:
         for where, record in located:
             if not isinstance(record, Mapping):
                 raise ConfigError([f"{where}: found {record!r}; expected a dict with question and answer"])
-        return read_problems(located, FileDataConfig(), f"data.path: {path} made no {side} problems")
+        return read_problems(located, schema.FileDataConfig(), f"data.path: {path} made no {side} problems")
 
     train, heldout = found if isinstance(found, tuple) else (found, None)
     return _join(read(train, "training"), None if heldout is None else read(heldout, "held-out"))
@@ -173,16 +163,14 @@ def check_names(key: str, names: Iterable[str], known: list[str], what: str) -> 
             raise ConfigError([f"{key}{name}: no {what}; {hint}"])
 
 
-MOST_HELDOUT_BY_DEFAULT = 256
-
 GYM = "megarl.examples.reasoning_gym.gym:"
-SOURCES: Mapping[type[DataConfig], Callable[[Any, int], ProblemSplits]] = {
-    FunctionDataConfig: load_made,
-    ReasoningGymDataConfig: lambda config, seed: load_callable(GYM + "load_reasoning_gym")(config, seed),
-    JsonlDataConfig: load_files,
-    ParquetDataConfig: load_files,
-    HuggingFaceDataConfig: load_dataset,
-    VerifiersDataConfig: load_rows,
+SOURCES: Mapping[type[schema.DataConfig], Callable[[Any, int], ProblemSplits]] = {
+    schema.FunctionDataConfig: load_made,
+    schema.ReasoningGymDataConfig: lambda config, seed: load_callable(GYM + "load_reasoning_gym")(config, seed),
+    schema.JsonlDataConfig: load_files,
+    schema.ParquetDataConfig: load_files,
+    schema.HuggingFaceDataConfig: load_dataset,
+    schema.VerifiersDataConfig: load_rows,
 }
 """What loads the problems of each configuration; a new source is a new entry."""
 
@@ -194,7 +182,7 @@ class DataSplits:
     train: tuple[Prompt, ...]
     heldout: tuple[Prompt, ...]
     num_dropped: int
-    """Problems left out: longer than data.prompt_length, or for training and held out as well."""
+    """Longer than data.prompt_length, or for training and held out as well"""
     num_repeated: int = 0
     """Of these, repeats of a held-out question"""
     notes: tuple[str, ...] = ()
@@ -202,7 +190,7 @@ class DataSplits:
 
 
 def build_data(
-    config: DataConfig,
+    config: schema.DataConfig,
     tokenizer: "PreTrainedTokenizerBase",
     seed: int,
     tools: ToolPrompt | None = None,
@@ -210,8 +198,7 @@ def build_data(
 ) -> DataSplits:
     """The prompts of a run, the same for the same seed. No question is on both sides, unless the source shares them.
 
-    tools: those that the prompts describe. vocab_size: rows of the model's embedding. Raises ConfigError for bad keys,
-    unreadable or malformed files, and where no prompt is short enough.
+    tools: those that the prompts describe. vocab_size: rows of the model's embedding. Raises ConfigError.
     """
     problems = load_problems(config, seed)
     renderer = Renderer(config, tokenizer, tools, vocab_size)
@@ -245,7 +232,7 @@ def describe_prompts(renderer: Renderer, items: Sequence[Tokenized]) -> str:
     return f"{renderer.describe(first.token_ids)}; the first answer is {first.answer[:60]!r}"
 
 
-def load_problems(config: DataConfig, seed: int) -> ProblemSplits:
+def load_problems(config: schema.DataConfig, seed: int) -> ProblemSplits:
     """All problems of this configuration; the same for the same seed. Raises ConfigError, also for the base class."""
     if type(config) not in SOURCES:
         raise ConfigError([f"data: {type(config).__name__} is not a source; choose one with data=letter_count, ..."])
@@ -259,13 +246,13 @@ def tokenize_problems(problems: Sequence[Problem], renderer: Renderer, side: str
     texts = [renderer.render(problem) for problem in problems]
     tokens = renderer.tokenize(texts, names=[each.metadata.get("location", "data") for each in problems])
     limit = renderer.config.prompt_length
-    begin, end = renderer.tokenizer.bos_token_id, renderer.tokenizer.eos_token_id
+    tokenizer = renderer.tokenizer
     for problem, ids in zip(problems, tokens, strict=True):
-        if begin is not None and ids[:2] == (begin, begin):
-            raise _refuse(problem, f"the prompt begins with {renderer.tokenizer.bos_token} twice; it must be once")
-        if ids[-1:] == (end,) and not renderer.uses_template:
+        if tokenizer.bos_token_id is not None and ids[:2] == (tokenizer.bos_token_id,) * 2:
+            raise _refuse(problem, f"the prompt begins with {tokenizer.bos_token} twice; it must be once")
+        if ids[-1:] == (tokenizer.eos_token_id,) and not renderer.uses_template:
             why = "behind which a model writes another text; take it out of the data"
-            raise _refuse(problem, f"the prompt ends with {renderer.tokenizer.eos_token}, {why}")
+            raise _refuse(problem, f"the prompt ends with {tokenizer.eos_token}, {why}")
     if not any(len(ids) <= limit for ids in tokens):
         found = f"the shortest has {min(map(len, tokens))} tokens" if tokens else "the source has none"
         raise ConfigError([f"data.prompt_length: found {limit}; no {side} prompt is left, {found}"])
@@ -316,7 +303,7 @@ def split_heldout(
     `num_heldout` would leave a side empty."""
     keys = list(dict.fromkeys(problem.question_key for problem, _ in problems))
     if num_heldout is None:
-        num_heldout = max(1, min(MOST_HELDOUT_BY_DEFAULT, len(keys) // 10))
+        num_heldout = max(1, min(256, len(keys) // 10))
     if not 1 <= num_heldout < len(keys):
         needed = "and each side needs one or more"
         raise ConfigError([f"data.num_heldout: {num_heldout} of {len(keys)} different questions to split, {needed}"])
@@ -333,7 +320,7 @@ Each = TypeVar("Each")
 
 
 def build_evaluation_set(
-    config: DataConfig,
+    config: schema.DataConfig,
     tokenizer: "PreTrainedTokenizerBase",
     seed: int,
     *,
@@ -347,9 +334,8 @@ def build_evaluation_set(
 ) -> tuple[Prompt, ...]:
     """The problems of data=`name`, in their order: every one, or `num_problems` drawn at random under `seed`.
 
-    path: a file or directory in place of the one the configuration names. key: of the path; None:
-    evaluate.paths.NAME. notes: grows by how the set was read. Raises ConfigError that names the key, also for a prompt
-    longer than data.prompt_length: a set without its long problems is another set.
+    path, key: a file or directory in place of the configuration's, and its key (evaluate.paths.NAME). notes: grows by
+    how the set was read. Raises ConfigError, also for a prompt longer than data.prompt_length.
     """
     key = key or f"evaluate.paths.{name}"
     try:
@@ -361,7 +347,7 @@ def build_evaluation_set(
         found = load_problems(chosen, seed)
     except ConfigError as error:
         hint = ""
-        if isinstance(config, HuggingFaceDataConfig) and path is None:
+        if isinstance(config, schema.HuggingFaceDataConfig) and path is None:
             hint = f"; {key}=FILE reads a local .jsonl or .parquet file, or a dataset's directory"
         raise ConfigError([f"data={name}: {problem}{hint}" for problem in error.problems]) from error
     problems = draw(found.train if found.heldout is None else found.heldout, num_problems, f"evaluate/{seed}")
@@ -378,19 +364,19 @@ def build_evaluation_set(
     return prompts
 
 
-def use_local_path(config: DataConfig, path: str, key: str) -> DataConfig:
+def use_local_path(config: schema.DataConfig, path: str, key: str) -> schema.DataConfig:
     """The same set out of a .jsonl or .parquet file or a dataset's directory. Raises ConfigError naming `key`."""
-    if not isinstance(config, FileDataConfig) and key.startswith("evaluate."):
+    if not isinstance(config, schema.FileDataConfig) and key.startswith("evaluate."):
         raise ConfigError([f"{key}: found {path}; this set is generated, and reads no file"])
     place = Path(path).expanduser()
     if not place.exists():
         raise ConfigError([f"{key}: {path} does not exist (from {Path.cwd()})"])
-    kinds: dict[str, type[FileDataConfig]] = {".jsonl": JsonlDataConfig, ".json": JsonlDataConfig}
-    kinds[".parquet"] = ParquetDataConfig
-    kind = HuggingFaceDataConfig if place.is_dir() else kinds.get(place.suffix)
+    kinds: dict[str, type[schema.FileDataConfig]] = {".jsonl": schema.JsonlDataConfig, ".json": schema.JsonlDataConfig}
+    kinds[".parquet"] = schema.ParquetDataConfig
+    kind = schema.HuggingFaceDataConfig if place.is_dir() else kinds.get(place.suffix)
     if kind is None:
         raise ConfigError([f"{key}: found {path}; it must be a .jsonl or .parquet file, or a dataset's directory"])
-    names = {field.name for field in fields(kind if isinstance(config, kind) else FileDataConfig)}
+    names = {field.name for field in fields(kind if isinstance(config, kind) else schema.FileDataConfig)}
     return kind(**{name: value for name, value in vars(config).items() if name in names} | {"path": path})
 
 

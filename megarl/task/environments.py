@@ -17,16 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.task import (
-    ClassEnvironmentConfig,
-    DataConfig,
-    EnvironmentConfig,
-    MultiTurnEnvironmentConfig,
-    SingleTurnEnvironmentConfig,
-    ToolsEnvironmentConfig,
-    VerifiersDataConfig,
-    VerifiersEnvironmentConfig,
-)
+from megarl.config.schema import task as schema
 from megarl.config.user_code import describe_error, load_named
 from megarl.environment import Action, Environment, EpisodeSetting, Observation, Step
 from megarl.task.problems import Problem, ProblemSplits
@@ -52,10 +43,7 @@ def load_verifiers_environment(env_id: str, args: Mapping[str, Any]) -> Any:
     env_id: the name of an installed environment, whose module has load_environment(), or package.module:callable. To be
     called from the main thread. Raises ConfigError naming environment.id or environment.args.
     """
-    try:
-        return _load(env_id, json.dumps(args, sort_keys=True))
-    except TypeError as error:
-        raise ConfigError([f"environment.args: found {dict(args)}; it must be JSON: {error}"]) from error
+    return _load(env_id, json.dumps(args, sort_keys=True, default=str))
 
 
 @functools.cache
@@ -128,12 +116,9 @@ def read_text(message: Mapping[str, Any]) -> str:
     return "\n\n".join(str(part["text"]) for part in content)
 
 
-def load_rows(config: VerifiersDataConfig, seed: int) -> ProblemSplits:
-    """The rows' prompts, as the environment makes them, and its evaluation rows as the held-out ones.
-
-    metadata["verifiers"] is JSON [part, number of the row], for environment=verifiers. Raises ConfigError for an
-    environment that cannot be loaded, or whose prompts are not text.
-    """
+def load_rows(config: schema.VerifiersDataConfig, seed: int) -> ProblemSplits:
+    """The rows' prompts, as the environment makes them, and its evaluation rows as the held-out ones. Raises
+    ConfigError for an environment that cannot be loaded, or whose prompts are not text."""
     env = load_verifiers_environment(config.id, config.args)
     try:
         train, heldout = env.build_dataset(), env.build_eval_dataset()
@@ -166,9 +151,7 @@ class VerifiersEnvironment(Environment):
         self, id: str, args: Mapping[str, Any], prompt: ToolPrompt | None = None, find_calls: FindCalls | None = None
     ):
         """prompt, find_calls: how tools' results are given to the policy, and its calls read; None without tools."""
-        self._env = load_verifiers_environment(id, args)
-        self._prompt = prompt
-        self._policy = _Policy(find_calls)
+        self._env, self._prompt, self._policy = load_verifiers_environment(id, args), prompt, _Policy(find_calls)
         self._known: Messages = []
         """The conversation as the policy has read and written it"""
         self._episode: asyncio.Task[dict[str, Any]] | None = None
@@ -305,16 +288,18 @@ def _start_loop() -> asyncio.AbstractEventLoop:
 EnvironmentFactory = Callable[[], Environment]
 
 
-def build_environment(config: EnvironmentConfig) -> tuple[MultiTurnEnvironmentConfig, EnvironmentFactory] | None:
+def build_environment(
+    config: schema.EnvironmentConfig,
+) -> tuple[schema.MultiTurnEnvironmentConfig, EnvironmentFactory] | None:
     """The limits of an episode and what makes its environment; None where the first turn is the whole episode. Makes
     one environment, to see that it can be made. Raises ConfigError naming the key that is wrong."""
-    if isinstance(config, SingleTurnEnvironmentConfig):
+    if isinstance(config, schema.SingleTurnEnvironmentConfig):
         return None
     make: EnvironmentFactory
-    if isinstance(config, VerifiersEnvironmentConfig):
+    if isinstance(config, schema.VerifiersEnvironmentConfig):
         make = partial(VerifiersEnvironment, config.id, config.args)
     else:
-        assert isinstance(config, ClassEnvironmentConfig)
+        assert isinstance(config, schema.ClassEnvironmentConfig)
         make = partial(load_callable(config.path, "environment.path"), **config.options)
     try:
         made = make()
@@ -329,15 +314,15 @@ def build_environment(config: EnvironmentConfig) -> tuple[MultiTurnEnvironmentCo
 
 
 def build_tool_prompt(
-    config: EnvironmentConfig, data: DataConfig, tokenizer: "PreTrainedTokenizerBase"
+    config: schema.EnvironmentConfig, data: schema.DataConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> ToolPrompt | None:
     """How the tools of this configuration are described; None where there are none. Raises ConfigError naming
     environment.tools, or environment.id."""
     schemas: tuple[Mapping[str, Any], ...] = ()
     text = None
-    if isinstance(config, ToolsEnvironmentConfig):
+    if isinstance(config, schema.ToolsEnvironmentConfig):
         schemas, text = tuple(describe_tool(path) for path in find_tools(config.tools)), config.description
-    elif isinstance(config, VerifiersEnvironmentConfig):
+    elif isinstance(config, schema.VerifiersEnvironmentConfig):
         schemas = tuple(load_verifiers_environment(config.id, config.args).oai_tools or ())
     if not schemas:
         return None

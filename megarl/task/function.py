@@ -32,8 +32,7 @@ RESERVED_NAMES |= {"failed_frac", "heldout"}
 def serve_function(path: str, state: Any = None) -> Callable[..., dict[str, Any]]:
     """What the process calls: the user's function; without a question it gives the function's state.
 
-    state: what the function is to go on from; None: nothing. Raises ValueError where it cannot be loaded, takes other
-    parameters than megarl, TRL or verl give, or has no place for a state that is given.
+    state: what the function is to go on from. Raises ValueError where it cannot be loaded or called, or keeps none.
     """
     target: Any = load_callable(path)
     function = adapt(path, target)
@@ -86,7 +85,7 @@ class FunctionReward(ProcessReward):
         except CallError as error:
             raise ConfigError([f"{self.key}: {error}"]) from error
         if self._keeps_state and (number := self._config.num_workers or 1) > 1:
-            why = "the reward has state_dict and load_state_dict, and each process would keep a state of its own"
+            why = "each process would keep a state of its own (state_dict)"
             raise ConfigError([f"reward.num_workers: {number} found; {why}: must be 1 or null"])
         return 1 if self._keeps_state else count
 
@@ -132,8 +131,8 @@ CORRECT_AT = 1.0
 def adapt(path: str, function: Callable[..., Any]) -> Callable[[Prompt, Response], Score]:
     """The function as one from (prompt, response) to a Score; what it returns may be awaited.
 
-    Raises ValueError for parameters of another sort, and the function that comes out for columns that the data do not
-    have, and TypeError for another result.
+    Raises ValueError for parameters of another sort; what comes out does for columns that the data do not have, and
+    TypeError for another result.
     """
     try:
         signature = inspect.signature(function)
@@ -202,7 +201,7 @@ def _build_verl(prompt: Prompt, response: Response) -> dict[str, Any]:
 
 
 def list_columns(prompt: Prompt) -> dict[str, Any]:
-    """The record as the data have it; of generated problems, what they have besides question and answer."""
+    """The record as the data have it; a generated problem's metadata."""
     return dict(prompt.columns or prompt.metadata)
 
 
@@ -302,7 +301,8 @@ NODES: tuple[type[ast.AST], ...] = (
 
 
 def guard_sympy() -> None:
-    """Make sympy evaluate only arithmetic, names and common functions; other text raises ValueError."""
+    """Make sympy, which turns text into Python source and evaluates it, refuse all but arithmetic, names and common
+    functions with ValueError."""
     from sympy.parsing import sympy_parser
 
     stringify = sympy_parser.stringify_expr
@@ -366,8 +366,7 @@ def build_pattern_matcher(pattern: str) -> Callable[..., bool]:
 def load_tools(paths: Mapping[str, str], result_length: int) -> Callable[..., str]:
     """The function (name, arguments) -> result as text, of the tools at `paths`, package.module:function by name.
 
-    A result that is no text is given as JSON; results are cut to `result_length` characters. Raises ValueError for a
-    path that names no function.
+    A result that is no text is given as JSON; results are cut to `result_length` characters.
     """
     functions = {name: load_callable(path) for name, path in paths.items()}
     if functions.get("python") is python:

@@ -250,7 +250,6 @@ _JOINED = re.compile(
     r"\s*(?:,\s*)?(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))\s*|\s*[,;]\s*"
 )
 _PLAIN_FUNCTION = re.compile(r"(?<![\\a-zA-Z])(sqrt|pi|sin|cos|tan|log|ln|infty|theta|alpha|beta)(?![a-zA-Z])")
-_PROSE = re.compile(r"(?<![\\{a-zA-Z])[a-zA-Z]{4,}.*\d|\d.* [a-zA-Z]{4,} .*\d")
 _WORD = re.compile(r"(?<![\\a-zA-Z])(?!cdot|times)[a-zA-Z]{4,}|[^\x00-\x7f]")
 _UNREADABLE = re.compile(
     r"[\^_]\s*\\?\w+\s*[\^]\s*\\?\w+\s*\^|_\w+\s*_|\\binom.*\d{4}|\d{4}.*\\binom|\\binom.*\^|--|=\s*=|\\text|[\d)}]\s*_"
@@ -344,8 +343,6 @@ def _read_one(text: str) -> Answer | None:
     sides = list(split(text, re.compile(r"(?<![<>!:])=")))
     if len(sides) > 1:
         value = _read(sides[-1])
-        if any(_PROSE.search(side) for side in sides):
-            return None
         return Equation(tuple(side.strip() for side in sides[:-1]), value) if value and all(sides) else None
     if found := re.match(r"(\\?[a-zA-Z](?:_\w)?)\s*\\in(?![a-z])", text):
         region = to_region(_read(text[found.end() :]))
@@ -600,7 +597,7 @@ def _equals_equation(gold: Answer, answer: Equation) -> bool:
         first, expected = (re.sub(r"\s|\\text|[{}]", "", sides[0]) for sides in (answer.sides, gold.sides))
         if first == expected and is_equal(gold.value, answer.value):
             return True
-        return _equals_function(gold, answer) or _equals_curve(gold, answer)
+        return _equals_curve(gold, answer)
     if not is_equal(gold, answer.value):
         return False
     value = answer.value
@@ -619,21 +616,6 @@ def _is_name(side: str, *, operators: bool = True) -> bool:
         return False
     side = re.sub(r"\\text\{[^{}]*\}|\^\{[^{}]*\}|\^\w", "", side)
     return bool(re.search(r"[A-Za-z]", side)) and not re.search(r"\d", side)
-
-
-def _equals_function(gold: Equation, answer: Equation) -> bool:
-    """Whether they are one function of one variable that has another letter in each: f(x) = 2x, f(y) = 2y."""
-    heads: Any = [re.fullmatch(r"(\w+)\s*\(\s*([a-zA-Z])\s*\)", side.sides[0]) for side in (gold, answer)]
-    if not all(heads) or heads[0][1] != heads[1][1] or heads[0][2] == heads[1][2]:
-        return False
-    if not isinstance(gold.value, Expression) or not isinstance(answer.value, Expression):
-        return False
-    letters = {
-        symbol: sympy.Symbol(heads[0][2], real=symbol.is_real)
-        for symbol in answer.value.tree.free_symbols
-        if symbol.name == heads[1][2]
-    }
-    return _equals_expression(gold.value, replace(answer.value, tree=answer.value.tree.xreplace(letters)))
 
 
 def _read_solutions(answer: Any) -> list[dict[str, Answer]] | None:
@@ -790,8 +772,6 @@ _DENIAL = re.compile(r"(?:not|unknown|undetermined|unclear|undefined|none|imposs
 _CHOICE = re.compile(
     r"(?:option |choice |answer )?(?:\(([A-J])\)|([A-J])(?=[).:]|$))(?!.*(?:\([A-J]\)|\bor\b))(.*)", re.I
 )
-_UNMARKED_PROSE = re.compile(r"(?<![\\\w{])(?!sqrt|sin|cos|tan|log|ln|pi)[A-Za-z]{2,} ")
-"""A word in a response that is not marked as an answer; letters would be factors."""
 _ONLY_WORDS = re.compile(r"[A-Za-z][A-Za-z '.-]*[A-Za-z.]")
 _TIME = re.compile(r"[012]?\d:[0-5]\d(?!\d)")
 _SYMBOLS = frozenset("abcmnpqrtuvwxyz")
@@ -827,8 +807,6 @@ def grade(gold_text: str, text: str, mode: str, *, thinking: bool = False) -> Ve
     if gold is None:
         return _grade_texts(_fold(gold_text), [_fold(each) for each in statements])
     readings = [read_answer(each) for each in statements]
-    if statements == [whole] and isinstance(readings[0], Expression) and _UNMARKED_PROSE.search(whole):
-        readings = [None]
     answers = [reading for reading in readings if reading is not None]
     if not answers and mode == "any" and statements in ([], [whole]):
         last = find_last_value(whole[-MAX_CHARACTERS:])

@@ -54,7 +54,6 @@ ROLES = {"human": "user", "gpt": "assistant", "developer": "system"}
 MEDIA = re.compile(r"(image|img|picture|photo|video|audio)s?(_(\d+|path|url|file|bytes)s?)?", re.IGNORECASE)
 """Names of columns with what a model of text does not read"""
 UNREAD = ("tool_calls", "function_call", "images", "audio")
-"""Parts of a message that would be lost"""
 HASHES = re.compile(r"^####(.*)$", re.MULTILINE)
 NUMBER_BEHIND_HASHES = re.compile(r"####[ \t]*[-+]?\$?[\d,.]*\d%?")
 PARTS = {

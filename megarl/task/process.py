@@ -30,11 +30,11 @@ from megarl.config.user_code import DescribedError, load_named
 from megarl.task import confinement
 
 START_DEADLINE_S = 180.0
-"""Seconds for importing the function's packages on a busy machine"""
+"""For importing the function's packages on a busy machine"""
 GRACE_S = 20.0
-"""Seconds beyond the process's own time limit before it is killed: it must have been stopped or swapped out"""
+"""Beyond the process's own time limit, before it is killed"""
 OUT_OF_MEMORY = 77
-"""Exit status of a process whose function ran out of memory"""
+"""Exit status"""
 GIB = 2**30
 SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
 """What programs need of the system, to read"""
@@ -61,8 +61,7 @@ class StartError(Exception):
 class FunctionProcess:
     """Calls one function in a process of its own, one call at a time. Thread-safe.
 
-    The process is started by `start` or the first call, and again by the first call after it ended. It and what it
-    started end when this object is closed or collected, and when this process ends in any way.
+    The process is started by `start` or a call. It and what it started end with this object and with this process.
     """
 
     def __init__(

@@ -1,11 +1,9 @@
 """From a problem to what the model reads (instruction, chat template, tokens), and text that the critic alone reads.
 
-The latter is data.critic_prompt with a prompt's answer and metadata in it. A critic may know what the policy does not
-(BPCO 2608.23566; Le Critique 2608.16739, section 3): V(h_t, z) remains a baseline that does not bias the policy
-gradient where z does not depend on the response (its equation 5), as the fields of a prompt do not. As in the second
-one's implementation (prime-values), z is a closed system message in front of the conversation, behind a token that
-begins every text; without a chat template it stands there as it is. All tokens of prompt and response then attend to
-it, and they are the policy's own, so that V of response token t stands at the same response position.
+The latter is data.critic_prompt with a prompt's answer and metadata in it (BPCO 2608.23566; Le Critique 2608.16739,
+section 3): V(h_t, z) remains a baseline that does not bias the policy gradient where z does not depend on the response
+(its equation 5). As in prime-values, z is a closed system message in front of the conversation, behind a token that
+begins every text; without a chat template it stands there as it is.
 """
 
 import contextlib
@@ -27,8 +25,7 @@ if TYPE_CHECKING:
 
 
 PLACEHOLDER = "{question}"
-SEPARATOR = "\n\n"
-"""Between turns where no chat template parts them."""
+SEPARATOR = "\n\n"  # Between turns where no chat template parts them.
 DATE = datetime(2024, 7, 26)
 """What a chat template is told that asks for the date, so that a run reads the same prompts on the day that it is
 resumed, and an evaluation those of its run. It is the date that Llama 3's templates have where they are told none"""
@@ -48,14 +45,10 @@ class Renderer:
         embedding, beyond which no token is accepted; None: not known."""
         if config.instruction is not None and PLACEHOLDER not in config.instruction:
             raise ConfigError([f"data.instruction: found {config.instruction!r}; it must contain {PLACEHOLDER}"])
-        self.config = config
-        self.tokenizer = tokenizer
-        self.tools = tools
-        self.vocab_size = vocab_size
+        self.config, self.tokenizer, self.tools, self.vocab_size = config, tokenizer, tools, vocab_size
         self.uses_template = config.chat_template and bool(tokenizer.chat_template)
         self._asks_date = False
-        self._left_out = ""
-        """What the tokenizer would add at the end of a text"""
+        self._left_out = ""  # What the tokenizer would add at the end of a text.
 
     def render(self, problem: Problem) -> str:
         """The text whose tokens are the prompt, with what the assistant's turn begins with; the policy continues it."""
@@ -245,10 +238,6 @@ def _is_visible(character: str) -> bool:
 
 
 KEY = "data.critic_prompt"
-NUM_CACHED = 4096
-"""Texts whose tokens are kept: the responses to one prompt have the same one"""
-ROLES = ("system", "user")
-"""Roles of the message, by preference: some chat templates refuse or leave out a system message without a question"""
 FIELD = re.compile(r"\{\{|\}\}|\{([^{}]+)\}|([{}])")
 """A brace that is text, the name of a field (never evaluated: dots and brackets are part of it), or a lone brace"""
 
@@ -266,7 +255,7 @@ class CriticPrompt:
         # Without the policy's tools.
         self._renderer = Renderer(config, tokenizer, vocab_size=vocab_size)
         self._first_token = tokenizer.bos_token_id
-        self._encode = lru_cache(NUM_CACHED)(lambda text: self._tokenize([text])[0])
+        self._encode = lru_cache(4096)(lambda text: self._tokenize([text])[0])
 
     def fill(self, prompt: Prompt) -> str:
         """The text for this prompt. Raises ConfigError for a field that the prompt does not have."""
@@ -315,7 +304,7 @@ class CriticPrompt:
     def _render(self, text: str) -> str:
         if not self._renderer.uses_template:
             return text
-        for role in ROLES:
+        for role in ("system", "user"):  # Some templates leave out a system message without a question.
             with contextlib.suppress(ConfigError):
                 rendered = self._renderer.render_messages([Message(role, text)], for_answer=False)
                 if text.strip() in rendered:

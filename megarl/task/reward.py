@@ -13,14 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.task import (
-    EnvironmentRewardConfig,
-    FormatRewardConfig,
-    LengthRewardConfig,
-    MathRewardConfig,
-    NumericRewardConfig,
-    ProcessRewardConfig,
-)
+from megarl.config.schema import task as schema
 from megarl.task.math_text import ends_in_open_thinking
 from megarl.task.process import CallError, FunctionProcess, StartError
 from megarl.types import Prompt, Response, RewardFunction, Score
@@ -67,32 +60,25 @@ class DirectReward(AsyncReward):
         return self._function(prompt, response)
 
 
-MOST_CHOSEN = 16
-"""Processes that are chosen for a machine of any size"""
-
-
 def choose_num_workers() -> int:
-    """A process for every four cores of this machine, at least one."""
-    return min(MOST_CHOSEN, max(1, len(os.sched_getaffinity(0)) // 4))
+    """A process for every four cores of this machine, from 1 to 16."""
+    return min(16, max(1, len(os.sched_getaffinity(0)) // 4))
 
 
 class ProcessReward(AsyncReward):
     """A function in up to reward.num_workers processes of its own, each started when all before it are busy.
 
-    Derived classes say what it is asked and what its answers mean. A score depends on the prompt and the response
-    alone, so that it does not matter which process gives it.
+    Derived classes say what it is asked and what its answers mean.
     """
 
     path: str
-    """Of the function that is called once with `options` as keywords and returns the one that answers, as
-    package.module:function"""
+    """package.module:function of what is called once with `options` and returns the function that answers"""
     key = "reward"
     """The configuration key to name where the function cannot be loaded"""
     given_up: Score | None = None
-    """The score of a response whose call ran out of time or memory, or took its process down; None: it failed, as what
-    does not end is the function or the pattern"""
+    """The score of a response whose call ran out of time or memory, or took its process down; None: it failed"""
 
-    def __init__(self, config: ProcessRewardConfig, **options: Any):
+    def __init__(self, config: schema.ProcessRewardConfig, **options: Any):
         self._config, self._options = config, options
         self._processes = [
             FunctionProcess(
@@ -174,19 +160,20 @@ def normalize_text(text: str) -> str:
 
 
 class FormatReward(ProcessReward):
-    """1 where the response, white space at its ends aside, matches reward.pattern, else 0; its content does not count.
-    It is matched in a process of its own, which ends a match without an end."""
+    """1 where the response, white space at its ends aside, matches reward.pattern, else 0. A process of its own ends a
+    match without an end."""
 
     path = "megarl.task.function:build_pattern_matcher"
     key = "reward.pattern"
 
-    def __init__(self, config: FormatRewardConfig):
+    def __init__(self, config: schema.FormatRewardConfig):
         """Raises ConfigError for a pattern that is none."""
         try:
             re.compile(config.pattern)
         except (re.error, OverflowError, RecursionError) as error:
-            found = f"{config.pattern!r}; not a regular expression: {error}"
-            raise ConfigError([f"reward.pattern: found {found}"]) from error
+            raise ConfigError(
+                [f"reward.pattern: found {config.pattern!r}; not a regular expression: {error}"]
+            ) from error
         super().__init__(config, pattern=config.pattern)
 
     def read(self, answer: Any, prompt: Prompt) -> Score:
@@ -230,7 +217,7 @@ class NumericReward:
     """1 where the response's last number is the prompt's answer, within the tolerances, else 0. details: "format" is 1
     where the response has a number."""
 
-    def __init__(self, config: NumericRewardConfig):
+    def __init__(self, config: schema.NumericRewardConfig):
         # As written: 0.1 is a tenth.
         self._tolerance, self._share = Fraction(repr(config.tolerance)), Fraction(repr(config.relative_tolerance))
 
@@ -249,16 +236,14 @@ class NumericReward:
 class MathReward(ProcessReward):
     """1 where the response states the prompt's answer and no other one, else 0.
 
-    The prompt's answer is LaTeX or plain (with or without $); one that cannot be read as mathematics is compared as
-    text. What states an answer is reward.answer; the rules are in docs/environments-and-rewards.md. details: "format"
-    is 1 where the response states one answer that can be read; "timeout" is 1 where time or memory ran out, which
-    counts as wrong.
+    An answer that cannot be read as mathematics is compared as text. The rules are in docs/environments-and-rewards.md.
+    details: "format", whether it states one answer that can be read; "timeout", whether time or memory ran out.
     """
 
     path = "megarl.task.function:build_math_scorer"
     given_up = Score(0.0, False, {"format": 0.0, "timeout": 1.0})
 
-    def __init__(self, config: MathRewardConfig):
+    def __init__(self, config: schema.MathRewardConfig):
         """Raises ConfigError without math-verify."""
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError(["reward: math found, but math-verify is not installed; `make install` brings it"])
@@ -278,7 +263,7 @@ class LengthReward:
     """1 for a response of min_length to max_length tokens, falling linearly to 0 at `falloff` tokens outside. Tokens
     are those that the policy generated. Correct within the range. details: {"tokens": their number}."""
 
-    def __init__(self, config: LengthRewardConfig):
+    def __init__(self, config: schema.LengthRewardConfig):
         """Raises ConfigError for an empty range."""
         if config.min_length > config.max_length:
             allowed = f"at most reward.max_length ({config.max_length})"
@@ -297,7 +282,7 @@ class EnvironmentReward:
     """0, as the rewards of the turns are part of every sample's reward, whatever `reward=` is; correct where their sum
     is at least correct_at."""
 
-    def __init__(self, config: EnvironmentRewardConfig):
+    def __init__(self, config: schema.EnvironmentRewardConfig):
         self._correct_at = config.correct_at
 
     def __call__(self, prompt: Prompt, response: Response) -> Score:

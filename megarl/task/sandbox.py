@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from megarl.config.schema.task import CodeRewardConfig
 from megarl.files import parse_json
@@ -179,7 +179,6 @@ def python(code: str) -> str:
 
 _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+.-]*)[^\n]*$", re.MULTILINE)
 PYTHON = frozenset({"", "python", "python3", "py"})
-"""What may stand after the three backticks"""
 RUN_ASSERTS = """\
 import json, sys
 token, tests = json.loads(sys.stdin.read())
@@ -195,20 +194,12 @@ for number, test in enumerate(tests):
 """
 
 
-class Tests(NamedTuple):
-    """The tests of a prompt: pairs of input and output, or statements that must not raise."""
-
-    pairs: list[tuple[str, str]]
-    asserts: list[str]
-
-
 class CodeReward(AsyncReward):
     """Runs the last block of Python code of a response against the prompt's tests.
 
-    1 where all pass, else 0, or with reward.partial the share of those that pass. A response without such a block, and
-    a program that does not end, fails its tests; a sandbox that cannot be made is a failure. details: "block" is 1
-    where there is a block, "passed" the share of tests (of those that were run: without reward.partial the first one
-    that fails ends it), "timeout" 1 where one ran out of time.
+    1 where all pass, else 0, or with reward.partial the share of those that pass. details: "block" is 1 where there is
+    a block, "passed" the share of tests (without reward.partial the first one that fails ends it), "timeout" 1 where
+    one ran out of time.
     """
 
     def __init__(self, config: CodeRewardConfig):
@@ -228,28 +219,28 @@ class CodeReward(AsyncReward):
 
     def run_tests(self, prompt: Prompt, text: str) -> Score:
         """Raises ValueError naming the prompt without tests, and RewardFailedError where there is no sandbox."""
-        tests, source = read_tests(prompt), find_code(text)
+        (pairs, asserts), source = read_tests(prompt), find_code(text)
         if source is None:
             return Score(0.0, False, {"block": 0.0, "passed": 0.0, "timeout": 0.0})
         passed, timeout = 0, False
         try:
             # Each pair is a process of its own, whose output is compared outside of it.
-            for given, expected in tests.pairs:
+            for given, expected in pairs:
                 done = self._run(source, given)
                 is_right = done.is_well and normalize_output(done.stdout) == normalize_output(expected)
                 passed, timeout = passed + is_right, timeout or done.stopped == "time"
                 if not is_right and not self._partial:
                     break
             # Statements are one process, which ends without a word where the response's code calls exit().
-            if tests.asserts and (self._partial or passed == len(tests.pairs)):
+            if asserts and (self._partial or passed == len(pairs)):
                 token = secrets.token_hex(16)  # So that what the code prints is not taken for a test that passed.
-                done = self._run(RUN_ASSERTS, json.dumps([token, tests.asserts]), {"solution.py": source})
+                done = self._run(RUN_ASSERTS, json.dumps([token, asserts]), {"solution.py": source})
                 lines = set(done.stdout.splitlines())
-                passed += sum(f"{token} {number}" in lines for number in range(len(tests.asserts)))
+                passed += sum(f"{token} {number}" in lines for number in range(len(asserts)))
                 timeout = timeout or done.stopped == "time"
         except SandboxError as error:
             raise RewardFailedError(str(error)) from error
-        num_tests = len(tests.pairs) + len(tests.asserts)
+        num_tests = len(pairs) + len(asserts)
         share, all_pass = passed / num_tests, passed == num_tests
         details = {"block": 1.0, "passed": share, "timeout": float(timeout)}
         return Score(share if self._partial else float(all_pass), all_pass, details)
@@ -281,8 +272,9 @@ def find_code(text: str) -> str | None:
     return found
 
 
-def read_tests(prompt: Prompt) -> Tests:
-    """The tests in metadata["tests"], else in the answer. Raises ValueError naming the prompt and what is wrong.
+def read_tests(prompt: Prompt) -> tuple[list[tuple[str, str]], list[str]]:
+    """Pairs of input and output, and statements that must not raise, in metadata["tests"], else in the answer. Raises
+    ValueError naming the prompt.
 
     JSON: {"inputs": [texts], "outputs": [texts]}, {"asserts": [statements]}, or a list of statements; or plain text of
     assert statements.
@@ -305,7 +297,7 @@ def read_tests(prompt: Prompt) -> Tests:
         raise ValueError(f"prompt {prompt.id!r}: {found}") from error
     if not inputs and not asserts:
         raise ValueError(f"prompt {prompt.id!r}: it has no tests; reward=code needs one at least")
-    return Tests(list(zip(inputs, outputs, strict=True)), asserts)
+    return list(zip(inputs, outputs, strict=True)), asserts
 
 
 def normalize_output(text: str) -> list[str]:

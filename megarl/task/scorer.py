@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -33,8 +34,6 @@ ROUNDING = 1e-9
 
 
 class Part(NamedTuple):
-    """One reward of the sum."""
-
     reward: AsyncReward
     weight: float
 
@@ -105,8 +104,7 @@ def build_reward(config: RewardConfig, key: str = "reward") -> AsyncReward:
     try:
         reward = KINDS[type(config)](config)
     except ConfigError as error:
-        texts = error.problems
-        raise ConfigError([key + t.removeprefix("reward") if t.startswith("reward") else t for t in texts]) from error
+        raise ConfigError([re.sub("^reward", key, text) for text in error.problems]) from error
     return reward if isinstance(reward, AsyncReward) else DirectReward(reward)
 
 
@@ -127,12 +125,6 @@ KINDS: Mapping[type[RewardConfig], Callable[[Any], AsyncReward | RewardFunction]
     schema.ReasoningGymRewardConfig: lambda config: load_callable(GYM + "ReasoningGymReward")(config),
     schema.ScalarModelRewardConfig: ScalarModelReward,
 }
-READ_ANSWERS = (
-    schema.AdditionRewardConfig,
-    schema.ExactRewardConfig,
-    schema.MathRewardConfig,
-    schema.NumericRewardConfig,
-)
 
 
 def reads_answers(config: RewardConfig) -> bool:
@@ -140,7 +132,8 @@ def reads_answers(config: RewardConfig) -> bool:
     if isinstance(config, WeightedRewardConfig):
         parts = {part.name: part.config for part in read_parts(config)}
         return any(map(reads_answers, [parts[config.correct_by]] if config.correct_by else parts.values()))
-    return isinstance(config, READ_ANSWERS)
+    kinds = schema.AdditionRewardConfig, schema.ExactRewardConfig, schema.MathRewardConfig, schema.NumericRewardConfig
+    return isinstance(config, kinds)
 
 
 def check_finite(score: Score) -> None:
@@ -159,8 +152,8 @@ class Scorer:
         self._reward = reward if isinstance(reward, AsyncReward) else DirectReward(reward)
 
     async def score(self, prompt: Prompt, response: Response) -> Score:
-        """The reward's score. Where it raises, hangs, dies or gives no finite number: a score with `failure`, one line
-        that is equal for equal causes, as far as what a verifier raises allows it."""
+        """The reward's score. Where it raises, hangs, dies or gives no finite number: a score with `failure`, one
+        line."""
         try:
             score = await self._reward.score(prompt, response)
             check_finite(score)
@@ -173,9 +166,8 @@ class Scorer:
         """Score an empty response to each prompt, which shows whether the reward can read the data's answers; where the
         user's own function scores, also the answer.
 
-        Meant for the first prompt of each split, before anything is started; not from a coroutine. wrong: reward.wrong,
-        with which the scores must be in [0, 1]. chosen: the reward and the data, for the message. Raises
-        ConfigError.
+        wrong: reward.wrong, with which the scores must be in [0, 1]. chosen: the reward and the data, for the message.
+        Raises ConfigError.
         """
 
         async def check_all() -> None:
@@ -200,11 +192,9 @@ class Scorer:
             thread.submit(asyncio.run, check_all()).result()
 
     def state(self) -> Any:
-        """As `AsyncReward.state`."""
         return self._reward.state()
 
     def load_state(self, state: Any) -> None:
-        """As `AsyncReward.load_state`."""
         self._reward.load_state(state)
 
     def close(self) -> None:

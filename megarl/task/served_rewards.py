@@ -14,13 +14,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.task import (
-    HttpRewardConfig,
-    JudgeRewardConfig,
-    ScalarModelRewardConfig,
-    ServerRewardConfig,
-    Verdict,
-)
+from megarl.config.schema import task as schema
 from megarl.files import parse_json
 from megarl.task.reward import AsyncReward, RewardFailedError
 from megarl.types import Message, Prompt, Response, Score
@@ -61,7 +55,7 @@ LEAST_PROBABILITY = 0.01
 class ScoringServer:
     """The server at reward.url. Its calls may come from any event loop; each loop has connections of its own."""
 
-    def __init__(self, config: ServerRewardConfig):
+    def __init__(self, config: schema.ServerRewardConfig):
         """Raises ConfigError for a url that is none, or a key that is not in the environment."""
         parts = urlsplit(config.url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password:
@@ -129,24 +123,19 @@ class ScoringServer:
         return self._by_loop[loop]
 
 
-HTTP_ANSWER = Draft202012Validator(
-    {
-        "type": "object",
-        "required": ["reward"],
-        "properties": {
-            "reward": {"type": "number"},
-            "correct": {"type": "boolean"},
-            "details": {"type": ["object", "null"], "additionalProperties": {"type": "number"}},
-        },
-    }
-)
+HTTP_FIELDS = {
+    "reward": {"type": "number"},
+    "correct": {"type": "boolean"},
+    "details": {"type": ["object", "null"], "additionalProperties": {"type": "number"}},
+}
+HTTP_ANSWER = Draft202012Validator({"type": "object", "required": ["reward"], "properties": HTTP_FIELDS})
 
 
 class HttpReward(AsyncReward):
     """POSTs {"prompt", "response", "answer", "metadata"} as JSON and reads {"reward", "correct", "details"}. "correct"
     may be left out: it is then whether the reward is at least 1; so may "details", numbers by name."""
 
-    def __init__(self, config: HttpRewardConfig):
+    def __init__(self, config: schema.HttpRewardConfig):
         self._server = ScoringServer(config)
 
     async def score(self, prompt: Prompt, response: Response) -> Score:
@@ -163,13 +152,10 @@ class HttpReward(AsyncReward):
 
 
 class ScalarModelReward(AsyncReward):
-    """reward = offset + scale * y, y what the model's head gives at the last token of the conversation.
+    """reward = offset + scale * y, y what the model's head gives at the last token of the conversation, rendered by
+    the server's chat template. Correct from reward.correct_at on. details: {"logit": y}."""
 
-    The server renders prompt and response with the chat template of its model. Correct from reward.correct_at on.
-    details: {"logit": y}.
-    """
-
-    def __init__(self, config: ScalarModelRewardConfig):
+    def __init__(self, config: schema.ScalarModelRewardConfig):
         """Raises ConfigError where the server at reward.url does not answer or serves no reward model."""
         self._config = config
         self._server = ScoringServer(config)
@@ -197,7 +183,7 @@ class JudgeReward(AsyncReward):
     """verdict score: a tenth of the number in the judge's last box. verdict word: p(yes) / (p(yes) + p(no)). The judge
     is asked at temperature 0. Correct from reward.correct_at on. details: none."""
 
-    def __init__(self, config: JudgeRewardConfig):
+    def __init__(self, config: schema.JudgeRewardConfig):
         """Raises ConfigError for a rubric without {response}, and where the server at reward.url does not answer."""
         self._config = config
         self._rubric = RUBRIC if config.rubric is None else config.rubric
@@ -213,7 +199,7 @@ class JudgeReward(AsyncReward):
     async def score(self, prompt: Prompt, response: Response) -> Score:
         config, asked = self._config, fill_rubric(self._rubric, prompt, response)
         body: dict[str, Any] = {"model": self._model, "temperature": 0.0, **config.request}
-        if config.verdict is Verdict.score:
+        if config.verdict is schema.Verdict.score:
             asked += f"\n\n{ASK_FOR_SCORE}"
             body |= {"max_tokens": config.max_tokens}
         else:
@@ -223,7 +209,7 @@ class JudgeReward(AsyncReward):
         answer = await self._server.post("/v1/chat/completions", body)
         try:
             choice = answer["choices"][0]
-            if config.verdict is Verdict.word:
+            if config.verdict is schema.Verdict.word:
                 top = choice["logprobs"]["content"][0]["top_logprobs"]
                 reward = compare_words([(it["token"], it["logprob"]) for it in top], config.yes, config.no)
             elif choice["finish_reason"] == "length":
@@ -238,9 +224,8 @@ class JudgeReward(AsyncReward):
 def fill_rubric(rubric: str, prompt: Prompt, response: Response) -> str:
     """The rubric with question (the user's last message), answer and response in place of their names.
 
-    Each stands between tags, with a space after each character of it that could begin a tag. So it can neither close
-    the quotation nor hold a special token of a chat template (<|im_end|>, </s>, [INST]), which a server would read in a
-    message's text as well.
+    Each stands between tags, with a space after each character of it that could begin a tag: it can neither close the
+    quotation nor hold a special token of a chat template (<|im_end|>, </s>, [INST]), which a server would read.
     """
     questions = [message.content for message in prompt.messages if message.role == "user"] or [prompt.text]
     values = {"question": questions[-1], "answer": prompt.answer, "response": response.text}

@@ -139,26 +139,20 @@ class ToolPrompt:
         """The messages with `text` at the end of the system message, which is added where there is none."""
         if self.text is None:
             return tuple(messages)
-        if messages and messages[0].role == "system":
-            first, *others = messages
-            content = "\n\n".join(part for part in (first.content, self.text) if part)
-            return (Message("system", content), *others)
-        return (Message("system", self.text), *messages)
+        if not messages or messages[0].role != "system":
+            return (Message("system", self.text), *messages)
+        content = "\n\n".join(filter(None, (messages[0].content, self.text)))
+        return (Message("system", content), *messages[1:])
 
     def answer(self, results: Sequence[str]) -> tuple[Message, ...]:
-        """The messages that give the policy the results of an action's calls, in order.
-
-        Of role tool where the chat template describes tools; else one user's message, for many templates take neither
-        another role nor two messages of one role in a row.
-        """
+        """The messages that give the policy the results of an action's calls, in order: one user's message where the
+        chat template describes no tools, for many templates then take no other role, and no role twice in a row."""
         if self.text is None:
             return tuple(Message("tool", result) for result in results)
         return (Message("user", "\n".join(results)),)
 
 
 class FoundCalls(NamedTuple):
-    """The tool calls of one action."""
-
     calls: tuple[tuple[str, str], ...]
     """The name and the arguments, a JSON object as text, of each, in order"""
     num_malformed: int = 0
@@ -174,14 +168,10 @@ class ToolsEnvironment(Environment):
     details of each turn: tool_calls (calls begun, malformed ones included) and tool_errors (answered with an error)."""
 
     def __init__(self, config: ToolsEnvironmentConfig, toolbox: Toolbox, prompt: ToolPrompt, find_calls: FindCalls):
-        self._config = config
-        self._toolbox = toolbox
-        self._prompt = prompt
-        self._find_calls = find_calls
+        self._config, self._toolbox, self._prompt, self._find_calls = config, toolbox, prompt, find_calls
         self._rewarded = False
 
     def step(self, action: Action) -> Step:
-        """Runs the calls one after the other."""
         # An episode that is cut ends here: nobody would read the results.
         is_cut = action.finish_reason is FinishReason.length
         found = FoundCalls(()) if is_cut else self._find_calls(action.raw_text)
