@@ -43,7 +43,7 @@ def load_verifiers_environment(env_id: str, args: Mapping[str, Any]) -> Any:
     env_id: the name of an installed environment, whose module has load_environment(), or package.module:callable. To be
     called from the main thread. Raises ConfigError naming environment.id or environment.args.
     """
-    return _load(env_id, json.dumps(args, sort_keys=True, default=str))
+    return _load(env_id, json.dumps(args, sort_keys=True))
 
 
 @functools.cache
