@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.schema import task as schema
@@ -316,7 +316,7 @@ def split_heldout(
     return [item for item in problems if item[0].question_key not in chosen], list(held.values())
 
 
-Each = TypeVar("Each")
+T = TypeVar("T", bound=Any)
 
 
 def build_evaluation_set(
@@ -380,20 +380,12 @@ def use_local_path(config: schema.DataConfig, path: str, key: str) -> schema.Dat
     return kind(**{name: value for name, value in vars(config).items() if name in names} | {"path": path})
 
 
-def draw(problems: Sequence[Each], number: int | None, seed: str) -> list[Each]:
+def draw(problems: Sequence[T], number: int | None, seed: str) -> list[T]:
     """All, or a random number of them in their order."""
     if number is None or number >= len(problems):
         return list(problems)
     rows = random.Random(seed).sample(range(len(problems)), number)
     return [problems[row] for row in sorted(rows)]
-
-
-class HasId(Protocol):
-    @property
-    def id(self) -> str: ...
-
-
-T = TypeVar("T", bound=HasId)
 
 
 class PromptSampler(Generic[T]):

@@ -335,15 +335,14 @@ def build_tool_prompt(
 
 def knows_tools(tokenizer: "PreTrainedTokenizerBase") -> bool:
     """Whether the chat template describes tools and takes messages of role tool. Many ignore what they do not know."""
-    name = "megarl_probe"
-    parameters = {"type": "object", "properties": {}}
-    schema = {"type": "function", "function": {"name": name, "description": "A probe.", "parameters": parameters}}
-    asked, answered = {"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}
-    result = {"role": "tool", "content": "RESULT"}
+    name, parameters = "megarl_probe", {"type": "object", "properties": {}}
+    tool = {"type": "function", "function": {"name": name, "description": "A probe.", "parameters": parameters}}
+    words = {"user": "QUESTION", "assistant": "ANSWER", "tool": "RESULT"}
+    chat = [{"role": role, "content": word} for role, word in words.items()]
     if not tokenizer.chat_template:
         return False
     try:
-        text = str(tokenizer.apply_chat_template([asked, answered, result], tools=[schema], tokenize=False))
+        text = str(tokenizer.apply_chat_template(chat, tools=[tool], tokenize=False))
     except Exception:  # A template is a program of the checkpoint's author.
         return False
     return name in text and "RESULT" in text

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 CHECK_DEADLINE_S = 20.0
 """Of the first call, before anything starts"""
-SHOWN = 300
-"""Characters of a server's error in a message"""
 RUBRIC = """Judge a response to a question.
 
 Question:
@@ -87,7 +85,7 @@ class ScoringServer:
         except APIConnectionError as error:
             reason = f"could not be reached ({type(error.__cause__).__name__}){attempts}"
         except APIStatusError as error:
-            status, shown = error.status_code, " ".join(error.response.text.split())[:SHOWN]
+            status, shown = error.status_code, " ".join(error.response.text.split())[:300]
             redirect = "; redirects are not followed" if 300 <= status < 400 else ""
             tries = attempts if status in (408, 409, 429) or status >= 500 else ""
             reason = f"answered with status {status}{redirect}{': ' if shown else ''}{shown}{tries}"
