@@ -85,7 +85,7 @@ class FunctionReward(ProcessReward):
         except CallError as error:
             raise ConfigError([f"{self.key}: {error}"]) from error
         if self._keeps_state and (number := self._config.num_workers or 1) > 1:
-            why = "each process would keep a state of its own (state_dict)"
+            why = "the reward has state_dict and load_state_dict, and each process would keep a state of its own"
             raise ConfigError([f"reward.num_workers: {number} found; {why}: must be 1 or null"])
         return 1 if self._keeps_state else count
 
