@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.cpu.serving import Lockstep
-from megarl.interfaces import TurnRequest
+from megarl.interfaces import Truncation, TurnRequest
 from megarl.rollout import collector as collector_module
 from megarl.rollout.client import ConnectionLostError
-from megarl.rollout.collector import Independent
+from megarl.rollout.collector import EvalSet, Independent
 from megarl.rollout.engine import OnEventLoop, call_in_thread
 from megarl.rollout.journal import Journal
 from megarl.task.scorer import Scorer
@@ -155,12 +155,14 @@ class Engine(OnEventLoop):
         super().__init__()
         self.num_servers, self.num_losses, self.pause_s = num_servers, num_losses, pause_s
         self.waves: list[list[tuple[str | None, int]]] = []
+        self.truncations: list[Truncation | None] = []
         self.num_flushes = 0
         self.num_given = 0
         self.hanging = threading.Event()
 
     async def generate_turns(self, requests, take):
         self.waves.append([(request.name, request.server) for request in requests])
+        self.truncations += [request.truncation for request in requests]
         if any(request.token_ids[0] == 99 for request in requests):
             self.hanging.set()
             await asyncio.sleep(60)
@@ -281,3 +283,10 @@ def test_what_the_journal_holds_is_not_sampled_or_scored_again_and_it_holds_noth
         build_collector(engine, journal=Journal(tmp_path)).sample(PROMPTS, 2, weight_version=3, key="pretraining-1")
     assert len(list(tmp_path.iterdir())) == 1
     engine.close()
+
+
+def test_the_sampling_of_a_further_set_is_that_sets_and_no_others():
+    engine, own = Engine(), Truncation(0.9, 20)
+    sets = [EvalSet("one", tuple(PROMPTS[:2]), 1, 0.7, own), EvalSet("two", tuple(PROMPTS[2:3]), 1, 0.0)]
+    build_collector(engine, eval_sets=sets).evaluate(PROMPTS[3:], weight_version=0, key="e")
+    assert engine.truncations == [None, own, own, None]
