@@ -8,7 +8,6 @@ from megarl.report.charts import (
     Chart,
     Curve,
     Picture,
-    build_axis,
     draw_curves,
     list_critic_pictures,
     name_metrics,
@@ -73,14 +72,6 @@ def test_snr_follows_from_the_share_of_signal() -> None:
     lines = [{**make_line(1), "advantage/signal_frac_at_0_25": -0.2, "advantage/signal_frac_at_75_100": 1.3}]
     curve, _ = get_picture("Signal-to-noise ratio of the advantages", lines).curves
     assert [point for point in curve.points if point[0] in (1, 4)] == [(1, 0.0)]
-
-
-def test_an_axis_has_round_ticks_within_it_also_where_all_values_are_equal():
-    assert build_axis([0.13, 0.92], 0, 100).choose_ticks() == pytest.approx([0.2, 0.4, 0.6, 0.8])
-    assert build_axis([0.0, 1.0], 200, 100).place(0.25) == 175
-    flat = build_axis([3.0, 3.0], 0, 100)
-    assert flat.low < 3 < flat.high
-    assert flat.choose_ticks()
 
 
 def test_a_curve_is_drawn_where_its_points_are():

@@ -21,10 +21,8 @@ from megarl.report.text import (
     INDENT,
     LONGEST_TEXT,
     MOST_LINES,
-    format_heldout,
     format_sample,
     format_samples,
-    format_seconds,
     wrap,
 )
 from megarl.types import FinishReason, Response, Sample, Score, Turn
@@ -106,13 +104,6 @@ def test_a_terminal_shows_progress_rewards_warnings_and_processes_until_the_disp
     assert "\x1b[?25h" in again
 
 
-def test_the_end_says_how_the_held_out_reward_went() -> None:
-    start, middle, end = (0, 0.0143), (12, 0.28), (17, 0.2733)
-    text = "held-out reward: 0.0143 before training, 0.273 after iteration 17; best 0.28 after iteration 12"
-    assert format_heldout([start, middle, end]) == text
-    assert format_heldout([start]) == "held-out reward: 0.0143 before training"
-
-
 def test_a_sample_cannot_send_control_codes_to_the_terminal_and_loses_its_middle() -> None:
     shown = format_sample(make_sample("[bold]one\x1b[2J\ntwo"))
     assert r"response  [bold]one\x1b[2J\ntwo" in shown
@@ -128,12 +119,6 @@ def test_printed_samples_show_both_a_correct_and_a_wrong_one_where_there_are_bot
     assert re.findall(r"sample (\S+):", format_samples([*right, failed, wrong], 2)) == ["right-0", "wrong-9"]
     assert re.findall(r"sample (\S+):", format_samples(right, 2)) == ["right-0", "right-1"]
     assert format_sample(failed).startswith(r"sample task-1: no reward, TimeoutError: 5 s\n, 1 tokens, ended by stop")
-
-
-def test_durations_read_in_the_unit_that_fits() -> None:
-    assert [format_seconds(seconds) for seconds in (0.42, 9.96, 119.4, 200, 3840, 7260)] == [
-        *("0.4 s", "10 s", "119 s", "3 min 20 s", "64 min 00 s", "2 h 01 min")
-    ]
 
 
 def make_conversation(num_turns: int, reward: float = 0.0) -> Sample:

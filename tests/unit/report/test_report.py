@@ -16,7 +16,6 @@ from megarl.report.metrics import load_metrics
 from megarl.report.record import load_record
 from megarl.report.report import Report, build_report
 
-QUIET = LoggerConfig(tensorboard=False, terminal=False)
 TEXT_ONLY = LoggerConfig(tensorboard=False, terminal=True, num_logged_samples=2)
 
 

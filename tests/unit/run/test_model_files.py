@@ -19,7 +19,6 @@ from megarl.models.families import FAMILIES
 from megarl.rollout.rollout_file import RolloutWriter
 from megarl.run.inputs import (
     build_critic_prompt,
-    describe_start,
     load_inputs,
     load_models,
     load_saved_rollouts,
@@ -292,17 +291,6 @@ def load_saved(path: Path, *overrides: str):
     models = load_models(config)
     critic_prompt = build_critic_prompt(config, models, load_tokenizer(models.checkpoint))
     return config, load_specs(config, models)[Role.critic], load_saved_rollouts(config, models, critic_prompt)
-
-
-def test_what_the_critic_starts_and_learns_from_is_said(critic, tmp_path):
-    assert describe_start(*load_saved(save_rollouts(tmp_path / "r.jsonl"))) == (
-        "critic: starts from the policy's weights, with a new value head; value pretraining of up to 4 rollouts,"
-        f" out of the 1 (1 responses) in {tmp_path}/r.jsonl"
-    )
-    config = load_config(["model=tiny", f"critic.init={critic}", "algo.value_pretrain.steps=0"])
-    spec = load_specs(config, load_models(config))[Role.critic]
-    start = f"critic: starts from {critic}, its value head included; no value pretraining"
-    assert describe_start(config, spec, None) == start
 
 
 @pytest.mark.parametrize(

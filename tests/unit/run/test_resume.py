@@ -1,26 +1,21 @@
 """resume=RUN_DIR: the command line a run goes on with, which keys may differ, and the loop's own state on disk."""
 
 import json
-from concurrent.futures import wait
 from dataclasses import replace
 
 import pytest
-from fakes.backend import FakeBackend
 from fakes.disturbed import RUN
-from fakes.run import World, load
+from fakes.run import World
 
 from megarl.algo.statistics import RunningMoments
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.schema.run import CheckpointConfig
 from megarl.config.schema.task import SCHEMAS
 from megarl.cpu import process as threads
 from megarl.cpu.process import list_threads
-from megarl.files import CheckpointError, Folder
-from megarl.mcore.spec import Role
+from megarl.files import CheckpointError
 from megarl.rollout.source import SourceState
 from megarl.run.checkpoint import (
-    LoopSaver,
     TrainerState,
     cut_files,
     load_trainer_state,
@@ -175,20 +170,3 @@ def test_files_are_cut_back_to_what_they_were_and_one_that_has_lost_lines_is_an_
     (tmp_path / "metrics.jsonl").write_text("o")
     with pytest.raises(CheckpointError, match=r"metrics.jsonl: has 1 bytes; when the checkpoint was written it had 4"):
         cut_files(tmp_path, sizes)
-
-
-def test_a_checkpoint_is_said_when_it_is_complete_and_not_when_the_loop_comes_by(tmp_path):
-    """Otherwise its line stands behind those of a later iteration."""
-    _, inputs = load(["algo=grpo"])
-    said, roles = [], {"policy": FakeBackend(inputs.specs[Role.policy])}
-    folder = Folder(tmp_path / "checkpoints", keep_last=2)
-    saver = LoopSaver(CheckpointConfig(), folder, roles, inputs.specs)
-    saver._say = said.append
-    saver.commit(build_state())
-    saver.save(wait=False)
-    saver.proceed()
-    wait([saver._publishing], 60)
-    assert said == [f"checkpoint of iteration 7: {folder.path / 'iteration-000007'}"]
-    saver.save()
-    assert len(said) == 1
-    saver.close()

@@ -89,41 +89,30 @@ def test_what_a_killed_run_left_unfinished_is_said_and_left_out(tmp_path):
     assert f"{path}:6: a half-written last line" in warnings[0]
 
 
+HINTED = build_group(0, replace(PROMPT, metadata={"hint": "a"}))
+WITHOUT = build_group(1, replace(PROMPT, id="q", metadata={}))
+CRITIC = ["algo=ppo", "algo.mismatch.correction=tis", "data.critic_prompt='{hint}{answer}.'"]
+UNKNOWN, OTHERWISE = (build_group(0, replace(PROMPT, token_ids=tokens)) for tokens in ((3, 9, 11), (3, 10, 9)))
+
+
 @pytest.mark.parametrize(
     ("samples", "overrides", "message"),
     [
-        (
-            build_group(0),
-            ["train.responses_per_prompt=4"],
-            r"train.responses_per_prompt: found 4; {path}:1 begins a group of 2",
-        ),
+        (build_group(0), ["train.responses_per_prompt=4"], "train.responses_per_prompt: found 4; {path}:1 begins a gr"),
         (build_group(0), ["train.prompts_per_iteration=2"], "train.prompts_per_iteration: found 2, which is 2 groups"),
         (build_group(0), ["data.prompt_length=2"], "{path}:1: found a prompt of 3 tokens; data.prompt_length is 2"),
         (build_group(0), ["rollout.response_length=2"], "{path}:1: found a response of 3 tokens"),
-        (
-            build_group(0, replace(PROMPT, token_ids=(3, 9, 11))),
-            [],
-            "{path}:1: found token id 11; the model's vocabulary has 11 tokens",
-        ),
-        (
-            build_group(0, replace(PROMPT, token_ids=(3, 10, 9))),
-            [],
-            "reads its text as [3, 9, 10]: the responses must be",
-        ),
+        (UNKNOWN, [], "{path}:1: found token id 11; the model's vocabulary has 11 tokens"),
+        (OTHERWISE, [], "reads its text as [3, 9, 10]: the responses must be"),
         (build_group(0, replace(PROMPT, text="Z")), [], "prompt 'p'"),
         (build_group(0, reward=2.0), [], "{path}:1: reward.wrong: found -1 with a score of 2"),
+        (
+            [*HINTED, *WITHOUT],
+            CRITIC,
+            "{path}:3: data.critic_prompt: found {{hint}}; the fields of prompt q are answer",
+        ),
     ],
 )
 def test_what_does_not_fit_the_configuration_is_named(tmp_path, samples, overrides, message):
     path = save(tmp_path / "r.jsonl", samples)
     assert message.format(path=path) in find_problem(path, *overrides)
-
-
-def test_every_saved_prompt_must_have_the_fields_of_the_critics_text(tmp_path):
-    other = replace(PROMPT, id="q", metadata={})
-    path = save(
-        tmp_path / "r.jsonl", [*build_group(0, replace(PROMPT, metadata={"hint": "a"})), *build_group(1, other)]
-    )
-    given = ("algo=ppo", "algo.mismatch.correction=tis", "data.critic_prompt='{hint}{answer}.'")
-    message = f"rollout.file: {path}:3: data.critic_prompt: found {{hint}}; the fields of prompt q are answer"
-    assert message in find_problem(path, *given)

@@ -1,6 +1,7 @@
 """A sweep as a user types it: which runs it starts, with what, and what it makes of those that fail."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -66,3 +67,29 @@ def test_optuna_maximises_the_held_out_reward_and_goes_on_where_it_was(tmp_path)
     more = sweep(tmp_path, *arguments[:3], "hydra.sweeper.n_trials=8")
     assert more.returncode == 0, more.stdout + more.stderr
     assert len(read_calls(tmp_path)) == 2
+
+
+SBATCH = """#!/bin/sh
+echo 'sbatch: error: invalid partition specified: none' >&2
+echo 'sbatch: error: Batch job submission failed: Invalid partition name specified' >&2
+exit 1
+"""
+SAID = "hydra.launcher: sbatch: invalid partition specified: none; Batch job submission failed: Invalid partition name"
+
+
+@pytest.mark.parametrize(
+    ("has_sbatch", "said"), [(True, SAID), (False, "hydra/launcher: slurm needs sbatch, not found here; lo")]
+)
+def test_what_sbatch_refuses_is_said_in_its_words_and_a_machine_without_slurm_is_named(tmp_path, has_sbatch, said):
+    folders = [each for each in os.environ["PATH"].split(":") if has_sbatch or not Path(each, "sbatch").exists()]
+    for name, text in {"sbatch": SBATCH, "srun": "#!/bin/sh\nexit 1\n"}.items():
+        if has_sbatch or name == "srun":
+            (tmp_path / name).write_text(text)
+            (tmp_path / name).chmod(0o755)
+    job = ("-m", "hydra/launcher=slurm", "algo.clip_high=0.2,0.28", "algo=grpo", f"hydra.sweep.dir={tmp_path}/a")
+    environment = os.environ | {"PATH": ":".join([str(tmp_path), *folders])}
+    command = [sys.executable, "-m", "megarl.train", *job]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"error: {said}")
+    assert "Traceback" not in done.stderr
