@@ -1,7 +1,6 @@
 """docs/extending/algorithm.md, followed to the letter; and what the registry refuses."""
 
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +29,6 @@ def read_blocks(language: str) -> list[str]:
 
 MODULE, TEST = read_blocks("python")
 (PRESET,) = read_blocks("yaml")
-(COMMAND,) = read_blocks("bash")
 
 
 @pytest.fixture(autouse=True)
@@ -72,13 +70,6 @@ def test_the_guides_preset_trains_with_the_estimator_and_prints_its_formula(fold
     assert find_problems(algo, train.responses_per_prompt, 1) == []
     assert "advantage   = R - median R of the prompt's 8 responses; 8" in format_objective(algo, 8)
     assert compute_rewards_relative(algo) == [[-1.0, 0.0], [0.0, 0.0], [4.0, 0.0]]
-
-
-def test_the_guides_command_is_a_configuration(folder):
-    (folder / "my_estimators.py").write_text(MODULE)
-    words = shlex.split(COMMAND)
-    config = load_config(words[words.index("megarl.train") + 1 :])
-    assert config.algo.advantage == "my_estimators.py:MEDIAN"
 
 
 def test_an_estimator_of_the_package_is_a_declaration_and_its_name(folder, monkeypatch):
