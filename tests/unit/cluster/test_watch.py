@@ -52,8 +52,8 @@ def run_profiled(run_dir: Path, iteration: int | None) -> tuple[RoleHere, list[s
 def test_phases_nest_in_their_iteration_in_order_and_every_episode_is_there(tmp_path: Path) -> None:
     role, said = run_profiled(tmp_path, 2)
     assert role.calls == ["begin", "end"]
-    assert len(said) == 1
-    assert said[0].startswith(f"profile of iteration 2: {TIMELINE} in {tmp_path / DIRECTORY}")
+    (text,) = said
+    assert text.startswith(f"profile of iteration 2: {TIMELINE} in {tmp_path / DIRECTORY}")
     built = read(tmp_path / DIRECTORY / TIMELINE)
     events = [event for event in built["traceEvents"] if event["ph"] == "X"]
     (iteration,) = [event for event in events if event["name"] == "iteration 2"]
@@ -62,8 +62,7 @@ def test_phases_nest_in_their_iteration_in_order_and_every_episode_is_there(tmp_
     assert [phase["name"] for phase in phases] == ["rollout", "experience", "update", "sync", "evaluate"]
     ends = [phase["ts"] + phase["dur"] for phase in phases]
     assert all(end <= later["ts"] for end, later in zip(ends[:-1], phases[1:], strict=True))
-    assert iteration["ts"] <= phases[0]["ts"]
-    assert ends[-1] <= iteration["ts"] + iteration["dur"]
+    assert iteration["ts"] <= phases[0]["ts"] <= ends[-1] <= iteration["ts"] + iteration["dur"]
     # 6 prompts x 4 responses, and 8 held-out prompts.
     episodes = [event for event in events if event["name"] == "episode"]
     assert len(episodes) == 24 + 8
@@ -96,8 +95,7 @@ def test_a_rank_writes_the_operators_and_spans_of_its_calls(tmp_path: Path) -> N
     assert update["ts"] <= product["ts"]
     assert product["ts"] + product["dur"] <= update["ts"] + update["dur"]
     # Both kinds of files say which wall clock their 0 is.
-    noted = recording.spans[0].start_ns
-    assert abs(built["baseTimeNanoseconds"] + 1000 * update["ts"] - noted) < 1e9
+    assert abs(built["baseTimeNanoseconds"] + 1000 * update["ts"] - recording.spans[0].start_ns) < 1e9
     assert [each.name for each in tmp_path.iterdir()] == ["policy-0.json.gz"]
     # A rank that is not the first of its stage writes no trace.
     profiler.begin("policy rank 1/2", False)

@@ -111,14 +111,8 @@ def test_groups_of_attention_hold_each_sequence_once_and_stay_below_the_limits_o
         assert len(group) == 1 or len(group) * most_keys * most_queries <= attention.MAX_GROUP_AREA
 
 
-def run(code: str) -> str:
-    """What this prints in a process that has the stand-ins on its path as a server has."""
-    environment = os.environ | {"PYTHONPATH": str(STANDINS)}
-    return subprocess.run([sys.executable, "-c", code], env=environment, check=True, stdout=-1, text=True).stdout
-
-
 def test_new_cache_slots_are_written_into_each_requests_row_and_names_without_a_body_raise_when_called():
-    out = run("""
+    code = """
 import sgl_kernel, torch, torchvision, triton, triton.language as tl
 from sgl_kernel.flash_attn import flash_attn_varlen_func
 table = torch.zeros(4, 6, dtype=torch.int32)
@@ -135,6 +129,9 @@ for call in (
     except NotImplementedError as error:
         assert "megarl" in str(error) and "stand-in" in str(error), error
         print("raised")
-""")
+"""
+    # As a server has them on its path.
+    environment = os.environ | {"PYTHONPATH": str(STANDINS)}
+    out = subprocess.run([sys.executable, "-c", code], env=environment, check=True, stdout=-1, text=True).stdout
     table = "[[9, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0], [0, 7, 8, 0, 0, 0], [0, 0, 0, 0, 0, 0]]"
     assert out.splitlines() == [table, *["raised"] * 5]
