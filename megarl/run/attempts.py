@@ -20,7 +20,7 @@ from megarl.config.placement import count_gpus, find_server_offload, is_restarte
 from megarl.config.schema.root import Config
 from megarl.config.schema.task import MultiTurnEnvironmentConfig
 from megarl.config.values import list_values
-from megarl.cpu.threads import describe_threads, settle_threads
+from megarl.cpu.process import describe_threads, settle_threads
 from megarl.files import CHECKPOINTS, RUN_FILE, CheckpointError, Folder, check_space, locking, name_checkpoint
 from megarl.interfaces import DeadlineError, TrainBackend, wait_all
 from megarl.mcore.spec import Role, read_architecture
