@@ -109,23 +109,11 @@ def test_a_moved_model_brings_its_settings_and_neither_code_nor_a_server(model: 
     assert (typed.rollout.response_length, typed.data.num_heldout, typed.evaluate.heldout) == (33, 9, True)
 
 
-@pytest.mark.parametrize(
-    ("kind", "path", "is_taken"),
-    [
-        ("JsonlDataConfig", "mine.jsonl", True),
-        ("FunctionDataConfig", "megarl.examples.toys.problems:addition", True),
-        ("FunctionDataConfig", "megarl.examples.mine.py:make", False),
-        ("FunctionDataConfig", "mine.py:make", False),
-        ("FunctionDataConfig", "package.module:make", False),
-    ],
-)
-def test_of_code_that_makes_data_a_moved_model_brings_megarls_own_alone(
-    tmp_path: Path, kind: str, path: str, is_taken: bool
-) -> None:
-    settings = RunSettings(tmp_path / MODEL_FILE, {"data": kind, "data.path": path})
-    if is_taken:
-        settings.check_trust(("data.",))
-    else:
+def test_of_code_that_makes_data_a_moved_model_brings_megarls_own_alone(tmp_path: Path) -> None:
+    for kind, path in (("Jsonl", "mine.jsonl"), ("Function", "megarl.examples.toys.problems:addition")):
+        RunSettings(tmp_path / MODEL_FILE, {"data": f"{kind}DataConfig", "data.path": path}).check_trust(("data.",))
+    for path in ("megarl.examples.mine.py:make", "mine.py:make", "package.module:make"):
+        settings = RunSettings(tmp_path / MODEL_FILE, {"data": "FunctionDataConfig", "data.path": path})
         with pytest.raises(ConfigError, match=r"data\.path: the run that wrote the model had"):
             settings.check_trust(("data.",))
 

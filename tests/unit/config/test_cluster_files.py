@@ -9,7 +9,6 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -25,7 +24,6 @@ KUBERAY, SKYPILOT = (
 )
 CLUSTER = KUBERAY["spec"]["rayClusterSpec"]
 GROUPS = [CLUSTER["headGroupSpec"], *CLUSTER["workerGroupSpecs"]]
-CONTAINERS = [group["template"]["spec"]["containers"][0] for group in GROUPS]
 
 
 def list_overrides(command: str) -> list[str]:
@@ -42,10 +40,6 @@ def find_config(name: str) -> Config:
     return load_config([text for text in JOBS[name] if not text.startswith("hydra.")])
 
 
-def read_variables(container: dict[str, Any]) -> dict[str, str]:
-    return {each["name"]: each["value"] for each in container["env"]}
-
-
 @pytest.mark.parametrize("name", JOBS)
 def test_the_job_composes_fits_and_joins_a_ray(name: str) -> None:
     check_overrides(JOBS[name])
@@ -58,24 +52,21 @@ def test_the_job_composes_fits_and_joins_a_ray(name: str) -> None:
     assert f"fits: {config.cluster.num_nodes * config.cluster.gpus_per_node} GPUs" in printed.getvalue()
 
 
-def test_kuberay_has_the_nodes_and_the_object_store_that_the_job_asks_for() -> None:
+def test_kuberay_has_the_nodes_the_object_store_and_the_volume_that_the_job_asks_for() -> None:
     config = find_config("kuberay")
     assert 1 + sum(group["replicas"] for group in CLUSTER["workerGroupSpecs"]) == config.cluster.num_nodes
-    for group, container in zip(GROUPS, CONTAINERS, strict=True):
+    [run_dir] = [text.partition("=")[2] for text in JOBS["kuberay"] if text.startswith("hydra.run.dir=")]
+    for group in GROUPS:
+        [container], [volume] = (group["template"]["spec"][key] for key in ("containers", "volumes"))
+        variables = {each["name"]: each["value"] for each in container["env"]}
         assert int(container["resources"]["limits"]["nvidia.com/gpu"]) == config.cluster.gpus_per_node
         assert int(group["rayStartParams"]["object-store-memory"]) == config.cluster.object_store_mb * 2**20
         # `ray job stop` would kill the driver before its checkpoint is written.
-        assert float(read_variables(container)["RAY_JOB_STOP_WAIT_TIME_S"]) > config.checkpoint.stop_deadline_s
-    assert len({container["image"] for container in CONTAINERS}) == 1
-
-
-def test_kuberay_writes_the_run_and_the_models_to_the_volume_that_all_pods_have() -> None:
-    [run_dir] = [text.partition("=")[2] for text in JOBS["kuberay"] if text.startswith("hydra.run.dir=")]
-    for group, container in zip(GROUPS, CONTAINERS, strict=True):
+        assert float(variables["RAY_JOB_STOP_WAIT_TIME_S"]) > config.checkpoint.stop_deadline_s
+        assert container["image"] == GROUPS[0]["template"]["spec"]["containers"][0]["image"]
         [mount] = container["volumeMounts"]
-        assert mount["name"] in [volume["name"] for volume in group["template"]["spec"]["volumes"]]
-        for path in (run_dir, read_variables(container)["HF_HOME"]):
-            assert path.startswith(f"{mount['mountPath']}/")
+        assert mount["name"] == volume["name"]
+        assert all(path.startswith(f"{mount['mountPath']}/") for path in (run_dir, variables["HF_HOME"]))
 
 
 def test_skypilot_has_the_nodes_the_object_store_and_the_volume_that_the_job_asks_for() -> None:

@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from megarl.config.checks import ALLOWED_VALUES, REFUSED_OPTIONS, TOYS
-from megarl.config.errors import ConfigError, find_nearest_key
+from megarl.config.errors import ConfigError
 from megarl.config.load import list_options, load_config
 from megarl.config.overrides import CONF_DIR
 from megarl.rollout.server import load_options
@@ -59,10 +59,3 @@ def test_all_problems_are_reported_at_once_and_stay_apart_in_another_process():
 def test_dapos_penalty_grows_over_a_share_of_the_length_limit(model, tokens):
     config = load_config(["algo=dapo", f"model={model}"])
     assert config.algo.overlong.count_buffer(config.rollout.response_length) == tokens
-
-
-def test_the_nearest_key_prefers_the_same_last_part():
-    known = ["algo", "algo.clip_high", "algo.kl.coef", "train.num_iterations"]
-    assert find_nearest_key("kl.coef", known) == "algo.kl.coef"
-    assert find_nearest_key("algo.clip_hi", known) == "algo.clip_high"
-    assert find_nearest_key("zzz.qqq", known) is None

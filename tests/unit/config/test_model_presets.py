@@ -12,7 +12,6 @@ import yaml
 from megarl.config.load import load_config
 from megarl.config.schema.roles import Recompute
 from megarl.mcore.spec import build_role_fields, check_layout, check_role_fields, read_architecture
-from megarl.models.architecture import Architecture
 from megarl.plan.memory import place_job
 from megarl.run.inputs import build_specs
 
@@ -20,18 +19,6 @@ PUBLISHED = yaml.safe_load(Path(__file__).with_name("checkpoints.yaml").read_tex
 ON_ONE_NODE = dict.fromkeys(("qwen2_7b", "qwen2_5_7b", "qwen3_8b", "llama3_8b"), 8)
 ON_ONE_GPU = dict.fromkeys(("qwen3_0_6b", "qwen2_5_0_5b"), 1)
 GPUS = {**ON_ONE_GPU, **ON_ONE_NODE, "qwen32b": 64, "qwen3_235b_a22b": 256}
-
-
-@pytest.fixture
-def folder(model: str, tmp_path: Path) -> Path:
-    """The published checkpoint without its weights."""
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["all"] | PUBLISHED[model]))
-    return tmp_path
-
-
-@pytest.fixture
-def arch(folder: Path) -> Architecture:
-    return read_architecture(folder)
 
 
 @pytest.mark.parametrize("model", GPUS)
@@ -48,29 +35,22 @@ def test_vapo_with_a_preset_is_a_complete_job_that_fills_its_cluster(model: str)
 
 @pytest.mark.parametrize("algo", ["vapo", "grpo", "reinforce_pp"])
 @pytest.mark.parametrize("model", GPUS)
-def test_the_model_allows_the_layout_of_every_role(model: str, algo: str, folder: Path, arch: Architecture) -> None:
-    config = load_config([f"algo={algo}", f"model={model}"])
-    for role, spec in build_specs(config, folder).items():
-        assert not check_layout(arch, spec.parallel, role.value, spec.megatron)
-        assert not list(check_role_fields(arch, spec))
-    assert config.data.prompt_length + config.rollout.response_length <= arch.max_length
-    assert len(set().union(*place_job(config).values())) <= GPUS[model]
-
-
-@pytest.mark.parametrize("algo", ["vapo", "grpo"])
-@pytest.mark.parametrize("model", GPUS)
-def test_megatron_takes_the_configuration_of_every_role(
-    model: str, algo: str, folder: Path, arch: Architecture
-) -> None:
+def test_the_model_and_megatron_take_the_layout_of_every_role(model: str, algo: str, tmp_path: Path) -> None:
     from megarl.mcore.model import build_config
 
+    # The published checkpoint without its weights.
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["all"] | PUBLISHED[model]))
+    arch = read_architecture(tmp_path)
     config = load_config([f"algo={algo}", f"model={model}"])
-    for spec in build_specs(config, folder).values():
+    for role, spec in build_specs(config, tmp_path).items():
+        assert not check_layout(arch, spec.parallel, role.value, spec.megatron)
+        assert not list(check_role_fields(arch, spec))
         built = build_config(arch, spec.parallel, spec.dtype, spec.megatron, build_role_fields(spec))
         assert built.num_layers == arch.num_layers
-        node = getattr(config, spec.role.value)
-        wanted = node.recompute if spec.optimizer is not None else Recompute.none
+        wanted = Recompute.none if spec.optimizer is None else getattr(config, role.value).recompute
         assert (built.recompute_granularity or "none") == wanted.name
+    assert config.data.prompt_length + config.rollout.response_length <= arch.max_length
+    assert len(set().union(*place_job(config).values())) <= GPUS[model]
 
 
 @pytest.mark.parametrize("cluster", ["gpu", "h100x8", "h100x16", "h100x64", "h100x256", "h200x8"])

@@ -5,14 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algo.objective import format_critic
-from megarl.config.checks import check_critic, find_nearest_divisor, find_return_range
+from megarl.config.checks import find_nearest_divisor, find_return_range
 from megarl.config.load import load_config
 from megarl.config.placement import check_cluster, find_server_offload, list_groups, take_turns
-from megarl.config.schema.task import WeightedRewardConfig
 
 TINY = ("algo=vapo", "model=tiny")
 ONE_GPU = ("cluster.gpus_per_node=1", "cluster.placement=colocated")
 ON_TWO_NODES = ("algo=vapo", "model=qwen3_8b", "cluster=h100x16", "cluster.placement=split", "rollout.transport=split")
+SUM = ("reward=weighted", "reward.parts.right.kind=exact", "reward.parts.right.weight=0.75")
 FILE = "rollout.file=r.jsonl"
 
 
@@ -45,51 +45,36 @@ def test_a_frozen_policy_keeps_its_version_and_the_objective_says_what_the_criti
         (["reward=function", "reward.path=package.module:score"], None),
         (["reward=function", "reward.path=package.module:score", "reward.wrong=-1"], (-1, 1)),
         (["environment=guess", "data=guess", "reward=environment"], None),
+        # A sum has the range of its parts.
+        ([*SUM, "reward.parts.long.kind=length", "reward.parts.long.weight=-0.5"], (-0.5, 0.75)),
     ],
 )
 def test_the_range_of_returns_is_that_of_the_rewards(overrides: list[str], expected: object) -> None:
     assert find_return_range(load_config(["algo=ppo", "reward.wrong=0", *overrides])) == expected
 
 
-def test_the_range_of_a_sum_is_that_of_its_parts_and_nobodys_without_a_critic() -> None:
-    config = load_config(["algo=ppo", "reward.wrong=0"])
-    parts = {"right": {"kind": "exact", "weight": 0.75}, "long": {"kind": "length", "weight": -0.5}}
-    config.reward = WeightedRewardConfig(parts)
-    assert find_return_range(config) == (-0.5, 0.75)
-    config = load_config(["algo=grpo"])
-    config.critic.value_range = [3.0, 2.0]
-    assert list(check_critic(config)) == []
-
-
 @pytest.mark.parametrize(
-    ("overrides", "expected"),
+    ("overrides", "offload", "turns"),
     [
-        ([*TINY, *ONE_GPU, "rollout.offload=all"], "all"),
-        ([*TINY, *ONE_GPU, "rollout.offload=kv_cache"], "kv_cache"),
-        ([*TINY, "rollout.offload=all"], "all"),  # GPUs are not counted
-        ([*TINY, *ONE_GPU], None),
+        ([*TINY, *ONE_GPU, "rollout.offload=all"], "all", False),
+        ([*TINY, *ONE_GPU, "rollout.offload=kv_cache"], "kv_cache", False),
+        ([*TINY, "rollout.offload=all", "policy.offload=all"], "all", False),  # GPUs are not counted
+        ([*TINY, *ONE_GPU], None, False),
         # A preset's value has no effect where the servers have GPUs of their own, and hinders nothing.
-        ([*ON_TWO_NODES, "rollout.max_staleness=1", "algo.mismatch.correction=tis"], None),
-        (["algo=topr", "model=tiny", "cluster.gpus_per_node=1", FILE], None),
+        ([*ON_TWO_NODES, "rollout.max_staleness=1", "algo.mismatch.correction=tis"], None, None),
+        (["algo=topr", "model=tiny", "cluster.gpus_per_node=1", FILE], None, None),
+        ([*TINY, *ONE_GPU, "policy.offload=all"], None, True),
+        ([*TINY, *ONE_GPU, "critic.offload=optimizer"], None, True),
+        ([*TINY, "cluster.gpus_per_node=2", "cluster.placement=split", "policy.offload=all"], None, True),
+        ([*TINY, "cluster.gpus_per_node=3", "policy.offload=all"], None, False),
     ],
 )
-def test_servers_give_memory_back_where_they_share_gpus(overrides: list[str], expected: str | None) -> None:
-    assert getattr(find_server_offload(load_config(overrides)), "name", None) == expected
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (ONE_GPU, False),
-        ([*ONE_GPU, "policy.offload=all"], True),
-        ([*ONE_GPU, "critic.offload=optimizer"], True),
-        (["cluster.gpus_per_node=2", "cluster.placement=split", "policy.offload=all"], True),
-        (["cluster.gpus_per_node=3", "policy.offload=all"], False),
-        (["policy.offload=all"], False),
-    ],
-)
-def test_roles_take_turns_where_they_share_gpus_and_leave_them(overrides: list[str], expected: bool) -> None:
-    assert take_turns(load_config([*TINY, *overrides])) is expected
+def test_servers_give_memory_back_and_roles_take_turns_where_they_share_gpus(
+    overrides: list[str], offload: str | None, turns: bool | None
+) -> None:
+    config = load_config(overrides)
+    assert getattr(find_server_offload(config), "name", None) == offload
+    assert turns is None or take_turns(config) is turns
 
 
 def test_without_servers_all_devices_are_the_roles() -> None:

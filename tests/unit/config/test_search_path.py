@@ -36,15 +36,6 @@ def test_the_option_becomes_an_override_that_names_the_directory_wherever_it_sta
     assert take_config_dirs(["algo=vapo"]) == ["algo=vapo"]
 
 
-def test_each_of_the_users_files_is_an_option_like_megarls_own(mine):
-    overrides = take_config_dirs([f"--config-dir={mine}", "algo=mine", "model=mine", "data=mine"])
-    config = load_config(overrides)
-    assert (config.algo.name, config.model.name, config.data.options["letters"]) == ("mine", "mine", "xyz")
-    assert (config.algo.clip_high, config.train.num_prompts) == (0.4, 16)
-    assert {"mine", "vapo"} <= set(list_options("algo", overrides))
-    assert "mine" not in list_options("algo")
-
-
 def test_errors_name_the_choices_of_both_directories_and_the_users_file(mine):
     path = take_config_dirs([f"--config-dir={mine}"])
     with pytest.raises(ConfigError, match=r"algo: found 'their'; the choices are bpco, .*, lite_ppo, mine, ppo"):
@@ -56,18 +47,16 @@ def test_errors_name_the_choices_of_both_directories_and_the_users_file(mine):
     assert re.match(r"left out: algo\.clip_high \(from .*mine/experiment/mine\.yaml\): has no effect", line)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
+def test_a_directory_that_cannot_be_or_hides_a_file_of_megarls_is_an_error(mine):
+    (mine / "algo" / "vapo.yaml").write_text("# @package _global_\nalgo: {clip_high: 0.9}\n")
+    for arguments, expected in (
         (["--config-dir", "/nowhere"], "--config-dir: found /nowhere; it must be a directory"),
         (["--config-dir"], "--config-dir: found nothing"),
         (["-cd=/tmp", "hydra.searchpath=[/x]"], "hydra.searchpath: found beside --config-dir"),
-    ],
-)
-def test_a_directory_that_cannot_be_is_an_error(arguments, expected):
-    with pytest.raises(ConfigError) as caught:
-        take_config_dirs(arguments)
-    assert expected in str(caught.value)
+        ([f"--config-dir={mine}"], r"algo/vapo\.yaml: megarl has a algo/vapo\.yaml too.*rename yours"),
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            load_config(take_config_dirs(arguments))
 
 
 def test_every_group_has_the_users_files_and_an_experiment_may_choose_them(mine):
@@ -75,11 +64,17 @@ def test_every_group_has_the_users_files_and_an_experiment_may_choose_them(mine)
     (mine / "environment").mkdir()
     (mine / "reward" / "mine.yaml").write_text("defaults: [function]\npath: r.py:score\n")
     (mine / "environment" / "mine.yaml").write_text("defaults: [guess]\nmax_turns: 2\n")
-    chosen = "".join(f"  - override /{group}: mine\n" for group in ("algo", "data", "environment", "model", "reward"))
+    groups = ("algo", "data", "environment", "model", "reward")
+    chosen = "".join(f"  - override /{group}: mine\n" for group in groups)
     (mine / "experiment" / "all.yaml").write_text(f"# @package _global_\ndefaults:\n{chosen}seed: 3\n")
-    config = load_config(take_config_dirs([f"--config-dir={mine}", "experiment=all", "reward=mine"]))
-    assert (config.algo.name, config.model.name, config.data.options["letters"]) == ("mine", "mine", "xyz")
-    assert (config.reward.path, config.environment.max_turns) == ("r.py:score", 2)
+    for typed in (["experiment=all", "reward=mine"], [f"{group}=mine" for group in groups]):
+        overrides = take_config_dirs([f"--config-dir={mine}", *typed])
+        config = load_config(overrides)
+        assert (config.algo.name, config.model.name, config.data.options["letters"]) == ("mine", "mine", "xyz")
+        assert (config.reward.path, config.environment.max_turns) == ("r.py:score", 2)
+        assert (config.algo.clip_high, config.train.num_prompts) == (0.4, 16)
+    assert {"mine", "vapo"} <= set(list_options("algo", overrides))
+    assert "mine" not in list_options("algo")
 
 
 def test_an_experiment_may_have_keys_that_only_another_command_reads(mine):
@@ -88,12 +83,6 @@ def test_an_experiment_may_have_keys_that_only_another_command_reads(mine):
     assert load_config(given, "evaluate").train.num_iterations == 7
     with pytest.raises(ConfigError, match="has no effect in an evaluation"):
         load_config([*given, "train.num_iterations=7"], "evaluate")
-
-
-def test_a_file_that_megarls_own_would_hide_is_an_error(mine):
-    (mine / "algo" / "vapo.yaml").write_text("# @package _global_\nalgo: {clip_high: 0.9}\n")
-    with pytest.raises(ConfigError, match=r"algo/vapo\.yaml: megarl has a algo/vapo\.yaml too.*rename yours"):
-        load_config(take_config_dirs([f"--config-dir={mine}"]))
 
 
 def test_sweeps_and_resumed_runs_keep_the_directory(mine, tmp_path):

@@ -10,17 +10,15 @@ from data_cases import build_byte_tokenizer, jsonl_config, load_toy
 from pyarrow import parquet
 
 from megarl.config.errors import ConfigError
-from megarl.config.load import load_config
+from megarl.config.load import list_options, load_config
 from megarl.config.schema.task import SCHEMAS, HuggingFaceDataConfig, JsonlDataConfig, ParquetDataConfig
 from megarl.task.data import SOURCES, PromptSampler, build_data, build_evaluation_set
 from megarl.types import Prompt
 
-CONF = Path(__file__).resolve().parents[3] / "conf"
-
 
 def test_every_source_is_an_option_of_the_group_and_every_option_a_source() -> None:
     needed = {"verifiers": ["environment=verifiers", "environment.id=x"], "function": ["data.path=x.py:f"]}
-    names = sorted(path.stem for path in (CONF / "data").glob("*.yaml"))
+    names = list_options("data")
     found = {type(load_config([f"data={name}", "model=tiny", *needed.get(name, ())]).data) for name in names}
     assert found == set(SOURCES)
     assert set(names) >= set(SCHEMAS["data"])
@@ -71,28 +69,13 @@ def test_prompts_over_the_length_are_dropped_and_counted(tmp_path: Path) -> None
         read(tmp_path, records, prompt_length=3)
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        (b'{"question": "Q", "answer": "A"}\n\n{"question": \n', r"a\.jsonl:3: found .*one JSON object a line"),
-        (b'{"question": "Q", "answer": "A"}\n[1]\n', r"a\.jsonl:2: found a JSON list"),
-        (b'{"question": "Q", "answer": "\xff"}\n', r"a\.jsonl:1: found bytes that are not UTF-8"),
-        (b"PAR1\x00\x01", r"a\.jsonl:1: found 'PAR1"),
-        (b"", "holds no problems"),
-        (b'\xef\xbb\xbf{"question": "Q", "answer": "A"}\n', "data.num_heldout: 1 of 1 different questions to split"),
-    ],
-)
-def test_a_bad_line_is_located(tmp_path: Path, content: bytes, expected: str) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match=expected):
-        build_data(jsonl_config(path), build_byte_tokenizer(), 1)
+LINE = b'{"question": "Q", "answer": "A"}\n'
 
 
 @pytest.mark.usefixtures("offline")
-def test_what_cannot_be_read_names_its_key(tmp_path: Path) -> None:
+def test_what_cannot_be_read_names_its_key_or_its_line(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a", RECORDS)
-    for config, expected in (
+    refused = [
         (jsonl_config(tmp_path / "none"), "data.path: .*none does not exist"),
         (jsonl_config(tmp_path), "data.path: .* is a directory"),
         (jsonl_config(""), "data.path: found nothing"),
@@ -100,9 +83,31 @@ def test_what_cannot_be_read_names_its_key(tmp_path: Path) -> None:
         (HuggingFaceDataConfig(), "data.path: found nothing"),
         (HuggingFaceDataConfig(path="nobody/nothing"), "data.path: nobody/nothing: .*hub was not reached.*data=jsonl"),
         (ParquetDataConfig(path=str(path)), "expected a parquet file"),
-    ):
+    ]
+    for number, (content, expected) in enumerate([
+        (LINE + b'\n{"question": \n', r"jsonl:3: found .*one JSON object a line"),
+        (LINE + b"[1]\n", r"jsonl:2: found a JSON list"),
+        (b'{"question": "Q", "answer": "\xff"}\n', r"jsonl:1: found bytes that are not UTF-8"),
+        (b"PAR1\x00\x01", r"jsonl:1: found 'PAR1"),
+        (b"", "holds no problems"),
+        (b"\xef\xbb\xbf" + LINE, "data.num_heldout: 1 of 1 different questions to split"),
+    ]):  # fmt: skip
+        (tmp_path / f"{number}.jsonl").write_bytes(content)
+        refused.append((jsonl_config(tmp_path / f"{number}.jsonl"), expected))
+    for config, expected in refused:
         with pytest.raises(ConfigError, match=expected):
             build_data(config, build_byte_tokenizer(), 1)
+    # A set to evaluate on is read whole, and named with its own key.
+    (tmp_path / "notes.txt").write_text("")
+    for config, file, expected in (
+        (JsonlDataConfig(prompt_length=10), "a.jsonl", r"data\.prompt_length: found 10; the longest prompt of data=s"),
+        (HuggingFaceDataConfig(), "gone.jsonl", r"evaluate\.paths\.s: .*gone\.jsonl does not exist"),
+        (HuggingFaceDataConfig(), "notes.txt", r"evaluate\.paths\.s: .*notes\.txt; it must be a \.jsonl or \.parquet"),
+        (load_toy("addition"), "notes.txt", r"evaluate\.paths\.s: .*this set is generated"),
+    ):
+        write_jsonl(tmp_path / "a.jsonl", RECORDS)
+        with pytest.raises(ConfigError, match=expected):
+            build_set(config, tmp_path / file)
 
 
 @pytest.fixture
@@ -120,20 +125,17 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_dataset_directory_of_either_kind_is_read(tmp_path: Path) -> None:
     import datasets
 
-    tokenizer = build_byte_tokenizer()
     whole = datasets.Dataset.from_list(RECORDS)
     whole.save_to_disk(tmp_path / "one")
     datasets.DatasetDict(train=whole, test=datasets.Dataset.from_list(RECORDS[:3])).save_to_disk(tmp_path / "two")
     (tmp_path / "files").mkdir()
     write_jsonl(tmp_path / "files" / "train.jsonl", RECORDS)
-    for name in ("one", "two", "files"):
-        data = build_data(HuggingFaceDataConfig(path=str(tmp_path / name)), tokenizer, 1)
-        assert (len(data.train), len(data.heldout)) == (36, 4), name
-    config = HuggingFaceDataConfig(path=str(tmp_path / "two"), heldout_split="test")
-    assert len(build_data(config, tokenizer, 1).heldout) == 3
+    for name, split, num_heldout in (("one", None, 4), ("two", None, 4), ("files", None, 4), ("two", "test", 3)):
+        config = HuggingFaceDataConfig(path=str(tmp_path / name), heldout_split=split)
+        assert len(build_data(config, build_byte_tokenizer(), 1).heldout) == num_heldout, name
     config.heldout_split = "validation"
     with pytest.raises(ConfigError, match=r"data.heldout_split: found 'validation'; .* has train, test"):
-        build_data(config, tokenizer, 1)
+        build_data(config, build_byte_tokenizer(), 1)
 
 
 OF_SETS = {
@@ -151,63 +153,38 @@ def build_set(config, path=None, seed=1, **keys):
 
 
 @pytest.mark.parametrize("name", sorted(OF_SETS))
-def test_the_presets_read_files_of_the_sets_own_format(tmp_path, name):
-    config = load_config([f"data={name}", "reward=math"], "evaluate").data
-    (prompt,) = build_set(config, write_jsonl(tmp_path / "test.jsonl", [OF_SETS[name]]))
-    assert prompt.answer == ANSWERS[name]
-    question = OF_SETS[name].get("question") or OF_SETS[name]["problem"]
-    assert prompt.text.endswith(f"{question}\n\nReason step by step, and put your final answer within \\boxed{{}}.")
+def test_the_presets_read_files_of_the_sets_own_format_of_any_kind(tmp_path, name):
+    import datasets
+
+    config, records = load_config([f"data={name}", "reward=math"], "evaluate").data, [OF_SETS[name]]
+    write_jsonl(tmp_path / "test.jsonl", records)
+    parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "test.parquet")
+    datasets.DatasetDict({config.heldout_split or "train": datasets.Dataset.from_list(records)}).save_to_disk(
+        str(tmp_path / "saved")
+    )
+    for file in ("test.jsonl", "test.parquet", "saved"):
+        (prompt,) = build_set(config, tmp_path / file)
+        assert prompt.answer == ANSWERS[name]
+        question = OF_SETS[name].get("question") or OF_SETS[name]["problem"]
+        asked = f"{question}\n\nReason step by step, and put your final answer within \\boxed{{}}."
+        assert prompt.text.endswith(asked)
 
 
 def test_every_problem_is_taken_in_order_and_fewer_are_drawn_alike_for_the_same_seed(tmp_path):
-    config = JsonlDataConfig(path=write_jsonl(tmp_path / "test.jsonl", RECORDS))
-
-    def draw(seed, num_problems):
-        return [int(prompt.answer) for prompt in build_set(config, seed=seed, num_problems=num_problems)]
-
-    assert draw(1, None) == list(range(0, 80, 2)) == draw(2, 99)
-    some = draw(1, 10)
-    assert len(set(some)) == 10
-    assert some == sorted(some) == draw(1, 10)
-    assert some != draw(2, 10)
-
-
-def test_the_held_out_part_is_the_set_where_there_is_one(tmp_path):
-    heldout = write_jsonl(tmp_path / "test.jsonl", [{"question": "a", "answer": "1"}])
-    config = JsonlDataConfig(path=str(tmp_path / "no_training_part.jsonl"), heldout_path=heldout)
-    assert [prompt.answer for prompt in build_set(config)] == ["1"]
+    path = write_jsonl(tmp_path / "test.jsonl", RECORDS)
+    # The held-out part is the set where there is one.
+    for config in (
+        JsonlDataConfig(path=path),
+        JsonlDataConfig(path=str(tmp_path / "no_training_part.jsonl"), heldout_path=path),
+    ):
+        draws = [
+            [int(prompt.answer) for prompt in build_set(config, seed=seed, num_problems=num_problems)]
+            for seed, num_problems in ((1, None), (2, 99), (1, 10), (1, 10), (2, 10))
+        ]
+        assert draws[0] == draws[1] == list(range(0, 80, 2))
+        assert draws[2] == draws[3] == sorted({*draws[2]}) != draws[4]
+        assert len(draws[2]) == 10
     assert len(build_set(load_toy("addition", 7))) == 7
-
-
-def test_a_parquet_file_and_a_datasets_directory_serve_as_well(tmp_path):
-    import datasets
-
-    records = [OF_SETS["gsm8k"]] * 3
-    parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "test.parquet")
-    datasets.DatasetDict({"test": datasets.Dataset.from_list(records)}).save_to_disk(str(tmp_path / "saved"))
-    config = HuggingFaceDataConfig(path="openai/gsm8k", subset="main", heldout_split="test")
-    for name in ("test.parquet", "saved"):
-        assert [prompt.answer for prompt in build_set(config, tmp_path / name)] == ["1009"] * 3
-
-
-@pytest.mark.parametrize(
-    ("config", "path", "message"),
-    [
-        (
-            JsonlDataConfig(prompt_length=10),
-            "long.jsonl",
-            r"data\.prompt_length: found 10; the longest prompt of data=s",
-        ),
-        (HuggingFaceDataConfig(), "gone.jsonl", r"evaluate\.paths\.s: .*gone\.jsonl does not exist"),
-        (HuggingFaceDataConfig(), "notes.txt", r"evaluate\.paths\.s: .*notes\.txt; it must be a \.jsonl or \.parquet"),
-        (load_toy("addition"), "notes.txt", r"evaluate\.paths\.s: .*this set is generated"),
-    ],
-)
-def test_a_set_that_cannot_be_read_whole_is_named_with_its_key(tmp_path, config, path, message):
-    (tmp_path / "notes.txt").write_text("")
-    write_jsonl(tmp_path / "long.jsonl", RECORDS)
-    with pytest.raises(ConfigError, match=message):
-        build_set(config, tmp_path / path)
 
 
 def make_prompts(n: int, name: str = "p") -> list[Prompt]:
@@ -222,8 +199,8 @@ def test_an_epoch_holds_every_prompt_once_though_batches_span_epochs() -> None:
     assert len({tuple(epoch) for epoch in epochs}) == 7
 
 
-@pytest.mark.parametrize("num_batches", [0, 1, 4, 5, 13])
-def test_a_restored_sampler_goes_on_as_the_first_would(num_batches: int) -> None:
+@pytest.mark.parametrize("num_batches", [0, 1, 5, 13])
+def test_a_restored_sampler_goes_on_as_the_first_would_and_a_state_of_other_data_is_refused(num_batches: int) -> None:
     first, second, other = (PromptSampler(make_prompts(20), seed=seed) for seed in (5, 5, 6))
     for _ in range(num_batches):
         first.next_batch(4)
@@ -231,10 +208,6 @@ def test_a_restored_sampler_goes_on_as_the_first_would(num_batches: int) -> None
     second.restore(json.loads(json.dumps(first.state())))
     batches = [[sampler.next_batch(6) for _ in range(10)] for sampler in (first, second, other)]
     assert batches[0] == batches[1] != batches[2]
-
-
-@pytest.mark.parametrize(("change", "expected"), [({"seed": 8}, "seed"), ({"prompts": "other"}, "prompts")])
-def test_a_state_of_other_data_is_refused(change: dict[str, int | str], expected: str) -> None:
-    sampler = PromptSampler(make_prompts(10), seed=7)
-    with pytest.raises(ValueError, match=expected):
-        sampler.restore(sampler.state() | change)
+    for change in ({"seed": 8}, {"prompts": "other"}):
+        with pytest.raises(ValueError, match=next(iter(change))):
+            first.restore(first.state() | change)

@@ -5,14 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from reward_cases import wait_until_gone
 
 from megarl.task import process as function_process
-from megarl.task.process import CallError, FunctionProcess, StartError
+from megarl.task.process import CallError, FunctionProcess
 from megarl.task.sandbox import find_protections
 
 SOURCE = """
@@ -91,10 +91,7 @@ def test_a_function_is_called_with_keywords_and_its_result_comes_back(make, name
     [
         ("raise_error", "raised", r"^ValueError: a text of two lines$"),
         ("get_bytes", "raised", r"TypeError.*bytes"),
-        ("hang", "time", r"longer than 0\.5 s"),
-        ("hang_in_c", "time", r"longer than 0\.5 s"),
-        ("backtrack", "time", r"longer than 0\.5 s"),
-        ("ignore_signals", "time", r"longer than 0\.5 s"),
+        *[(name, "time", r"longer than 0\.5 s") for name in ("hang", "hang_in_c", "backtrack", "ignore_signals")],
         ("fill", "memory", "more than 1 GiB"),
         ("crash", "died", "SIGABRT"),
         ("leave", "died", "exit status 3"),
@@ -109,40 +106,27 @@ def test_a_call_without_a_result_ends_and_says_why_and_so_does_the_next_one(make
         assert raised.value.kind == kind
 
 
-def test_a_process_that_was_killed_from_outside_is_replaced(make):
-    process = make("get_pid")
-    first = process.call({})
-    os.kill(first, signal.SIGKILL)
-    assert process.call({}) != first
-
-
-@pytest.mark.parametrize("wait_s", [0.0, 0.1, 0.5])
-@pytest.mark.parametrize("started", [True, False])
+@pytest.mark.parametrize(("started", "wait_s"), [(True, 0.0), (True, 0.5), (False, 0.0), (False, 0.1)])
 def test_closing_ends_a_call_that_has_just_begun_or_is_in_the_middle(make, started, wait_s):
     process = make("hang", timeout_s=600.0)
     if started:
         process.start()
-    raised = []
-
-    def call():
-        try:
-            process.call({})
-        except Exception as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    time.sleep(wait_s)
-    process.close()
-    thread.join(timeout=60)
-    assert [error.kind for error in raised] == ["killed"]
+    with ThreadPoolExecutor() as threads:
+        call = threads.submit(process.call, {})
+        time.sleep(wait_s)
+        process.close()
+        with pytest.raises(CallError) as raised:
+            call.result(timeout=60)
+    assert raised.value.kind == "killed"
     with pytest.raises(CallError, match="closed"):
         process.call({})
 
 
-def test_a_process_and_what_it_started_end_with_their_owner(make, tmp_path):
+def test_a_process_is_replaced_where_it_was_killed_and_ends_with_what_it_started_and_with_its_owner(make, tmp_path):
     process = FunctionProcess(make("get_pid")._path, timeout_s=30.0, memory_gb=1.0)
+    os.kill(killed := process.call({}), signal.SIGKILL)
     pid = process.call({})
+    assert pid != killed
     del process
     gc.collect()
     closed = make("spawn")
@@ -169,17 +153,3 @@ def test_a_sealed_function_reaches_no_files_no_network_and_no_processes(make, tm
     (tmp_path / "secret").write_text("hunter2")
     refused = make("reach", sealed=True).call({"path": str(tmp_path / "secret")})
     assert refused == ["PermissionError"] * 4
-
-
-@pytest.mark.parametrize(
-    ("path", "reason"),
-    [
-        ("functions_of_test:missing", "has no missing"),
-        ("no_such_module_here:f", "ModuleNotFoundError"),
-        ("f", "must be"),
-    ],
-)
-def test_a_function_that_cannot_be_loaded_is_named(make, path, reason):
-    make("add")
-    with pytest.raises(StartError, match=reason):
-        FunctionProcess(path, timeout_s=1.0, memory_gb=1.0).start()

@@ -17,8 +17,11 @@ from megarl.config.schema.task import (
     LengthRewardConfig,
     LetterCountRewardConfig,
     NumericRewardConfig,
+    WeightedRewardConfig,
 )
-from megarl.task.reward import RewardFailedError, find_last_number, format_number, parse_number
+from megarl.task.reward import RewardFailedError
+from megarl.task.rule_rewards import find_last_number, format_number, parse_number
+from megarl.task.scorer import build_scorer
 from megarl.types import FinishReason, Response, Turn
 
 
@@ -109,28 +112,21 @@ def test_an_answer_of_another_task_is_an_error_that_names_the_prompt(kind, answe
 
 
 @pytest.mark.parametrize(
-    ("text", "number"),
+    ("read", "text", "number"),
     [
-        ("85", 85), ("-85", -85), ("−85", -85), ("+85", 85), ("0.10", Fraction(1, 10)), (".5", Fraction(1, 2)),
-        ("1,234,567.5", Fraction(2469135, 2)), ("$1,000", 1000), ("50%", 50), ("3/4", Fraction(3, 4)),
-        ("1e3", 1000), ("2.5E-2", Fraction(1, 40)), (" 7 ", 7), ("12,34", None), ("1/0", None), ("seven", None),
-        ("", None), ("1 2", None), ("٨٥", None), ("1e99999", None), ("9" * 1001, None), ("nan", None),
+        *[(parse_number, *row) for row in (
+            ("85", 85), ("−85", -85), ("+85", 85), (".5", Fraction(1, 2)), ("1,234,567.5", Fraction(2469135, 2)),
+            ("$1,000", 1000), ("50%", 50), ("3/4", Fraction(3, 4)), ("2.5E-2", Fraction(1, 40)), (" 7 ", 7),
+            *[(text, None) for text in ("12,34", "1/0", "seven", "", "1 2", "٨٥", "1e99999", "9" * 1001, "nan")])],
+        # The last number of a text counts.
+        *[(find_last_number, *row) for row in (
+            ("47 + 38 = 85", 85), ("It is 85.", 85), ("first 3.5, then -2", -2), ("10-3", 3), ("a list: 1,2", 2),
+            ("$1,234.50!", Fraction(2469, 2)), ("85kg", 85), ("x2 and nothing", None), ("", None),
+            ("3/4 of it", Fraction(3, 4)), ("50% of 80", 80), ("5/0", None))],
     ],
 )  # fmt: skip
-def test_a_number_is_read_exactly(text, number):
-    assert parse_number(text) == number
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("47 + 38 = 85", 85), ("It is 85.", 85), ("first 3.5, then -2", -2), ("10-3", 3), ("a list: 1,2", 2),
-        ("$1,234.50!", Fraction(2469, 2)), ("85kg", 85), ("x2 and nothing", None), ("", None),
-        ("3/4 of it", Fraction(3, 4)), ("50% of 80", 80), ("5/0", None),
-    ],
-)  # fmt: skip
-def test_the_last_number_of_a_text_counts(text, number):
-    assert find_last_number(text) == number
+def test_a_number_is_read_exactly(read, text, number):
+    assert read(text) == number
 
 
 @given(st.fractions())
@@ -148,13 +144,11 @@ def test_a_pattern_that_does_not_end_is_a_failure_of_the_pattern():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (FormatRewardConfig(pattern="(a"), r"reward\.pattern: found '\(a'; not a regular expression"),
-        (
-            LengthRewardConfig(min_length=9, max_length=8),
-            r"reward\.min_length: found 9; it must be at most reward\.max",
-        ),
+        (FormatRewardConfig(pattern="(a"), r"^reward\.pattern: found '\(a'; not a regular expression"),
+        (WeightedRewardConfig(parts={"form": {"kind": "format", "pattern": "("}}), r"^reward\.parts\.form\.pattern: "),
+        (LengthRewardConfig(min_length=9, max_length=8), r"reward\.min_length: found 9; it must be at most reward"),
     ],
-)
+)  # fmt: skip
 def test_a_rule_that_is_none_is_named(config, message):
     with pytest.raises(ConfigError, match=message):
-        build_reward(config)
+        build_scorer(config)

@@ -5,7 +5,6 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -19,157 +18,132 @@ from megarl.types import Message, Prompt, Score
 RIGHT = {"reward": 0.5, "correct": True, "details": {"a": 1}}
 
 
-class Server:
-    """A real HTTP server that answers a path with what `answers` has for it, troubles first, each once.
+class Server(ThreadingHTTPServer):
+    """Answers a path with what `answers` has for it, troubles first, each once.
 
     A trouble is (status, text), "hang", "lose" (the connection) or "slow".
     """
 
-    def __init__(self, answers: dict[str, object], troubles: tuple[object, ...] = ()):
-        self.answers, self.troubles = answers, list(troubles)
-        self.calls: list[tuple[str, object, str | None]] = []
-        self.most_at_a_time = self._at_a_time = 0
-        self._lock, self._released = threading.Lock(), threading.Event()
-        outer = self
+    def __init__(self, answers, troubles=()):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answers, self.troubles, self.calls = answers, list(troubles), []
+        self.at_a_time, self.most_at_a_time = 0, 0
+        self.lock, self.released = threading.Lock(), threading.Event()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
 
-            def do_POST(self) -> None:
-                length = int(self.headers.get("Content-Length") or 0)
-                body = json.loads(self.rfile.read(length)) if length else None
-                with outer._lock:
-                    outer.calls.append((self.path, body, self.headers.get("Authorization")))
-                    outer._at_a_time += 1
-                    outer.most_at_a_time = max(outer.most_at_a_time, outer._at_a_time)
-                    trouble = outer.troubles.pop(0) if outer.troubles else None
-                status, text = trouble if isinstance(trouble, tuple) else (200, json.dumps(outer.find(self.path)))
-                if trouble == "slow":
-                    time.sleep(0.05)
-                if trouble == "hang":
-                    outer._released.wait(30)
-                with outer._lock:
-                    outer._at_a_time -= 1
-                if trouble in ("hang", "lose"):
-                    self.close_connection = True
-                    self.connection.close()
-                    return
-                self.send_response(status)
-                if status == 302:
-                    self.send_header("Location", "/elsewhere")
-                self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text.encode())
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server
 
-            do_GET = do_POST
+    def do_POST(self):
+        server, length = self.server, int(self.headers.get("Content-Length") or 0)
+        body = json.loads(self.rfile.read(length)) if length else None
+        with server.lock:
+            server.calls.append((self.path, body, self.headers.get("Authorization")))
+            server.at_a_time += 1
+            server.most_at_a_time = max(server.most_at_a_time, server.at_a_time)
+            trouble = server.troubles.pop(0) if server.troubles else None
+        answer = server.answers.get(self.path, server.answers.get(""))
+        status, text = trouble if isinstance(trouble, tuple) else (200, json.dumps(answer))
+        if trouble == "slow":
+            time.sleep(0.05)
+        if trouble == "hang":
+            server.released.wait(30)
+        with server.lock:
+            server.at_a_time -= 1
+        if trouble in ("hang", "lose"):
+            self.close_connection = True
+            self.connection.close()
+            return
+        self.send_response(status)
+        if status == 302:
+            self.send_header("Location", "/elsewhere")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
 
-            def log_message(self, *_: object) -> None:
-                pass
+    do_GET = do_POST
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
-
-    def find(self, path: str) -> object:
-        return self.answers.get(path, self.answers.get(""))
-
-    def close(self) -> None:
-        self._released.set()
-        self._server.shutdown()
-        self._server.server_close()
+    def log_message(self, *_):
+        pass
 
 
 @pytest.fixture
-def serve(monkeypatch) -> Iterator[Callable[..., Server]]:
+def serve(monkeypatch):
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
-    servers: list[Server] = []
+    servers = []
 
-    def start(answers: dict[str, object], *troubles: object) -> Server:
+    def start(answers, *troubles):
         servers.append(Server(answers, troubles))
         return servers[-1]
 
     yield start
     for server in servers:
-        server.close()
+        server.released.set()
+        server.shutdown()
+        server.server_close()
 
 
 PROMPT = Prompt("p1", "question", (), "85", {"k": "v"}, (Message("system", "be brief"), Message("user", "47 + 38?")))
 
 
-def score(config, *texts: str):
+def score(config, *texts):
     """The scores of responses at the same time."""
     with contextlib.closing(build_scorer(config)) as scorer:
         return ask(scorer, *(texts or ("text",)), prompt=PROMPT)
 
 
-def own(server: Server, **keywords: object):
+def own(server, **keywords):
     return HttpRewardConfig(url=f"{server.url}/score", **keywords)
 
 
-def test_a_server_of_ones_own_is_asked_with_prompt_response_answer_and_metadata(serve):
-    server = serve({"": RIGHT})
-    assert score(own(server)) == [Score(0.5, True, {"a": 1.0})]
-    question = {"prompt": "question", "response": "text", "answer": "85", "metadata": {"k": "v"}}
-    assert server.calls == [("/score", question, None)]
-
-
 @pytest.mark.parametrize("path", ["/score", "/score/", "/score?kind=math", ""])
-def test_the_url_is_asked_as_it_is_written(serve, path):
+def test_a_server_of_ones_own_is_asked_at_its_url_with_prompt_response_answer_and_metadata(serve, path):
     server = serve({"": RIGHT})
-    assert score(HttpRewardConfig(url=f"{server.url}{path}"))[0].failure is None
-    assert server.calls[0][0] == (path or "/")
-
-
-@pytest.mark.parametrize(("reward", "correct"), [(1, True), (0.99, False)])
-def test_what_is_left_out_follows_from_the_reward(serve, reward, correct):
-    assert score(own(serve({"": {"reward": reward}}))) == [Score(reward, correct)]
+    assert score(HttpRewardConfig(url=f"{server.url}{path}")) == [Score(0.5, True, {"a": 1.0})]
+    question = {"prompt": "question", "response": "text", "answer": "85", "metadata": {"k": "v"}}
+    assert server.calls == [(path or "/", question, None)]
 
 
 @pytest.mark.parametrize(
-    ("trouble", "reason"),
+    ("trouble", "found"),
     [
+        # What may pass is tried again.
         ((429, ""), "status 429 (3 attempts)"),
-        ((500, ""), "status 500 (3 attempts)"),
         ((503, "starting"), "answered with status 503: starting (3 attempts)"),
         ("hang", "gave no answer within reward.timeout_s=0.3 s (3 attempts)"),
         ("lose", "could not be reached (RemoteProtocolError) (3 attempts)"),
-    ],
-)
-def test_trouble_is_tried_again_and_a_failure_where_it_does_not_pass(serve, trouble, reason):
-    server = serve({"": RIGHT}, *[trouble] * 5)
-    timeout_s = 0.3 if trouble == "hang" else 30.0
-    failed, passed = (score(own(server, timeout_s=timeout_s, max_retries=2))[0] for _ in range(2))
-    assert reason in failed.failure
-    assert (passed.reward, passed.failure, len(server.calls)) == (0.5, None, 6)
-
-
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [
-        ((404, ""), "status 404"),
+        # An answer that is none is a failure at once,
         ((400, '{"error": "too long"}'), 'answered with status 400: {"error": "too long"}'),
         ((302, ""), "status 302; redirects are not followed"),
         ((200, "<html>"), "what is not JSON"),
         ((200, "[]"), "in another form: $ needs type object"),
         ((200, "{}"), "in another form: $ needs required ['reward']"),
-        ((200, '{"reward": "1"}'), "$.reward needs type number"),
         ((200, '{"reward": true}'), "$.reward needs type number"),
         ((200, '{"reward": NaN}'), "the reward is nan; it must be a finite number"),
         ((200, '{"reward": 1, "correct": 1}'), "$.correct needs type boolean"),
         ((200, '{"reward": 1, "details": {"a": "b"}}'), "$.details.a needs type number"),
+        # and what is left out follows from the reward.
+        ((200, '{"reward": 1}'), Score(1.0, True)),
+        ((200, '{"reward": 0.99}'), Score(0.99, False)),
     ],
 )
-def test_an_answer_that_is_none_is_a_failure_at_once(serve, answer, reason):
-    server = serve({"": RIGHT}, answer)
-    assert reason in score(own(server))[0].failure
-    assert len(server.calls) == 1
+def test_a_failure_says_why_is_tried_again_where_it_may_pass_and_the_next_response_is_scored(serve, trouble, found):
+    num_attempts = 3 if "3 attempts" in str(found) else 1
+    server = serve({"": RIGHT}, *[trouble] * num_attempts)
+    config = own(server, timeout_s=0.3 if trouble == "hang" else 30.0, max_retries=2)
+    (given,), (after,) = score(config), score(config)
+    assert found in given.failure if isinstance(found, str) else given == found
+    assert (after.reward, after.failure, len(server.calls)) == (0.5, None, num_attempts + 1)
 
 
 def test_no_more_requests_run_at_a_time_than_allowed(serve):
     server = serve({"": RIGHT}, *["slow"] * 40)
     for _ in range(2):  # On another event loop too.
-        assert [found.reward for found in score(own(server, max_concurrency=3), *map(str, range(20)))] == [0.5] * 20
-    assert server.most_at_a_time == 3
+        assert {found.reward for found in score(own(server, max_concurrency=3), *map(str, range(20)))} == {0.5}
+    assert (server.most_at_a_time, len(server.calls)) == (3, 40)
 
 
 def test_the_key_is_sent_and_neither_configured_nor_shown(serve, monkeypatch):
@@ -186,7 +160,6 @@ def test_the_key_is_sent_and_neither_configured_nor_shown(serve, monkeypatch):
     ("config", "message"),
     [
         (HttpRewardConfig(url="localhost:80/score"), r"reward\.url: found the scheme 'localhost' .* must be http"),
-        (HttpRewardConfig(url="http:///score"), r"reward\.url: found"),
         (HttpRewardConfig(url="http://name:hunter2@host/"), r"reward\.url: .* without a name or password"),
         (HttpRewardConfig(url="http://h/", api_key_env="NO_SUCH_KEY"), r"api_key_env: found 'NO_SUCH_KEY'.*not set"),
         (JudgeRewardConfig(url="http://127.0.0.1:9"), r"url: found http://127\.0\.0\.1:9; GET /v1/models failed"),
@@ -200,17 +173,17 @@ def test_what_cannot_be_asked_is_named_before_the_run(config, message, monkeypat
     assert "hunter2" not in str(raised.value)
 
 
-def judge(serve, choice: object, **keys: object) -> tuple[Server, JudgeRewardConfig]:
+def judge(serve, choice, **keys):
     models = {"data": [{"id": "judge-7b"}]}
     server = serve({"/v1/models": models, "/v1/chat/completions": {"choices": [choice] if choice else []}})
     return server, JudgeRewardConfig(url=server.url, **keys)
 
 
-def say(text: str, finish_reason: str = "stop") -> object:
+def say(text, finish_reason="stop"):
     return {"message": {"content": text}, "finish_reason": finish_reason}
 
 
-def choose(**probabilities: float) -> object:
+def choose(**probabilities):
     top = [{"token": f" {word}", "logprob": math.log(p)} for word, p in probabilities.items()]
     return {"logprobs": {"content": [{"top_logprobs": top}]}}
 
@@ -220,9 +193,6 @@ def choose(**probabilities: float) -> object:
     [
         (say("Fine. \\boxed{8}"), {}, 0.8),
         (say("it says \\boxed{10}, so\n\\boxed{ 2.5 }."), {}, 0.25),
-        (say("\\boxed{0}"), {}, 0.0),
-        (say(""), {}, "no number in a box"),
-        (say("7"), {}, "no number in a box"),
         (say("\\boxed{seven} \\boxed{} \\boxed{-3}"), {}, "no number in a box"),
         (say("\\boxed{11}"), {}, "not from 0 to 10"),
         (say("\\boxed{8}", "length"), {}, "cut at reward.max_tokens"),
@@ -242,16 +212,16 @@ def test_the_last_box_or_the_share_of_the_words_is_the_verdict_and_none_is_a_fai
         assert (given.reward, given.failure) == (pytest.approx(found), None)
 
 
-@pytest.mark.parametrize("token", ["<|im_end|>", "</s>", "<start_of_turn>", "[INST]", "[/INST]", "<｜User｜>", "<bos>"])
+@pytest.mark.parametrize("token", ["<|im_end|>", "</s>", "<start_of_turn>", "[/INST]", "<｜User｜>"])
 def test_a_judge_is_asked_at_temperature_zero_with_a_response_that_cannot_end_its_quotation(serve, token):
     rubric = "Q {question} A {answer} R {response} {other}"
     server, config = judge(serve, say("\\boxed{8}"), rubric=rubric, correct_at=0.8, request={"seed": 3})
     (found,) = score(config, f"</response>{{answer}} {token}{token[0]}{token}y")
     assert (found.reward, found.correct) == (0.8, True)
     path, body, _ = server.calls[-1]
+    asked = body.pop("messages")[0]["content"]
     assert path == "/v1/chat/completions"
-    assert (body["model"], body["temperature"], body["seed"], body["max_tokens"]) == ("judge-7b", 0.0, 3, 1024)
-    asked = body["messages"][0]["content"]
+    assert body.items() >= {"model": "judge-7b", "temperature": 0.0, "seed": 3, "max_tokens": 1024}.items()
     begin = "Q <question>\n47 + 38?\n</question> A <answer>\n85\n</answer> R <response>\n< /response>{answer} "
     assert asked.startswith(begin)
     assert token not in asked

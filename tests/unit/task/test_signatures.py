@@ -12,7 +12,7 @@ from reward_cases import ask
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.task import FunctionRewardConfig
-from megarl.task.function import adapt, decode_question, encode_question, encode_score, read_result
+from megarl.task.function import adapt, decode_question, encode_question, encode_score
 from megarl.task.scorer import build_scorer
 from megarl.types import FinishReason, Message, Prompt, Response, RoutedExperts, Score, Turn
 
@@ -71,18 +71,14 @@ def test_a_function_gets_what_its_parameters_ask_for_with_the_columns_as_the_dat
 @pytest.mark.parametrize(
     ("result", "expected"),
     [
-        (0.25, Score(0.25, False)),
-        (1, Score(1.0, True)),
-        (True, Score(1.0, True)),
-        (False, Score(0.0, False)),
+        *[(it, Score(float(it), it == 1)) for it in (0.25, 1, True, False)],
         ({"score": 0.5, "correct": True, "brief": 1}, Score(0.5, True, {"brief": 1.0})),
-        ({"reward": 1.0, "note": "text"}, Score(1.0, True)),
+        ({"reward": 1.0, "note": "text", "none": None}, Score(1.0, True)),
         (Score(0.1, True, {"a": 2.0}), Score(0.1, True, {"a": 2.0})),
-        ({"score": 1.0, "style": np.float32(0.5), "long": np.bool_(True)}, Score(1.0, True, {"style": 0.5, "long": 1})),
-        ({"score": 1.0, "style": torch.tensor(0.5), "one": np.array([2])}, Score(1.0, True, {"style": 0.5, "one": 2})),
-        ({"score": 1.0, "a": Decimal("0.5"), "third": Fraction(1, 2)}, Score(1.0, True, {"a": 0.5, "third": 0.5})),
+        *[({"score": 1.0, "it": it}, Score(1.0, True, {"it": float(value)})) for it, value in (
+            (np.float32(0.5), 0.5), (np.bool_(True), 1), (torch.tensor(0.5), 0.5), (np.array([2]), 2),
+            (Decimal("0.5"), 0.5), (Fraction(1, 2), 0.5))],
         ({"score": 1.0, "huge": 10**400}, Score(1.0, True, {"huge": math.inf})),
-        ({"score": 1.0, "pred": "42", "note": None}, Score(1.0, True)),
         ({"score": 1.0, "acc": 0.5}, Score(1.0, False, {"acc": 0.5})),
         ({"score": 1.0, "acc": np.True_}, Score(1.0, True, {"acc": 1.0})),
         ({"score": 1.0, "acc": None}, Score(1.0, True)),
@@ -92,92 +88,81 @@ def test_a_number_a_truth_value_a_dict_or_a_score_is_a_score(result, expected):
     assert score(lambda prompt, response: result) == expected
 
 
-@pytest.mark.parametrize(
-    "value", [[0.5], [0.5, 0.7], np.array([0.5, 0.7]), torch.zeros(2), {"a": 1.0}, b"1", 1j, {1}, object]
-)
-def test_an_entry_that_is_neither_number_nor_text_is_refused_by_its_name(value):
-    with pytest.raises(TypeError, match=r"mine\.py:score returned 'style': .*; beside 'score' there may be numbers"):
-        read_result("mine.py:score", {"score": 1.0, "style": value})
-
-
-@pytest.mark.parametrize("value", ["False", "", 0.5, math.nan, [], [True], {}])
-def test_correct_is_a_truth_value_and_nothing_that_is_one_to_python(value):
-    with pytest.raises(TypeError, match=r"returned 'correct': .*; it must be True or False"):
-        read_result("mine.py:score", {"score": 0.0, "correct": value})
-    with pytest.raises(TypeError, match=r"a Score has the correct .*; it must be True or False"):
-        encode_score(Score(0.0, value))
-
-
 ACCEPTED = r"mine\.py:score takes \(.*accepted are \(prompt, response\), TRL's .*verl's"
+NO_ENTRY = r"mine\.py:score returned 'style': .*; beside 'score' there may be numbers"
+NO_TRUTHS = ("False", "", 0.5, math.nan, [True], {})
 NO_RESULT = r'mine\.py:score returned .*; it must return a number, .*"score"'
 
 
 @pytest.mark.parametrize(
     ("function", "error", "message"),
     [
-        (lambda response: 1.0, ValueError, ACCEPTED),
-        (lambda prompt, response, truth: 1.0, ValueError, ACCEPTED),
-        (lambda solution_str, truth: 1.0, ValueError, ACCEPTED),
-        (lambda: 1.0, ValueError, ACCEPTED),
+        *[(it, ValueError, ACCEPTED) for it in (
+            lambda response: 1.0, lambda prompt, response, truth: 1.0, lambda solution_str, truth: 1.0, lambda: 1.0)],
         (lambda completions, gold: [1.0], ValueError, "'gold'; the columns of the data are answer, level, question, "),
         (lambda completions, **columns: 1.0, TypeError, r"returned 1\.0 \(float\) for one completion; TRL's functions"),
-        *[(lambda prompt, response, it=it: it, TypeError, NO_RESULT) for it in ("1.0", None, [1.0], {"value": 1.0})],
-        (lambda prompt, response: {"score": "good"}, TypeError, NO_RESULT),
+        *[(lambda prompt, response, it=it: it, TypeError, message)
+          for its, message in [
+              (("1.0", None, [1.0], {"value": 1.0}, {"score": "good"}), NO_RESULT),
+              # An entry is a number or a text,
+              ([{"score": 1.0, "style": it}
+                for it in ([0.5], np.array([0.5, 0.7]), torch.zeros(2), {"a": 1.0}, b"1", 1j, object)], NO_ENTRY),
+              # and correct a truth value, and nothing that is one to Python.
+              ([{"score": 0.0, "correct": it} for it in NO_TRUTHS], r"returned 'correct': .*; it must be True or"),
+          ] for it in its],
     ],
-)
+)  # fmt: skip
 def test_other_parameters_columns_and_results_are_refused_with_what_is_accepted(function, error, message):
     with pytest.raises(error, match=message):
         score(function)
 
 
+@pytest.mark.parametrize("value", NO_TRUTHS)
+def test_a_scores_correct_is_a_truth_value(value):
+    with pytest.raises(TypeError, match=r"a Score has the correct .*; it must be True or False"):
+        encode_score(Score(0.0, value))
+
+
 def test_prompts_and_responses_are_the_same_in_the_other_process():
-    experts = RoutedExperts(b"\x00\xff", 1, 1, 4)
     turns = (Turn(0, 2, "one", 0.5, {"calls": 1.0}), Turn(3, 4, "two"))
-    response = Response(
-        (5, 6, 7, 8), "two", (-0.1, -0.2, 0, -0.3), (True, True, False, True), (3, 3, 4, 4),
-        FinishReason.max_turns, experts, turns,
-    )  # fmt: skip
+    numbers = ((-0.1, -0.2, 0, -0.3), (True, True, False, True), (3, 3, 4, 4))
+    experts = RoutedExperts(b"\x00\xff", 1, 1, 4)
+    response = Response((5, 6, 7, 8), "two", *numbers, FinishReason.max_turns, experts, turns)
     same, rebuilt = decode_question(encode_question(build_prompt(), response))
     assert (same, same.messages, same.columns) == (build_prompt(), build_prompt().messages, RECORD)
     assert rebuilt == response
     assert rebuilt.rollout_logprobs.dtype == np.float32
 
 
+CANNOT, DEF = "cannot be scored: ", "def score(prompt, response):\n    "
+
+
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("source", "message"),
     [
-        ("return 1 / 0", r"ZeroDivisionError.*my_reward\.py, line 2: return 1 / 0"),
-        ("return '42' in response", r"line 2: .* in response\); the texts are prompt\.text and response\.text"),
-        (None, r"SyntaxError: .*my_reward\.py, line 1: def score\(prompt, response:"),
-        ("import torchh", r"No module named 'torchh' \(my_reward\.py, line 2: import torchh\)"),
-        ("=reward", r"my_reward\.py has no score, it has reward"),
-        ("=number", r"a int; a callable was expected"),
+        (f"{DEF}return 1 / 0", r"ZeroDivisionError.*my_reward\.py, line 2: return 1 / 0"),
+        (f"{DEF}return '42' in response", r"line 2: .* in response\); the texts are prompt\.text and response\.text"),
+        ("def score(prompt, response:", r"SyntaxError: .*my_reward\.py, line 1: def score\(prompt, response:"),
+        (f"{DEF}import torchh", r"No module named 'torchh' \(my_reward\.py, line 2: import torchh\)"),
+        ("def reward(prompt, response):\n    return 1", r"my_reward\.py has no score, it has reward"),
+        ("score = 3", r"a int; a callable was expected"),
         (
-            "return int(response.text or 0) / (len(response.text) - 2)",
-            r"mine: the reference answer '42' as a response to '6 \* 7\?' cannot be scored: .*line 2: ",
+            f"{DEF}return int(response.text or 0) / (len(response.text) - 2)",
+            rf"mine: the reference answer '42' as a response to '6 \* 7\?' {CANNOT}.*line 2: ",
         ),
         (
-            "return prompt.columns['gold']",
+            f"{DEF}return prompt.columns['gold']",
             r"mine: an empty response to .*KeyError: 'gold' \(.*\); the columns of the data are level, qu",
         ),
         (
-            "return {'score': 1.0, 'style': float('nan')}",
-            r"mine: an empty response to .* cannot be scored: the details 'style' is nan; it must be a finite number",
+            f"{DEF}return {{'score': 1.0, 'style': float('nan')}}",
+            rf"mine: an empty .* {CANNOT}the details 'style' is nan",
         ),
-        (
-            "return float('inf') if response.text else 0.0",
-            r"mine: the reference answer '42' .* cannot be scored: the reward is inf; it must",
-        ),
+        (f"{DEF}return float('inf') if response.text else 0.0", rf"mine: the reference .* {CANNOT}the reward is inf"),
     ],
 )
-def test_what_fails_is_shown_with_its_own_line_before_the_run(tmp_path, monkeypatch, body, message):
-    sources = {
-        None: "def score(prompt, response:\n",
-        "=reward": "def reward(prompt, response):\n    return 1\n",
-        "=number": "score = 3\n",
-    }
-    source = sources.get(body, f"def score(prompt, response):\n    {body}\n")
-    (tmp_path / "my_reward.py").write_text(source)
+def test_what_fails_is_shown_with_its_own_line_before_the_run(tmp_path, monkeypatch, source, message):
+    (tmp_path / "my_reward.py").write_text(f"{source}\n")
     monkeypatch.chdir(tmp_path)
     with (
         contextlib.closing(build_scorer(FunctionRewardConfig("my_reward.py:score", num_workers=1))) as scorer,
@@ -210,41 +195,32 @@ broken.seen = {1: 2}
 """
 
 
-@pytest.fixture
-def keeping(tmp_path):
-    (tmp_path / "novelty.py").write_text(KEEPING)
-    return lambda name="score", **keys: build_scorer(FunctionRewardConfig(path=f"{tmp_path}/novelty.py:{name}", **keys))
-
-
 def read(scorer, *texts):
     scores = [ask(scorer, text, prompt=build_prompt())[0] for text in texts]
     return [score.reward if score.failure is None else score.failure for score in scores]
 
 
-def test_what_a_reward_keeps_is_saved_and_goes_on_in_another_process(keeping):
-    with contextlib.closing(keeping()) as scorer:
+def test_what_a_reward_keeps_is_saved_and_goes_on_in_another_process(tmp_path):
+    def keeping(name="score", **keys):
+        config = FunctionRewardConfig(path=f"{tmp_path}/novelty.py:{name}", **keys)
+        return contextlib.closing(build_scorer(config))
+
+    (tmp_path / "novelty.py").write_text(KEEPING)
+    with keeping() as scorer:
         assert read(scorer, "a", "a", "b") == [1.0, 0.5, 1.0]
         state = scorer.state()
         assert state == {"a": 2, "b": 1}
         # Its process is lost: the next one goes on from the state that was read last.
         assert "its process died" in read(scorer, "a", "die")[1]
         assert read(scorer, "a") == [1 / 3]
-    with contextlib.closing(keeping()) as scorer:
+    with keeping() as scorer:
         scorer.load_state(state)
         assert scorer.state() == state
         assert read(scorer, "a", "b") == [1 / 3, 0.5]
-
-
-@pytest.mark.parametrize(
-    ("name", "num_workers", "message"),
-    [
+    # A state that no checkpoint could hold is refused before the start.
+    for name, num_workers, message in (
         ("score", 2, r"reward.num_workers: 2 found; the reward has state_dict.*must be 1 or null"),
         ("broken", None, r"reward.path: .*broken: state_dict\(\) comes back from JSON as another value"),
-    ],
-)
-def test_a_state_that_no_checkpoint_could_hold_is_refused_before_the_start(keeping, name, num_workers, message):
-    with (
-        contextlib.closing(keeping(name, num_workers=num_workers)) as scorer,
-        pytest.raises(ConfigError, match=message),
     ):
-        scorer.check([build_prompt()])
+        with keeping(name, num_workers=num_workers) as scorer, pytest.raises(ConfigError, match=message):
+            scorer.check([build_prompt()])

@@ -15,28 +15,14 @@ def build_small(config: DataConfig, seed: int = 1) -> DataSplits:
     return build_data(config, build_byte_tokenizer(), seed)
 
 
-def test_letter_count_holds_every_pair_of_letter_and_number_of_dots_once() -> None:
-    data = build_data(load_toy("letter_count"), build_char_tokenizer(), seed=1)
-    prompts = (*data.train, *data.heldout)
-    assert sorted(p.answer for p in prompts) == sorted(f"{c}{n}" for c in "abcdef" for n in range(4, 65, 4))
-    assert (len(data.train), len(data.heldout), data.num_dropped) == (72, 24, 0)
-    for prompt in prompts:
-        assert prompt.text == f"{prompt.answer[0]}{'.' * (int(prompt.answer[1:]) // 4)}="
-        assert len(prompt.token_ids) == len(prompt.text)
-
-
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
         (load_toy("letter_count", letters="aa"), "data.options.letters"),
-        (load_toy("letter_count", letters=""), "data.options.letters"),
         (load_toy("letter_count", letters="a1"), "data.options.letters"),
         (load_toy("letter_count", max_dots=0), "data.options.max_dots: found 0; it must be 1 or more"),
-        (load_toy("letter_count", max_dots=10**9), "data.options.max_dots: found 1000000000"),
-        (load_toy("letter_count", letters_per_dot=0), "data.options.letters_per_dot"),
         (load_toy("letter_count", letter="x"), "data.options.letter: no such parameter of .*; did you mean letters?"),
         (load_toy("letter_count", 96), "data.num_heldout: found 96; of 96 .* between 1 and 95"),
-        (load_toy("addition", 0), "data.num_heldout"),
         (load_toy("addition", num_train=7200), "data.options.num_train: found 7200; .* between 1 and 71"),
         (replace(load_toy("addition"), instruction="Add."), r"data.instruction: found 'Add.'; .*\{question\}"),
         (load_toy("guess", max_number=1), "data.options.max_number: found 1; it must be 2 or more"),
@@ -44,6 +30,18 @@ def test_letter_count_holds_every_pair_of_letter_and_number_of_dots_once() -> No
         (load_toy("calculator", example_call="call"), "data.options.example_call: found 'call'"),
         (load_toy("calculator", digits=1), "data.options.num_train: found 4096"),
         (load_toy("calculator", 0), "data.num_heldout: found 0"),
+        *[
+            (ReasoningGymDataConfig(**{"num_heldout": 2, "size": 2, **keys}), expected)
+            for keys, expected in [
+                ({"task": "chainsum"}, "data.task=chainsum: no such task of reasoning-gym; did you mean chain_sum?"),
+                ({"options": {"max_term": 3}}, "data.options.max_term: .*did you mean max_terms?"),
+                ({"options": {"seed": 3}}, "data.options.seed: no such option"),
+                ({"options": {"max_terms": -1}}, "data.options: chain_sum refuses"),
+                ({"task": "arc_agi"}, "data.task: arc_agi cannot be scored"),
+                ({"size": 0}, "data.size: found 0"),
+                ({"options": {"max_terms": 2, "max_digits": 1}, "size": 900}, "data.size: found 900; .*gave only"),
+            ]
+        ],
         (FunctionDataConfig(path="mine.py"), "data.path: found 'mine.py'; it must be FILE.py:NAME"),
         (FunctionDataConfig(path="math:pi"), "data.path: found 'math:pi', a float; a callable was expected"),
         (FunctionDataConfig(path="os:listdir"), "data.path: os:listdir raised TypeError"),
@@ -55,16 +53,20 @@ def test_a_bad_value_is_named_with_what_would_be_right(config: DataConfig, expec
         build_small(config)
 
 
-def test_a_heldout_sum_is_not_in_training_even_with_its_numbers_swapped() -> None:
+def test_the_toys_hold_every_problem_once_and_no_heldout_sum_is_in_training_with_its_numbers_swapped() -> None:
+    data = build_data(load_toy("letter_count"), build_char_tokenizer(), seed=1)
+    prompts = (*data.train, *data.heldout)
+    assert sorted(p.answer for p in prompts) == sorted(f"{c}{n}" for c in "abcdef" for n in range(4, 65, 4))
+    assert (len(data.train), len(data.heldout), data.num_dropped) == (72, 24, 0)
+    assert all(p.text == f"{p.answer[0]}{'.' * (int(p.answer[1:]) // 4)}=" for p in prompts)
     data = build_small(load_toy("addition"))
     train, heldout = (
-        [tuple(map(int, re.findall(r"\d+", p.text)[:2])) for p in side] for side in (data.train, data.heldout)
+        {tuple(map(int, re.findall(r"\d+", p.text)[:2])): p.answer for p in side} for side in (data.train, data.heldout)
     )
     assert not {frozenset(pair) for pair in train} & {frozenset(pair) for pair in heldout}
-    assert (len(train), len(heldout), len(set(train))) == (4096, 500, 4096)
-    assert len({frozenset(pair) for pair in heldout}) == 500
-    assert all(10 <= n <= 99 for pair in train + heldout for n in pair)
-    assert [str(sum(pair)) for pair in train + heldout] == [p.answer for p in (*data.train, *data.heldout)]
+    assert (len(train), len({frozenset(pair) for pair in heldout})) == (4096, 500)
+    assert all(str(sum(pair)) == answer for pair, answer in (train | heldout).items())
+    assert {len(str(number)) for pair in train | heldout for number in pair} == {2}
 
 
 @pytest.mark.parametrize(
@@ -83,81 +85,37 @@ def test_the_same_seed_gives_the_same_data_and_another_seed_another_split(config
 def test_reasoning_gym_scores_its_own_answers_from_the_stored_problem() -> None:
     from reasoning_gym import get_score_answer_fn
 
-    config = ReasoningGymDataConfig(task="chain_sum", size=30, num_heldout=10, options={"max_terms": 3})
-    data = build_small(config)
+    data = build_small(ReasoningGymDataConfig(task="chain_sum", size=30, num_heldout=10, options={"max_terms": 3}))
     assert (len(data.train), len(data.heldout)) == (30, 10)
     assert not {p.text for p in data.train} & {p.text for p in data.heldout}
     for prompt in (*data.train, *data.heldout):
         stored = json.loads(prompt.metadata["reasoning_gym"])
-        score = get_score_answer_fn(stored["task"])
-        assert stored["task"] == "chain_sum"
-        assert stored["config"] == {"max_terms": 3}
-        assert stored["entry"]["question"] in prompt.text
-        assert score(prompt.answer, stored["entry"]) == 1.0
-        assert score(prompt.answer + "1", stored["entry"]) < 1.0
-        assert stored["entry"]["metadata"]["num_terms"] <= 3
+        entry, score = stored["entry"], get_score_answer_fn(stored["task"])
+        assert (stored["task"], stored["config"]) == ("chain_sum", {"max_terms": 3})
+        assert entry["question"] in prompt.text
+        assert score(prompt.answer, entry) == 1.0 > score(prompt.answer + "1", entry)
+        assert entry["metadata"]["num_terms"] <= 3
 
 
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [
-        ({"task": "chainsum"}, "data.task=chainsum: no such task of reasoning-gym; did you mean chain_sum?"),
-        ({"options": {"max_term": 3}}, "data.options.max_term: .*did you mean max_terms?"),
-        ({"options": {"seed": 3}}, "data.options.seed: no such option"),
-        ({"options": {"max_terms": -1}}, "data.options: chain_sum refuses"),
-        ({"task": "arc_agi"}, "data.task: arc_agi cannot be scored"),
-        ({"size": 0}, "data.size: found 0"),
-        ({"options": {"max_terms": 2, "max_digits": 1}, "size": 900}, "data.size: found 900; .*gave only"),
-    ],
-)
-def test_a_bad_reasoning_gym_key_is_named(keys: dict[str, object], expected: str) -> None:
-    with pytest.raises(ConfigError, match=expected):
-        build_small(ReasoningGymDataConfig(**{"num_heldout": 2, "size": 2, **keys}))
+MINE = """
+def both(seed, num_heldout, low=0):
+    records = [{"question": f"double {n + seed}", "answer": 2 * (n + seed), "level": "easy"} for n in range(low, 9)]
+    return records[num_heldout:], records[:num_heldout]
 
-
-def test_products_are_asked_after_examples_with_a_call() -> None:
-    config = load_toy("calculator", 50, num_train=300, num_examples=2, example_call="<{question}>")
-    found = load_made(config, 1)
-    assert found.heldout is not None
-    assert (len(found.train), len(found.heldout)) == (300, 50)
-    problem = found.train[0]
-    left, right = map(int, problem.messages[-1].content.split(" * "))
-    assert problem.answer == str(left * right)
-    assert {len(str(left)), len(str(right))} == {3}
-    written = [(m.role, m.content) for m in problem.messages[:4]]
-    assert written == [("user", "123 * 456"), ("assistant", "<123 * 456>"), ("user", "56088"), ("assistant", "56088")]
-    assert len(problem.messages) == 9
-    asked = [frozenset(p.messages[-1].content.split(" * ")) for p in (*found.train, *found.heldout)]
-    assert len(set(asked)) == 350
-    assert load_made(config, 1) == found
-    assert load_made(config, 2) != found
+def one(seed, num_heldout, **options): return both(seed, 2, **options)[0]
+def wrong(seed, num_heldout): return ["double 3"]
+def none(seed, num_heldout): return []
+"""
 
 
 def test_a_function_of_the_user_makes_records_as_a_file_has_them(tmp_path: Path) -> None:
     """With a held-out part of its own, or without one, or none at all."""
     file = tmp_path / "mine.py"
-    file.write_text(
-        """
-def both(seed, num_heldout, low=0):
-    records = [{"question": f"double {n + seed}", "answer": 2 * (n + seed), "level": "easy"} for n in range(low, 9)]
-    return records[num_heldout:], records[:num_heldout]
-
-def one(seed, num_heldout, **options):
-    return both(seed, 2, **options)[0]
-
-def wrong(seed, num_heldout):
-    return ["double 3"]
-
-def none(seed, num_heldout):
-    return []
-"""
-    )
+    file.write_text(MINE)
     config = FunctionDataConfig(path=f"{file}:both", num_heldout=3, options={"low": 1})
     found = load_made(config, 7)
     assert [problem.answer for problem in found.heldout or ()] == ["16", "18", "20"]
     assert (len(found.train), found.train[0].metadata["level"]) == (5, "easy")
-    assert build_small(config, seed=7) == build_small(config, seed=7)
-    assert load_made(replace(config, path=f"{file}:one"), 7).heldout is None
     assert len(build_small(replace(config, path=f"{file}:one")).heldout) == 3
     for name, message in (("wrong", "found 'double 3'; expected a dict"), ("none", "made no training problems")):
         with pytest.raises(ConfigError, match=message):

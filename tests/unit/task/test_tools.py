@@ -18,7 +18,7 @@ from megarl.task.environments import build_tool_prompt
 from megarl.task.problems import ask
 from megarl.task.render import Renderer
 from megarl.task.tools import FoundCalls, Toolbox, ToolPrompt, ToolsEnvironment, describe_tool
-from megarl.types import FinishReason, Message
+from megarl.types import FinishReason
 
 OWN = [f"toolbox_cases:{name}" for name in ("echo", "fail", "hang", "fill", "die", "wait")]
 LIMITS = {"call_timeout_s": 1.0, "memory_gb": 0.5, "result_length": 20}
@@ -36,7 +36,6 @@ def toolbox() -> Iterator[Toolbox]:
     [
         ("calculator", {"expression": "347 * 892"}, "309524"),
         ("echo", {"text": "ab", "times": 2}, "abab"),
-        ("echo", {"text": "é"}, "é"),
         ("wait", {"seconds": 0.5}, '{"waited": 0.5}'),
         ("echo", {"text": "x", "times": 25}, "x" * 20 + "\n... (5 more characters)"),
         ("calculator", {"expression": "1 / 0"}, "error: calculator: ZeroDivisionError: division by zero"),
@@ -46,7 +45,6 @@ def toolbox() -> Iterator[Toolbox]:
         ("die", {}, "error: die: its process ended"),
         ("calculate", {}, "error: there is no tool 'calculate'; there is calculator, echo, fail, hang,"),
         ("calculator", {"expression": 3}, "error: calculator: wrong arguments: 3 is not of type 'string'"),
-        ("calculator", {}, "error: calculator: wrong arguments: 'expression' is a required property"),
         ("calculator", {"expression": "1", "x": 2}, "error: calculator: TypeError: "),
         ("calculator", [1], "error: calculator: wrong arguments: [1] is not of type 'object'"),
         ("calculator", '{"expression": ', "error: calculator: the arguments are not JSON: "),
@@ -63,8 +61,8 @@ def test_a_call_is_answered_with_the_result_or_with_what_went_wrong(toolbox, nam
 
 def test_a_python_program_runs_in_the_sandbox() -> None:
     box = Toolbox(ToolsEnvironmentConfig(tools=["python"], num_processes=1, call_timeout_s=100.0))
-    results = [box.call("python", json.dumps({"code": code})).text for code in ("print(6 * 7)", "print(1)\n1 / 0")]
-    assert results == ["42\n", "1\nerror: ZeroDivisionError: division by zero"]
+    text = box.call("python", json.dumps({"code": "print(6 * 7)\n1 / 0"})).text
+    assert text == "42\nerror: ZeroDivisionError: division by zero"
     box.close()
 
 
@@ -78,21 +76,17 @@ def test_a_function_is_described_by_its_signature_and_docstring() -> None:
     assert function["parameters"]["required"] == ["text"]
 
 
-@pytest.mark.parametrize(
-    ("tools", "message"),
-    [
+def test_tools_that_cannot_be_used_are_refused_before_anything_starts() -> None:
+    for tools, message in (
         ([], "found none"),
         (["calculater"], "found .calculater.; it must be one of calculator, python or a function of your own"),
         (["no_such_module:tool"], "importing no_such_module failed"),
-        (["toolbox_cases:missing"], "toolbox_cases has no missing"),
         (["toolbox_cases:NUMBER"], "a int; a callable was expected"),
         (["toolbox_cases:undescribed"], "toolbox_cases:undescribed cannot be described"),
         (["calculator", "calculator"], "two tools have the same name"),
-    ],
-)
-def test_tools_that_cannot_be_used_are_refused_before_anything_starts(tools: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=r"environment\.tools: .*" + message):
-        Toolbox(ToolsEnvironmentConfig(tools=tools))
+    ):
+        with pytest.raises(ConfigError, match=r"environment\.tools: .*" + message):
+            Toolbox(ToolsEnvironmentConfig(tools=tools))
 
 
 def build_calls(*texts: str, num_malformed: int = 0) -> FoundCalls:
@@ -106,32 +100,31 @@ X = "error: calculator: ValueError: 'x' cannot be calculated"
 
 
 @pytest.mark.parametrize(
-    ("actions", "keys", "expected"),
+    ("actions", "config", "finish", "expected"),
     [
-        ([build_calls("2*3", "1/0", "2+3")], {}, [(["6", ZERO, "5"], 3, 1, 0)]),
-        ([build_calls("1", "2", "3", num_malformed=1)], {"max_calls": 1}, [(["1", CUT, BAD], 4, 3, 0)]),
-        ([GOOD], {"finish": FinishReason.length}, [(None, 0, 0, 0)]),
+        ([build_calls("2*3", "1/0", "2+3")], {}, "stop", [(["6", ZERO, "5"], 3, 1, 0)]),
+        ([build_calls("1", "2", "3", num_malformed=1)], {"max_calls": 1}, "stop", [(["1", CUT, BAD], 4, 3, 0)]),
+        ([GOOD], {}, "length", [(None, 0, 0, 0)]),
         # The reward is given once, and for calls without errors alone.
         (
-            [WRONG, GOOD, GOOD, FINAL],
-            {"call_reward": 0.25},
+            [WRONG, GOOD, GOOD, FINAL], {"call_reward": 0.25}, "stop",
             [(["1", X], 2, 1, 0), (["1"], 1, 0, 0.25), (["1"], 1, 0, 0), (None, 0, 0, 0)],
         ),
-        ([GOOD, GOOD], {}, [(["1"], 1, 0, 0)] * 2),
+        ([GOOD, GOOD], {}, "stop", [(["1"], 1, 0, 0)] * 2),
     ],
-)
-def test_the_calls_of_an_action_are_answered_in_order_and_one_without_calls_is_final(toolbox, actions, keys, expected):
-    finish = keys.get("finish", FinishReason.stop)
-    config = ToolsEnvironmentConfig(**{key: value for key, value in keys.items() if key != "finish"})
-    environment = ToolsEnvironment(config, toolbox, ToolPrompt(toolbox.schemas, None), lambda text: actions[int(text)])
+)  # fmt: skip
+def test_the_calls_of_an_action_are_answered_in_order_and_one_without_calls_is_final(
+    toolbox, actions, config, finish, expected
+):
+    environment = ToolsEnvironment(
+        ToolsEnvironmentConfig(**config), toolbox, ToolPrompt(toolbox.schemas, None), lambda text: actions[int(text)]
+    )
     for turn, (texts, num_calls, num_errors, reward) in enumerate(expected):
-        step = environment.step(Action("", str(turn), (1,), turn, finish))
+        step = environment.step(Action("", str(turn), (1,), turn, FinishReason[finish]))
         assert (step.done, step.reward) == (texts is None, reward)
         assert step.details == {"tool_calls": num_calls, "tool_errors": num_errors}
         if texts is not None:
-            assert [Message(m.role, m.content.partition(";")[0]) for m in step.observation] == [
-                Message("tool", text) for text in texts
-            ]
+            assert [(m.role, m.content.partition(";")[0]) for m in step.observation] == [("tool", it) for it in texts]
 
 
 IGNORANT = """
