@@ -19,8 +19,7 @@ from megarl.config.schema.task import (
     NumericRewardConfig,
     WeightedRewardConfig,
 )
-from megarl.task.reward import RewardFailedError
-from megarl.task.rule_rewards import find_last_number, format_number, parse_number
+from megarl.task.reward import RewardFailedError, find_last_number, format_number, parse_number
 from megarl.task.scorer import build_scorer
 from megarl.types import FinishReason, Response, Turn
 
