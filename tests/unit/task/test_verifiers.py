@@ -23,6 +23,8 @@ from megarl.task.tools import FoundCalls
 from megarl.types import FinishReason, Message, Prompt, Response
 
 COUNTDOWN = "vf-environments"
+SHIPPED = "verifiers.envs.integrations.reasoninggym_env:ReasoningGymEnv"
+CHAIN_SUM = {"gym": "chain_sum", "num_train_examples": 5, "num_eval_examples": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +43,10 @@ async def begin(problem, env_id=COUNTDOWN, args=None, *tools):
     return env, await env.reset(EpisodeSetting(prompt, seed=1))
 
 
+def act(text, turn=0, finish_reason=FinishReason.stop):
+    return Action(text, text, (1,), turn, finish_reason)
+
+
 CUT = "cut"
 
 
@@ -52,7 +58,7 @@ def play(problem, texts, env_id=COUNTDOWN, finish_reason=FinishReason.stop, **ar
         assert said is None
         try:
             return [
-                await (env.cut() if text == CUT else env.step(Action(text, text, (1,), turn, finish_reason)))
+                await (env.cut() if text == CUT else env.step(act(text, turn, finish_reason)))
                 for turn, text in enumerate(texts)
             ]
         finally:
@@ -70,22 +76,27 @@ def test_the_dataset_becomes_prompts_and_its_evaluation_rows_are_held_out():
     assert splits.train[1].metadata == {"verifiers": '["train", 1]'}
 
 
+def test_an_episode_runs_to_the_rubrics_reward():
+    first, second, last = play(load().train[2], ["2", "1", "5"])
+    assert (first.observation, first.reward, first.done) == ((Message("user", "now 2"),), 0.0, False)
+    assert second.observation == (Message("user", "now 1"),)
+    assert (last.done, last.reward) == (True, pytest.approx(2 * 2 / 3))
+    assert last.details == {"share_right": pytest.approx(2 / 3), "num_turns": 3.0}
+
+
 @pytest.mark.parametrize(
     ("row", "texts", "keys", "reward"),
     [
-        (2, ["2", "1", "5"], {}, 2 * 2 / 3),
         (2, ["2"], {"max_turns": 1}, 2 / 3),  # The environment's own limit.
         (2, ["2", CUT], {}, 2 / 3),
         (2, ["2", CUT], {"finish_reason": FinishReason.length}, 2 / 3),
         (0, [""], {}, 0.0),  # The policy's, and not a server's fault.
     ],
 )
-def test_an_episode_runs_to_the_rubrics_reward_also_where_it_is_cut(row, texts, keys, reward):
+def test_an_episode_that_ends_before_has_its_reward(row, texts, keys, reward):
     *before, last = play(load().train[row], texts, **keys)
     assert (last.done, last.reward) == (True, pytest.approx(reward))
-    assert last.details == {"share_right": pytest.approx(reward / 2), "num_turns": float(len(texts) - (CUT in texts))}
-    for said, step in zip((2, 1), before, strict=False):
-        assert (step.observation, step.reward, step.done) == ((Message("user", f"now {said}"),), 0.0, False)
+    assert not any(step.done for step in before)
 
 
 @pytest.mark.parametrize(
@@ -104,25 +115,19 @@ def test_what_the_environment_or_its_rubric_raises_costs_the_sample(env_id, text
 
 def test_each_environment_of_a_group_is_rewarded_by_its_own_rubric():
     sums, *_, countdown = load("vf_environments:mixed").train
-    for answer, reward in ((sums.answer, 1.0), ("no", 0.0)):
-        (last,) = play(sums, [f"<answer>{answer}</answer>"], "vf_environments:mixed")
-        assert (last.done, last.reward) == (True, pytest.approx(reward, abs=0.02))
-        assert "check_answer_reward_func" in last.details
+    (last,) = play(sums, ["5"], "vf_environments:mixed")
+    assert (last.done, "check_answer_reward_func" in last.details) == (True, True)
     assert play(countdown, ["15"], "vf_environments:mixed")[0].observation == (Message("user", "now 15"),)
 
 
-def test_a_broken_off_episode_ends_without_a_reward_and_the_runs_signal_handlers_stay():
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-
+def test_a_broken_off_episode_ends_without_a_reward():
     async def run():
         env, _ = await begin(load().train[2])
         await env.close()
         assert env._episode.cancelled()
-        with pytest.raises(ValueError, match="goes with data=verifiers"):
-            await begin(Problem((), "1"))
+        await VerifiersEnvironment(id=COUNTDOWN, args={}).close()
 
     asyncio.run(run())
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
 def test_tools_are_described_called_and_answered():
@@ -138,7 +143,7 @@ def test_tools_are_described_called_and_answered():
 
     async def run():
         env, _ = await begin(load(env_id).train[0], env_id, {}, prompt, find_calls)
-        steps = [await env.step(Action(it, it, (1,), turn, FinishReason.stop)) for turn, it in enumerate(("call", "2"))]
+        steps = [await env.step(act("call")), await env.step(act("2", 1))]
         await env.close()
         return steps
 
@@ -146,6 +151,19 @@ def test_tools_are_described_called_and_answered():
     assert first.observation == (Message("user", "2\n'no_tool'"),)
     assert (last.done, last.reward) == (True, 1.0)
     assert (last.details["total_tool_calls"], last.details["add_one_calls"]) == (2.0, 1.0)
+
+
+def test_an_environment_that_the_package_brings_scores_right_and_wrong_answers():
+    import reasoning_gym
+
+    splits = load(SHIPPED, **CHAIN_SUM)
+    assert (len(splits.train), len(splits.heldout)) == (5, 2)
+    entry = reasoning_gym.create_dataset("chain_sum", size=7, seed=0)[5]
+    problem = splits.heldout[0]
+    assert problem.messages[-1].content == entry["question"]
+    for answer, reward in [(entry["answer"], 1.0), ("no", 0.0)]:
+        *_, last = play(problem, [f"<answer>{answer}</answer>"], SHIPPED, **CHAIN_SUM)
+        assert (last.done, last.reward) == (True, pytest.approx(reward, abs=0.02))
 
 
 CONFIG = ["environment=verifiers", f"environment.id={COUNTDOWN}", "data=verifiers", "reward=environment", "model=tiny"]
@@ -172,24 +190,35 @@ def run_episode(texts, *overrides):
     return asyncio.run(runner.run(EpisodeRequest(prompt, None, 1, Sampling(1.0), 0), send)), sent
 
 
+def test_the_runner_plays_it_token_by_token():
+    episode, sent = run_episode(["2", "1", "7"])
+    begin = "one number at a time\n\ncount down from 3"
+    assert sent == [begin, f"{begin}2<eos>now 2", f"{begin}2<eos>now 21<eos>now 1"]
+    response = episode.response
+    assert (episode.failure, response.finish_reason) == (None, FinishReason.stop)
+    assert [turn.reward for turn in response.turns] == [0.0, 0.0, pytest.approx(4 / 3)]
+    assert response.turns[-1].details["num_turns"] == 3.0
+
+
 @pytest.mark.parametrize(
-    ("texts", "overrides", "finish_reason", "rewards"),
+    ("texts", "override", "finish_reason"),
     [
-        (["2", "1", "7"], [], FinishReason.stop, [0, 0, 4 / 3]),
-        (["2", "1", "0"], ["environment.max_turns=2"], FinishReason.max_turns, [0, 4 / 3]),
-        # No room for what the environment says, or for the end of the second action.
-        (["2", "1", "0"], ["rollout.response_length=14"], FinishReason.length, [0, 4 / 3]),
-        (["2", "1 ", "0"], ["rollout.response_length=9"], FinishReason.length, [0, 2 / 3]),
+        (["2", "1", "0"], "environment.max_turns=2", FinishReason.max_turns),
+        (["2", "1", "0"], "rollout.response_length=14", FinishReason.length),  # No room for what the environment says.
+        (["2", "1 ", "0"], "rollout.response_length=9", FinishReason.length),  # No room for the second action's end.
     ],
 )
-def test_the_runner_plays_it_token_by_token_and_rewards_what_was_said(texts, overrides, finish_reason, rewards):
-    episode, sent = run_episode(texts, *overrides)
-    begin = "one number at a time\n\ncount down from 3"
-    assert [begin, f"{begin}2<eos>now 2", f"{begin}2<eos>now 21<eos>now 1"][: len(sent)] == sent
-    response = episode.response
-    assert (episode.failure, response.finish_reason) == (None, finish_reason)
-    assert [turn.reward for turn in response.turns] == pytest.approx(rewards)
-    assert response.turns[-1].details["num_turns"] == len(rewards)
+def test_an_episode_that_the_runner_cuts_is_rewarded_for_what_was_said(texts, override, finish_reason):
+    response = run_episode(texts, override)[0].response
+    assert response.finish_reason == finish_reason
+    last = 4 / 3 if response.turns[-1].text == "1" else 2 / 3
+    assert [turn.reward for turn in response.turns] == [0.0, pytest.approx(last)]
+
+
+def test_the_runs_signal_handlers_stay():
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    VerifiersEnvironment(id=COUNTDOWN, args={"starts": 2})
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
 @pytest.mark.parametrize(
@@ -205,3 +234,8 @@ def test_the_runner_plays_it_token_by_token_and_rewards_what_was_said(texts, ove
 def test_an_environment_that_does_not_fit_is_named(env_id, args, problem):
     with pytest.raises(ConfigError, match=problem):
         VerifiersEnvironment(id=env_id, args=args)
+
+
+def test_a_prompt_of_other_data_is_refused():
+    with pytest.raises(ValueError, match="goes with data=verifiers"):
+        asyncio.run(begin(Problem((), "1")))
