@@ -73,12 +73,9 @@ def make(tmp_path, monkeypatch):
         ("add", 1.0, [({"a": [1], "b": ["é"]}, [1, "é"])]),
         ("wait", 1.0, [({}, "waited")]),
         # What a function prints and reads does not mix with the answers,
-        ("chatter", 1.0, [({}, "")]),
-        ("flood", 1.0, [({}, True)]),
-        # one that forks gives one answer to each call,
-        ("fork", 1.0, [({"n": n}, n) for n in range(6)]),
-        # and what calls before have leaked is a new process's to answer.
-        ("leak", 0.35, [({"n": n}, n) for n in range(8)]),
+        *[(name, 1.0, [({}, result)]) for name, result in (("chatter", ""), ("flood", True))],
+        # one that forks gives one answer to each call, and what calls before have leaked is a new process's to answer.
+        *[(name, memory_gb, [({"n": n}, n) for n in range(8)]) for name, memory_gb in (("fork", 1.0), ("leak", 0.35))],
     ],
 )
 def test_a_function_is_called_with_keywords_and_its_result_comes_back(make, name, memory_gb, calls):

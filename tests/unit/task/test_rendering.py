@@ -118,19 +118,21 @@ NO_SYSTEM = (
 )
 
 
+TURNS = "<|system|>Answer: 42\n<|system|>default\n<|user|>why?\n<|assistant|>"
+
+
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
         (None, "<bos>Answer: 42why?"),
         # A closed system message in front of the conversation.
-        ("{TEMPLATE}", "<|system|>Answer: 42\n<|system|>default\n<|user|>why?\n<|assistant|>"),
+        ("{TEMPLATE}", TURNS),
         # A first token that begins every text stands once in front of both,
-        ("<bos>{TEMPLATE}", "<bos><|system|>Answer: 42\n<|system|>default\n<|user|>why?\n<|assistant|>"),
+        ("<bos>{TEMPLATE}", f"<bos>{TURNS}"),
         # and one that begins every message stays where it is.
         (ALL_BOS, "<bos>system: Answer: 42\n<bos>user: why?\n<bos>assistant: "),
         # A template may refuse or leave out a lone system message.
-        (NO_SYSTEM.replace("SHOWN", "raise_exception('no system')"), "[u]Answer: 42[u]why?"),
-        (NO_SYSTEM.replace("SHOWN", "''"), "[u]Answer: 42[u]why?"),
+        *[(NO_SYSTEM.replace("SHOWN", shown), "[u]Answer: 42[u]why?") for shown in ("raise_exception('no')", "''")],
     ],
 )
 def test_the_text_stands_in_front_of_the_prompts_own_tokens(template: str | None, expected: str) -> None:

@@ -101,9 +101,9 @@ class Late(AsyncReward):
     async def score(self, prompt, response):
         await asyncio.sleep(0)
         self.awaited += 1
-        if isinstance(self.result, Exception):
-            raise self.result
-        return self.result
+        if isinstance(self.result, Score):
+            return self.result
+        raise self.result
 
     def close(self):
         self.closed += 1
@@ -134,19 +134,16 @@ def test_the_reward_is_the_weighted_sum_and_each_part_is_shown():
     assert score.correct
 
 
-@pytest.mark.parametrize(
-    ("result", "reason"),
-    [
+def test_a_part_that_fails_fails_the_sample_and_is_named():
+    for result, reason in (
         (RewardFailedError("no verdict"), "style: no verdict"),
         (KeyError("x"), "style: raised KeyError: 'x'"),
         (Score(0.0, False, failure="it died"), "style: it died"),
-    ],
-)
-def test_a_part_that_fails_fails_the_sample_and_is_named(result, reason):
-    other = Late(Score(1.0, True))
-    parts = {"right": Part(other, 1.0), "style": Part(Late(result), 1.0), "last": Part(Late(Exception("later")), 1.0)}
-    assert ask(Scorer(WeightedReward(parts, None, 1.0)), "85") == [Score(0.0, False, failure=reason)]
-    assert other.awaited == 1
+    ):
+        right, style, last = (Late(it) for it in (Score(1.0, True), result, Exception("later")))
+        parts = {"right": Part(right, 1.0), "style": Part(style, 1.0), "last": Part(last, 1.0)}
+        assert ask(Scorer(WeightedReward(parts, None, 1.0)), "85") == [Score(0.0, False, failure=reason)]
+        assert right.awaited == 1
 
 
 FUNCTIONS = """
@@ -222,9 +219,8 @@ def test_scores_are_those_of_their_responses_whichever_process_gives_them_while_
 
 
 def test_a_scale_of_its_own_is_refused_beside_reward_wrong_also_where_an_event_loop_runs():
-    scorer = Scorer(lambda prompt, response: Score(-1.0, False))
-
     async def run():
+        scorer = Scorer(lambda prompt, response: Score(-1.0, False))
         scorer.check([build_prompt("")])
         with pytest.raises(ConfigError, match=r"reward\.wrong: found -1 with a score of -1"):
             scorer.check([build_prompt("")], wrong=-1.0)

@@ -139,35 +139,33 @@ ASKED = "[end][user]2*3?[end][assistant]"
 
 
 @pytest.mark.parametrize(
-    ("template", "data", "keys", "begin", "results"),
+    ("template", "system", "description", "begin"),
     [
-        (QWEN, {}, {}, f"[system]calculator(expression){ASKED}", None),
-        (QWEN, {"system": "Be brief."}, {}, "[system]Be brief. calculator(expression)[end]", None),
+        (QWEN, None, None, f"[system]calculator(expression){ASKED}"),
+        (QWEN, "Be brief.", None, "[system]Be brief. calculator(expression)[end]"),
         *[
-            (template, {}, {}, "[system]You may call these functions", "[end][user]6\n7[end][assistant]")
+            (template, None, None, "[system]You may call these functions")
             for template in (IGNORANT, REFUSING, FORGETFUL)
         ],
-        (QWEN, {}, {"description": "Say it."}, f"[system]Say it.{ASKED}", "[end][user]6\n7[end][assistant]"),
-        (
-            *(QWEN, {"system": "Be brief."}, {"description": "Tools: {tools}"}),
-            *('[system]Be brief.\n\nTools: {"type": "function", ', "[end][user]6\n7[end][assistant]"),
-        ),
+        (QWEN, None, "Say it.", f"[system]Say it.{ASKED}"),
+        (QWEN, "Be brief.", "Tools: {tools}", '[system]Be brief.\n\nTools: {"type": "function", '),
     ],
 )
-def test_the_template_describes_the_tools_or_a_text_in_the_system_message(template, data, keys, begin, results):
-    """results: what the user says of two; None: messages of role tool."""
-    tokenizer = build_byte_tokenizer()
+def test_the_template_describes_the_tools_or_a_text_in_the_system_message(template, system, description, begin):
+    """Their results are messages of role tool in the first case, and of the user in the second."""
+    tokenizer, data = build_byte_tokenizer(), DataConfig(system=system)
     tokenizer.chat_template = template
-    prompt = build_tool_prompt(ToolsEnvironmentConfig(**keys), DataConfig(**data), tokenizer)
+    keys = {} if description is None else {"description": description}
+    prompt = build_tool_prompt(ToolsEnvironmentConfig(**keys), data, tokenizer)
     assert prompt is not None
-    renderer = Renderer(DataConfig(**data), tokenizer, prompt)
+    renderer = Renderer(data, tokenizer, prompt)
     text = renderer.render(ask("2*3?", "6"))
     assert text.startswith(begin)
     assert text.endswith(ASKED)
     if "You may" in begin:
         assert '"name": "calculator"' in text
         assert "between <tool_call> and </tool_call>" in text
-    assert (prompt.text is None) == (results is None)
-    if results is not None:
+    assert (prompt.text is None) == ("calculator(" in begin)
+    if prompt.text is not None:
         encoder = ObservationEncoder(renderer)
-        assert encoder.decode(encoder.encode(prompt.answer(["6", "7"]), 0)) == results
+        assert encoder.decode(encoder.encode(prompt.answer(["6", "7"]), 0)) == "[end][user]6\n7[end][assistant]"

@@ -84,31 +84,25 @@ def test_parenthesized_chains_agree_with_pythons_integers(first: int, steps: lis
     assert evaluate(expression) == value
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "expressions"),
-    [
-        (ValueError, "not an arithmetic", ["", "12 *", "(" * 300 + "1" + ")" * 190]),
-        (ValueError, "without commas", ["1,234 * 2"]),
-        (
-            ValueError,
-            "cannot be",
-            ["__import__('os').system('true')", "().__class__", "'a' * 3", "[1][0]", "lambda: 1"],
-        ),
-        (ValueError, "cannot be", ["x + 1", "True + 1", "1 if 2 else 3", "max(*[1, 2])", "round(2.5, ndigits=1)"]),
-        (ValueError, "sqrt", ["sqrt(1, 2)"]),
-        (ValueError, "complex", ["(-8) ** 0.5"]),
-        (ValueError, "math domain error", ["sqrt(-1)"]),
-        (ValueError, "500 at most", ["1 + " * 200 + "1"]),
-        (ValueError, "from 0 to 500", ["factorial(10**6)"]),
-        # Numbers that are too large end at once.
-        (
-            ArithmeticError,
-            "",
-            ["9 ** 9 ** 9", "2 ** 5000", "factorial(500) ** 2", "1e308 * 10", "10.0 ** 400", "5 % 0"],
-        ),
+REFUSED = {
+    "not an arithmetic": ["", "12 *", "(" * 300 + "1" + ")" * 190],
+    "without commas": ["1,234 * 2"],
+    "cannot be calculated": [
+        *("__import__('os').system('true')", "().__class__", "'a' * 3", "[1][0]", "lambda: 1", "x + 1", "True + 1"),
+        *("1 if 2 else 3", "max(*[1, 2])", "round(2.5, ndigits=1)"),
     ],
-)
-def test_what_is_no_arithmetic_is_refused(error: type[Exception], message: str, expressions: list[str]) -> None:
+    "sqrt": ["sqrt(1, 2)"],
+    "complex": ["(-8) ** 0.5"],
+    "math domain error": ["sqrt(-1)"],
+    "500 at most": ["1 + " * 200 + "1"],
+    "from 0 to 500": ["factorial(10**6)"],
+    # Numbers that are too large end at once.
+    "": ["9 ** 9 ** 9", "2 ** 5000", "factorial(500) ** 2", "1e308 * 10", "10.0 ** 400", "5 % 0"],
+}
+
+
+@pytest.mark.parametrize(("message", "expressions"), REFUSED.items())
+def test_what_is_no_arithmetic_is_refused(message: str, expressions: list[str]) -> None:
     for expression in expressions:
-        with pytest.raises(error, match=message):
+        with pytest.raises(ValueError if message else ArithmeticError, match=message):
             evaluate(expression)
