@@ -159,7 +159,7 @@ def test_the_presets_read_files_of_the_sets_own_format_of_any_kind(tmp_path, nam
     config, records = load_config([f"data={name}", "reward=math"], "evaluate").data, [OF_SETS[name]]
     write_jsonl(tmp_path / "test.jsonl", records)
     parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "test.parquet")
-    datasets.DatasetDict({config.heldout_split or "train": datasets.Dataset.from_list(records)}).save_to_disk(
+    datasets.DatasetDict({config.heldout_split or config.split: datasets.Dataset.from_list(records)}).save_to_disk(
         str(tmp_path / "saved")
     )
     for file in ("test.jsonl", "test.parquet", "saved"):

@@ -92,8 +92,6 @@ HASHED, BOXED = {"answer_part": AnswerPart.after_hashes}, {"answer_part": Answer
     ("record", "keys", "expected"),
     [
         ({"text": "x"}, {}, "f:2: question: found only text; expected a text"),
-        ({"text": "x"}, {}, "or set data.prompt_field"),
-        ({"question": "x"}, {}, "or set data.answer_field"),
         ({"question": [{"role": "user", "content": "Q", "tool_calls": [{}]}], "answer": "A"}, {}, "without tool_calls"),
         ({"question": " ", "answer": "A"}, {}, "f:2: question: found ' '; expected"),
         ({"question": 3, "answer": "A"}, {}, "f:2: question: found 3; expected"),
@@ -118,3 +116,6 @@ def test_a_bad_record_is_located_with_what_was_found_and_expected(record, keys, 
     good = {"question": "Q", "answer": r"a \boxed{2}" "\n#### 2" if keys else "A"}
     with pytest.raises(ConfigError, match=re.escape(expected)):
         read_all(good, record, **keys)
+    for first, key in (({"text": "x"}, "prompt_field"), ({"question": "x"}, "answer_field"), ({}, "prompt_field")):
+        with pytest.raises(ConfigError, match=f"^f:1: .* or set data.{key}$"):
+            read_all(first)

@@ -104,5 +104,5 @@ REFUSED = {
 @pytest.mark.parametrize(("message", "expressions"), REFUSED.items())
 def test_what_is_no_arithmetic_is_refused(message: str, expressions: list[str]) -> None:
     for expression in expressions:
-        with pytest.raises(ValueError if message else ArithmeticError, match=message):
+        with pytest.raises(ValueError if message else ArithmeticError, match=message or None):
             evaluate(expression)
