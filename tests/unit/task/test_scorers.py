@@ -183,7 +183,8 @@ def scorer(tmp_path_factory):
     ("text", "reason"),
     [
         ("hang", "the reward took longer than reward.timeout_s=1 s"),
-        ("raise", 'the reward raised KeyError: \'missing\' (scorer_functions.py, line 8: if text == "raise": raise'),
+        ("raise", 'the reward raised KeyError: \'missing\' ('),
+        ("raise", 'scorer_functions.py, line 8: if text == "raise": raise KeyError("missing"))'),
         ("abort", "the reward failed: its process died (signal SIGABRT)"),
         ("fill", "the reward needed more memory than reward.memory_gb=8"),
         ("nan", "the reward is nan; it must be a finite number"),
