@@ -772,6 +772,8 @@ _DENIAL = re.compile(r"(?:not|unknown|undetermined|unclear|undefined|none|imposs
 _CHOICE = re.compile(
     r"(?:option |choice |answer )?(?:\(([A-J])\)|([A-J])(?=[).:]|$))(?!.*(?:\([A-J]\)|\bor\b))(.*)", re.I
 )
+_PROSE = re.compile(r"(?<![\\\w{])(?!sqrt|sin|cos|tan|log|ln|pi)[A-Za-z]{2,} ")
+"""A word in a response that is not marked as an answer; letters would be factors."""
 _ONLY_WORDS = re.compile(r"[A-Za-z][A-Za-z '.-]*[A-Za-z.]")
 _TIME = re.compile(r"[012]?\d:[0-5]\d(?!\d)")
 _SYMBOLS = frozenset("abcmnpqrtuvwxyz")
@@ -807,6 +809,8 @@ def grade(gold_text: str, text: str, mode: str, *, thinking: bool = False) -> Ve
     if gold is None:
         return _grade_texts(_fold(gold_text), [_fold(each) for each in statements])
     readings = [read_answer(each) for each in statements]
+    if statements == [whole] and isinstance(readings[0], Expression) and _PROSE.search(whole):
+        readings = [None]
     answers = [reading for reading in readings if reading is not None]
     if not answers and mode == "any" and statements in ([], [whole]):
         last = find_last_value(whole[-MAX_CHARACTERS:])
