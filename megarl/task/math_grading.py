@@ -250,6 +250,7 @@ _JOINED = re.compile(
     r"\s*(?:,\s*)?(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))\s*|\s*[,;]\s*"
 )
 _PLAIN_FUNCTION = re.compile(r"(?<![\\a-zA-Z])(sqrt|pi|sin|cos|tan|log|ln|infty|theta|alpha|beta)(?![a-zA-Z])")
+_PROSE = re.compile(r"(?<![\\{a-zA-Z])[a-zA-Z]{4,}.*\d|\d.* [a-zA-Z]{4,} .*\d")
 _WORD = re.compile(r"(?<![\\a-zA-Z])(?!cdot|times)[a-zA-Z]{4,}|[^\x00-\x7f]")
 _UNREADABLE = re.compile(
     r"[\^_]\s*\\?\w+\s*[\^]\s*\\?\w+\s*\^|_\w+\s*_|\\binom.*\d{4}|\d{4}.*\\binom|\\binom.*\^|--|=\s*=|\\text|[\d)}]\s*_"
@@ -343,6 +344,8 @@ def _read_one(text: str) -> Answer | None:
     sides = list(split(text, re.compile(r"(?<![<>!:])=")))
     if len(sides) > 1:
         value = _read(sides[-1])
+        if any(_PROSE.search(side) for side in sides):
+            return None
         return Equation(tuple(side.strip() for side in sides[:-1]), value) if value and all(sides) else None
     if found := re.match(r"(\\?[a-zA-Z](?:_\w)?)\s*\\in(?![a-z])", text):
         region = to_region(_read(text[found.end() :]))
@@ -772,7 +775,7 @@ _DENIAL = re.compile(r"(?:not|unknown|undetermined|unclear|undefined|none|imposs
 _CHOICE = re.compile(
     r"(?:option |choice |answer )?(?:\(([A-J])\)|([A-J])(?=[).:]|$))(?!.*(?:\([A-J]\)|\bor\b))(.*)", re.I
 )
-_PROSE = re.compile(r"(?<![\\\w{])(?!sqrt|sin|cos|tan|log|ln|pi)[A-Za-z]{2,} ")
+_UNMARKED_PROSE = re.compile(r"(?<![\\\w{])(?!sqrt|sin|cos|tan|log|ln|pi)[A-Za-z]{2,} ")
 """A word in a response that is not marked as an answer; letters would be factors."""
 _ONLY_WORDS = re.compile(r"[A-Za-z][A-Za-z '.-]*[A-Za-z.]")
 _TIME = re.compile(r"[012]?\d:[0-5]\d(?!\d)")
@@ -809,7 +812,7 @@ def grade(gold_text: str, text: str, mode: str, *, thinking: bool = False) -> Ve
     if gold is None:
         return _grade_texts(_fold(gold_text), [_fold(each) for each in statements])
     readings = [read_answer(each) for each in statements]
-    if statements == [whole] and isinstance(readings[0], Expression) and _PROSE.search(whole):
+    if statements == [whole] and isinstance(readings[0], Expression) and _UNMARKED_PROSE.search(whole):
         readings = [None]
     answers = [reading for reading in readings if reading is not None]
     if not answers and mode == "any" and statements in ([], [whole]):
