@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from megarl.config.run_name import name_run
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import CONF_DIR, check_overrides
 from megarl.config.overrides import open_overrides
 from megarl.config.schema.root import register
+from megarl.config.schema.run_name import name_run
 from megarl.sweep import complete_arguments
 
 
