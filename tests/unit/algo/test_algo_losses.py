@@ -124,13 +124,18 @@ def test_a_ratio_that_overflows_is_an_error_and_not_an_infinite_loss():
         loss_of(logprobs + 800.0, targets, counts, configure())
 
 
-def test_missing_inputs_are_errors_by_name():
-    case = one_row([1.0], [1.0])
-    with pytest.raises(ValueError, match="ref_logprobs: none found"):
-        loss_of(*case, configure(kl__in_loss=True))
-    with pytest.raises(ValueError, match="full_kl: none found"):
-        loss_of(*case, configure(kl__in_loss=True, kl__loss_estimator=KLEstimator.full))
-    with pytest.raises(ValueError, match="entropy: none found"):
-        loss_of(*case, configure(entropy_coef=0.1))
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("ref_logprobs", {"kl__in_loss": True}),
+        ("full_kl", {"kl__in_loss": True, "kl__loss_estimator": KLEstimator.full}),
+        ("entropy", {"entropy_coef": 0.1}),
+        ("sampling_logprobs", {"rl_loss_coef": 0.0, "topr__positive_loss_coef": 1.0, "topr__negative_loss_coef": 1.0}),
+    ],
+)
+def test_missing_inputs_are_errors_by_name(name, keys):
+    case = one_row([-1.0], [1.0], sampling_logprobs=None)
+    with pytest.raises(ValueError, match=f"{name}: none found"):
+        loss_of(*case, configure(**keys))
     with pytest.raises(ValueError, match="returns: none found"):
         critic_loss(f64([1.0]), case[1], configure(), case[2])

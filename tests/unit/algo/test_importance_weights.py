@@ -103,11 +103,6 @@ def test_the_rollout_engines_logprobs_do_not_taper_what_the_trainer_holds_for_as
     assert [float(out.sums[f"topr/taper_{name}"]) for name in ("mean", "zero_frac", "one_frac")] == [1, 0, 1]
 
 
-def test_topr_without_the_sampling_policys_logprobs_is_an_error():
-    with pytest.raises(ValueError, match="sampling_logprobs: none found"):
-        loss_of(*one_row([-1], [1], sampling_logprobs=None), topr_config())
-
-
 def test_rewards_of_zero_and_one_and_of_minus_one_and_one_have_the_same_positives_under_topr():
     tapers, losses = [], []
     for wrong in (0.0, -1.0):
