@@ -5,98 +5,69 @@ RUN_DIR/journal has one file for each call, so that a resumed run need not sampl
 iteration-3-round-1.samples   what one call gave; likewise pretraining-2.samples
 group-40-37.samples           with rollout.max_staleness > 0: group 37, the one that was complete after 40 others
 
-Files are those of safetensors: what has an entry per token as arrays, since every iteration waits for its journal, and
-the rest as JSON.
+Files are of msgpack, with what has an entry per token as bytes, since every iteration waits for its journal.
 """
 
-import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
-from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
 
-from megarl.files import parse_strict_json, write_atomically
+from megarl.files import write_atomically
 from megarl.rollout.rollout_file import from_record, to_record
 from megarl.types import Prompt, RoutedExperts, Sample, WeightVersions
 
 JOURNAL = "journal"
 """The folder of `Journal` in a run's directory"""
 Samples = tuple[Sample, ...]
-NONE = np.zeros(0, np.float32)
-ARRAYS: dict[str, tuple[type, Callable[[Sample], Any]]] = {
-    "token_ids": (np.int32, lambda sample: sample.response.token_ids),
-    "rollout_logprobs": (np.float32, lambda sample: sample.response.rollout_logprobs),
-    "generated": (np.bool_, lambda sample: sample.response.generated),
-    "first_old_logprobs": (np.float32, lambda sample: NONE if (x := sample.first_old_logprobs) is None else x),
-    "routed_experts": (np.uint8, lambda sample: _read_bytes(sample.response.routed_experts)),
-}
-"""The arrays of a file, those of all samples one after the other: dtype, and what a sample has"""
-EXPERTS = ("num_layers", "top_k", "num_experts")
+ARRAYS = {"token_ids": np.int32, "rollout_logprobs": np.float32, "generated": np.bool_}
 
 
 def save_samples(path: Path, groups: Sequence[Sequence[Samples]]) -> None:
     """Write samples; the file is complete on disk or absent. What only environments and rewards read is left out."""
-    samples = [sample for each in groups for group in each for sample in group]
     records = [[[_describe(sample) for sample in group] for group in each] for each in groups]
-    text = json.dumps(records, allow_nan=False).encode()
-    arrays = {"records": np.frombuffer(text, np.uint8)}
-    for name, (dtype, get) in ARRAYS.items():
-        arrays[name] = np.concatenate([np.zeros(0, dtype), *map(get, samples)])
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, save(arrays))
+    write_atomically(path, msgpack.packb(records, unicode_errors="surrogatepass"))
 
 
 def _describe(sample: Sample) -> dict[str, Any]:
-    experts, versions = sample.response.routed_experts, sample.response.weight_versions
+    response, first_old = sample.response, sample.first_old_logprobs
+    versions, experts = response.weight_versions, response.routed_experts
     return {
         **to_record(sample),
-        "sizes": {name: len(get(sample)) for name, (_, get) in ARRAYS.items()},
+        "arrays": {name: getattr(response, name).tobytes() for name in ARRAYS},
         "versions": [versions.versions, versions.ends],
-        "experts": None if experts is None else [getattr(experts, name) for name in EXPERTS],
-        "has_first_old": sample.first_old_logprobs is not None,
+        "experts": None if experts is None else list(vars(experts).values()),
+        "first_old_logprobs": None if first_old is None else first_old.tobytes(),
     }
-
-
-def _read_bytes(experts: RoutedExperts | None) -> NDArray[np.uint8]:
-    return np.frombuffer(b"" if experts is None else experts.data, np.uint8)
 
 
 def load_samples(path: Path) -> list[list[Samples]]:
     """What `save_samples` wrote, bit for bit. Raises ValueError naming the file where it is damaged."""
+    content = path.read_bytes()
     try:
-        arrays = load(path.read_bytes())
-        records, ends = parse_strict_json(arrays["records"].tobytes()), dict.fromkeys(ARRAYS, 0)
-        return [[tuple(_build(record, arrays, ends) for record in group) for group in each] for each in records]
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        records = msgpack.unpackb(content, unicode_errors="surrogatepass")
+        return [[tuple(map(_build, group)) for group in each] for each in records]
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read: {type(error).__name__}: {error}") from None
 
 
-def _build(record: dict[str, Any], arrays: Mapping[str, NDArray[Any]], ends: dict[str, int]) -> Sample:
-    """The sample whose arrays begin at `ends`, which then are its own ends."""
-    own: dict[str, NDArray[Any]] = {}
-    for name, size in record["sizes"].items():
-        own[name] = arrays[name][ends[name] : ends[name] + size]
-        ends[name] += size
-    first_old, experts = own.pop("first_old_logprobs"), own.pop("routed_experts").tobytes()
-    versions, version_ends = record["versions"]
-    record["response"] |= {
-        **own,
-        "weight_versions": WeightVersions(tuple(versions), tuple(version_ends)),
-        "routed_experts": None if record["experts"] is None else RoutedExperts(experts, *record["experts"]),
+def _build(record: dict[str, Any]) -> Sample:
+    first_old, experts = record["first_old_logprobs"], record["experts"]
+    # Arrays of bytes could not be written to, of which torch warns.
+    arrays = {name: np.frombuffer(bytearray(record["arrays"][name]), dtype) for name, dtype in ARRAYS.items()}
+    versions, ends = record["versions"]
+    record["response"] |= arrays | {
+        "weight_versions": WeightVersions(tuple(versions), tuple(ends)),
+        "routed_experts": None if experts is None else RoutedExperts(*experts),
     }
-    return from_record(record, first_old_logprobs=first_old if record["has_first_old"] else None)
-
-
-def name_pretraining(step: int) -> str:
-    """The key of the responses of a step of value pretraining, counted from 1."""
-    return f"pretraining-{step}"
+    kept = None if first_old is None else np.frombuffer(bytearray(first_old), np.float32)
+    return from_record(record, first_old_logprobs=kept)
 
 
 def name_group(place: int, number: int) -> str:
@@ -121,8 +92,7 @@ class Journal:
         path = self._find(key)
         try:
             ((samples,),) = load_samples(path)
-            asked = [prompt.id for prompt in prompts for _ in range(num_responses)]
-            if [sample.prompt.id for sample in samples] != asked:
+            if [s.prompt.id for s in samples] != [prompt.id for prompt in prompts for _ in range(num_responses)]:
                 raise ValueError(f"{path}: has responses to other prompts than this run's")
         except FileNotFoundError:
             return None

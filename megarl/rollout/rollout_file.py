@@ -13,15 +13,16 @@ pretraining; `sample` counts the lines of a rollout from 0. Numbers are read bac
 import contextlib
 import hashlib
 import json
-import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
+from pydantic import ConfigDict, Field, ValidationError, create_model
 
 from megarl.config.errors import ConfigError
 from megarl.files import parse_strict_json
@@ -84,92 +85,48 @@ def from_record(record: Mapping[str, Any], **changes: Any) -> Sample:
     )
 
 
-def _is_list_of(value: Any, *kinds: type) -> bool:
-    # The types are compared without a call for each entry, which may be one of millions.
-    return isinstance(value, list) and set(map(type, value)) <= set(kinds)
+def _form(**fields: Any) -> Any:
+    """What an object of exactly these keys must be; pydantic checks it."""
+    config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    return create_model("Form", __config__=config, **{name: (kind, ...) for name, kind in fields.items()})
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def _are_tokens(value: Any) -> bool:
-    return _is_list_of(value, int) and (not value or (min(value) >= 0 and max(value) <= np.iinfo(np.int32).max))
-
-
-def _are_logprobs(value: Any) -> bool:
-    if not _is_list_of(value, int, float):
-        return False
-    with np.errstate(over="ignore"):
-        return bool(np.isfinite(np.array(value, np.float64).astype(np.float32)).all())
-
-
-def _is_map_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
-
-
-Check = tuple[Callable[[Any], bool], str]
-"""Whether a value is valid, and what would be valid"""
-_INTEGER: Check = (lambda value: type(value) is int, "a whole number")
-_WHOLE: Check = (lambda value: type(value) is int and value >= 0, "a whole number, 0 or more")
-_NUMBER: Check = (_is_number, "a finite number")
-_TEXT: Check = (lambda value: isinstance(value, str), "a text")
-_TEXT_OR_NULL: Check = (lambda value: value is None or isinstance(value, str), "a text or null")
-_TOKENS: Check = (_are_tokens, "a list of whole numbers, 0 or more and of 31 bits at most")
-_NUMBERS: Check = (_is_map_of(_is_number), "an object of finite numbers")
-TURN = {"start": _WHOLE, "end": _WHOLE, "text": _TEXT, "reward": _NUMBER, "details": _NUMBERS}
-FORM: dict[str, Any] = {
-    "iteration": _INTEGER,
+_LARGEST = float(np.finfo(np.float32).max)
+_WHOLE = Annotated[int, Field(ge=0)]
+_TOKENS = list[Annotated[int, Field(ge=0, le=int(np.iinfo(np.int32).max))]]
+_NUMBERS = dict[str, float]
+_LINE = _form(
+    iteration=int,
     **dict.fromkeys(("weight_version", "sample", "num_samples", "group"), _WHOLE),
-    "prompt": {
-        **dict.fromkeys(("id", "text", "answer"), _TEXT),
-        "token_ids": _TOKENS,
-        "metadata": (_is_map_of(_TEXT[0]), "an object of texts"),
-    },
-    "response": {
-        "token_ids": _TOKENS,
-        "text": _TEXT,
-        "rollout_logprobs": (_are_logprobs, "a list of finite numbers"),
-        "generated": (lambda value: _is_list_of(value, bool), "a list of true and false"),
-        "weight_versions": (lambda value: _is_list_of(value, int), "a list of whole numbers"),
-        "finish_reason": (lambda value: value in [r.value for r in FinishReason], "stop, length or max_turns"),
-        "turns": (lambda value: isinstance(value, list), "a list of turns"),
-    },
-    "score": {
-        "reward": _NUMBER,
-        "correct": (lambda value: isinstance(value, bool), "true or false"),
-        "details": _NUMBERS,
-        **dict.fromkeys(("answer", "failure"), _TEXT_OR_NULL),
-    },
-}
-"""The keys of a line, but for group_number, and what each must be"""
-
-
-def _check(value: Any, form: Any, name: str = "") -> None:
-    """Check that an object has exactly the keys of the form, and their types. Raises ValueError."""
-    if not isinstance(form, dict):
-        is_right, expected = form
-        if not is_right(value):
-            found = repr(value)
-            raise ValueError(f'"{name}" is {found if len(found) <= 60 else f"{found[:57]}..."}; expected {expected}')
-        return
-    if not isinstance(value, dict):
-        raise ValueError(f"found a JSON {type(value).__name__}{f' as {name!r}' if name else ''}; expected an object")
-    for key in [*form, *value]:
-        path = f"{name}.{key}" if name else key
-        if key not in value:
-            raise ValueError(f'"{path}" is missing; found {", ".join(value) or "nothing"}')
-        if key not in form:
-            raise ValueError(f'"{path}" is not a key of a rollout; the keys are {", ".join(form)}')
-        _check(value[key], form[key], path)
+    prompt=_form(id=str, text=str, answer=str, token_ids=_TOKENS, metadata=dict[str, str]),
+    response=_form(
+        token_ids=_TOKENS,
+        text=str,
+        rollout_logprobs=list[Annotated[float, Field(ge=-_LARGEST, le=_LARGEST)]],
+        generated=list[bool],
+        weight_versions=list[int],
+        finish_reason=Literal[tuple(reason.value for reason in FinishReason)],
+        turns=list[_form(start=_WHOLE, end=_WHOLE, text=str, reward=float, details=_NUMBERS)],  # type: ignore[misc]
+    ),
+    score=_form(reward=float, correct=bool, details=_NUMBERS, answer=str | None, failure=str | None),
+)
+"""A line, but for group_number"""
 
 
 def _to_sample(record: Any) -> Sample:
     """The sample of a line. Raises ValueError, naming key and value, for what `RolloutWriter` does not write."""
-    has_number = isinstance(record, dict) and "group_number" in record
-    _check(record, FORM | {"group_number": _WHOLE} if has_number else FORM)
-    for number, turn in enumerate(record["response"]["turns"]):
-        _check(turn, TURN, f"response.turns.{number}")
+    own = (
+        {name: value for name, value in record.items() if name != "group_number"}
+        if isinstance(record, dict)
+        else record
+    )
+    try:
+        _LINE.model_validate(own)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name, found = ".".join(map(str, first["loc"])), repr(first["input"])
+        found = found if len(found) <= 60 else f"{found[:57]}..."
+        raise ValueError(f'"{name}": {first["msg"]}; found {found}') from None
     return from_record(record)
 
 
@@ -181,7 +138,6 @@ class Limits:
     max_length: int
     """Maximum tokens of prompt and response together"""
     response_length: int
-    """Maximum tokens of a response"""
     prompt_length: int | None = None
     """Maximum tokens of a prompt; None: only max_length limits it"""
     reader: str = "the critic"
@@ -192,7 +148,7 @@ class Limits:
     def check(self, sample: Sample) -> None:
         """Raises ValueError where the model cannot read the sample."""
         try:
-            own = self.critic_prompt.encode(sample.prompt) if self.critic_prompt else ()
+            num_own = len(self.critic_prompt.encode(sample.prompt)) if self.critic_prompt else 0
         except ConfigError as error:
             raise ValueError("; ".join(error.problems)) from error
         prompt, response = sample.prompt.token_ids, sample.response.token_ids
@@ -202,33 +158,25 @@ class Limits:
                 f"found token id {largest}; {self.reader}'s vocabulary has {self.vocab_size} tokens: the rollouts must"
                 " be of a policy with the same tokenizer"
             )
-        if len(own) + len(prompt) + len(response) > self.max_length:
-            before = f"{len(own)} of data.critic_prompt, " if own else ""
-            raise ValueError(
-                f"found {before}{len(prompt)} prompt and {len(response)} response tokens; {self.reader} has"
-                f" {self.max_length} positions"
-            )
-        for what, length, bound, key in (
-            ("prompt", len(prompt), self.prompt_length, "data.prompt_length"),
-            ("response", len(response), self.response_length, "rollout.response_length"),
+        for what, length, key, bound in (
+            ("a prompt", len(prompt), "data.prompt_length", self.prompt_length),
+            ("a response", len(response), "rollout.response_length", self.response_length),
+            (
+                "prompt and response",
+                num_own + len(prompt) + len(response),
+                f"the length for {self.reader}",
+                self.max_length,
+            ),
         ):
             if bound is not None and length > bound:
-                raise ValueError(f"found a {what} of {length} tokens; {key} is {bound} and must be at least that")
+                raise ValueError(f"found {what} of {length} tokens; {key} is {bound} and must be at least that")
 
 
-def load_rollouts(path: Path) -> tuple[Rollout, ...]:
-    """All rollouts of a file, in order; otherwise as `read_rollouts`."""
-    return tuple(rollout for rollout, _ in read_rollouts(path))
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line of the file."""
+class Line(NamedTuple):
+    """A line of the file; where: FILE:LINE, start: the bytes of the file before it."""
 
     where: str
-    """FILE:LINE"""
     start: int
-    """Bytes of the file before it"""
     text: bytes
 
 
@@ -243,29 +191,33 @@ def read_rollouts(path: Path, limits: Limits | None = None) -> Iterator[tuple[Ro
             what would be right; or there is no complete rollout.
         FileNotFoundError: there is no such file.
     """
-    samples: list[Sample] = []
-    lines: list[Line] = []
+    members: list[tuple[Sample, Line]] = []
     header: Mapping[str, Any] = {}
     num_rollouts = 0
     for line, record in _read_lines(path):
         with _naming(line.where):
             sample = _to_sample(record)
-            if samples and record["sample"] == 0:
-                _warn_incomplete(line.where, samples, header)
-                samples, lines = [], []
-            _check_place(record, header if samples else record, samples)
+            if members and record["sample"] == 0:
+                _warn_incomplete(line.where, len(members), header)
+                members = []
+            header = header if members else record
+            _check_place(record, header, [each for each, _ in members[-1:]], len(members))
             if limits is not None:
                 limits.check(sample)
-        samples.append(sample)
-        lines.append(line)
-        header = record
-        if len(samples) == header["num_samples"]:
-            yield Rollout(tuple(samples), header["weight_version"]), lines
-            num_rollouts, samples, lines = num_rollouts + 1, [], []
-    if samples:
-        _warn_incomplete(str(path), samples, header)
+        members.append((sample, line))
+        if len(members) == header["num_samples"]:
+            samples, lines = zip(*members, strict=True)
+            yield Rollout(samples, header["weight_version"]), lines
+            num_rollouts, members = num_rollouts + 1, []
+    if members:
+        _warn_incomplete(str(path), len(members), header)
     if not num_rollouts:
         raise ValueError(f"{path}: found no complete rollout; expected the rollouts.jsonl of a run")
+
+
+def load_rollouts(path: Path) -> tuple[Rollout, ...]:
+    """All rollouts of a file, in order; otherwise as `read_rollouts`."""
+    return tuple(rollout for rollout, _ in read_rollouts(path))
 
 
 def _read_lines(path: Path) -> Iterator[tuple[Line, Any]]:
@@ -294,23 +246,23 @@ def _naming(where: str) -> Iterator[None]:
         raise ValueError(f"{where}: {error}") from None
 
 
-def _warn_incomplete(where: str, samples: list[Sample], header: Mapping[str, Any]) -> None:
+def _warn_incomplete(where: str, num_samples: int, header: Mapping[str, Any]) -> None:
     warnings.warn(
-        f"{where}: the rollout before it has {len(samples)} of its {header['num_samples']} samples, as a killed run"
+        f"{where}: the rollout before it has {num_samples} of its {header['num_samples']} samples, as a killed run"
         " leaves it; it was dropped",
         RuntimeWarning,
     )
 
 
-def _check_place(record: Mapping[str, Any], header: Mapping[str, Any], before: list[Sample]) -> None:
-    """Check that the line is the rollout's next one. header: a line of the rollout."""
-    if record["sample"] != len(before) or not record["sample"] < record["num_samples"]:
+def _check_place(record: Mapping[str, Any], header: Mapping[str, Any], last: Sequence[Sample], number: int) -> None:
+    """Check that the line is the rollout's next one. header: the rollout's first line. last: the sample before it."""
+    if record["sample"] != number or not number < record["num_samples"]:
         found = f"sample {record['sample']} of {record['num_samples']}"
-        raise ValueError(f"found {found}; expected sample {len(before)}: the lines of a rollout are in order")
-    group, last = record["group"], before[-1].group if before else -1
-    if group not in ((0,) if last < 0 else (last, last + 1)):
-        expected = f"{last} or {last + 1}" if before else "0"
-        raise ValueError(f'"group" is {group}; expected {expected}: groups are contiguous, numbered from 0')
+        raise ValueError(f"found {found}; expected sample {number}: the lines of a rollout are in order")
+    expected = (last[0].group, last[0].group + 1) if last else (0,)
+    if record["group"] not in expected:
+        right = " or ".join(map(str, expected))
+        raise ValueError(f'"group" is {record["group"]}; expected {right}: groups are contiguous, numbered from 0')
     for name in ("num_samples", "weight_version", "iteration"):
         if record[name] != header[name]:
             raise ValueError(f'"{name}" is {record[name]}; the rollout\'s first line has {header[name]}')
@@ -362,30 +314,34 @@ def find_groups(path: Path, limits: Limits, wrong: float = 0.0) -> SavedGroups:
     score is not one that reward.wrong can scale.
     """
     groups: list[SavedGroup] = []
-    num_rollouts = num_failed = 0
-    has_turns = False
+    counts: Counter[str] = Counter()
     prompts: dict[str, Prompt] = {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         for rollout, lines in read_rollouts(path, limits):
+            if not counts["rollouts"]:
+                prompts = {sample.prompt.id: sample.prompt for sample in rollout.samples}
             pairs = list(zip(lines, rollout.samples, strict=True))
             for line, sample in pairs:
                 if sample.score.failure is None:
                     with _naming(line.where):
                         check_score(sample.score.reward, wrong)
-                has_turns |= len(sample.response.turns) > 1
-            if num_rollouts == 0:
-                prompts = {sample.prompt.id: sample.prompt for sample in rollout.samples}
-            num_rollouts, num_failed = num_rollouts + 1, num_failed + count_failed(rollout.samples)
+                counts["turns"] = max(counts["turns"], len(sample.response.turns))
+            counts.update(rollouts=1, failed=count_failed(rollout.samples))
             for _, members in groupby(pairs, key=lambda pair: pair[1].group):
                 own = [line for line, _ in members]
                 text = b"".join(line.text for line in own)
-                id = hashlib.sha256(text).hexdigest()
-                groups.append(SavedGroup(id, own[0].where, own[0].start, len(text), len(own)))
-    dropped = tuple(str(warning.message) for warning in caught)
-    saved = SavedGroups(path, tuple(groups), num_rollouts, num_failed, has_turns, tuple(prompts.values()), dropped)
-    if num_failed == saved.num_samples:
-        raise ValueError(f"{path}: none of its {num_failed} responses has a reward, so there is nothing to learn from")
+                groups.append(
+                    SavedGroup(hashlib.sha256(text).hexdigest(), own[0].where, own[0].start, len(text), len(own))
+                )
+    saved = SavedGroups(
+        *(path, tuple(groups), counts["rollouts"], counts["failed"], counts["turns"] > 1, tuple(prompts.values())),
+        tuple(str(warning.message) for warning in caught),
+    )
+    if saved.num_failed == saved.num_samples:
+        raise ValueError(
+            f"{path}: none of its {saved.num_failed} responses has a reward, so there is nothing to learn from"
+        )
     return saved
 
 
@@ -396,4 +352,4 @@ def read_group(path: Path, group: SavedGroup) -> tuple[Sample, ...]:
         text = file.read(group.num_bytes)
     if hashlib.sha256(text).hexdigest() != group.id:
         raise RuntimeError(f"{group.where}: the file has changed since the run was started")
-    return tuple(_to_sample(parse_strict_json(line)) for line in text.splitlines())
+    return tuple(from_record(parse_strict_json(line)) for line in text.splitlines())

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, groupby, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from megarl.config.schema.algo import ReplayConfig, SamplingBy, uses_topr
 from megarl.config.schema.root import Config
 from megarl.report.scores import describe_failures
-from megarl.rollout.collector import Collector, check_published, check_versions, compute_staleness
+from megarl.rollout.collector import Collector, check_versions, compute_staleness
 from megarl.rollout.engine import SGLangEngine
-from megarl.rollout.journal import Journal, name_group, name_pretraining
+from megarl.rollout.journal import Journal, name_group
 from megarl.rollout.rollout_file import SavedGroups, read_group, read_rollouts
 from megarl.task.data import PromptSampler
 from megarl.types import Metrics, Prompt, Rollout, Sample
@@ -58,66 +58,45 @@ def has_signal(group: Group, by: SamplingBy) -> bool:
 
 
 def collect_groups_with_signal(
-    draw: Callable[[int], Sequence[Prompt]],
-    collect: Callable[[Sequence[Prompt]], Sequence[Sample]],
+    collect: Callable[[int], Sequence[Group]],
     num_groups: int,
     max_rounds: int,
     by: SamplingBy,
+    *,
+    one_by_one: bool = False,
 ) -> tuple[list[Group], Metrics]:
     """Collect `num_groups` groups with a signal; returns them and the metrics sampling/*.
 
-    draw: `draw(n)` gives n further prompts. collect: samples responses to them. From the second round on the number
-    of prompts, `num_groups` at most, follows from the share of groups kept so far. After `max_rounds` the rest is
-    filled up with groups without one, with a warning. Raises NoSignalError where none has a signal.
+    collect: `collect(n)` gives the groups of n further prompts. From the second round on their number, `num_groups` at
+    most, follows from the share of groups kept so far. one_by_one: they are asked for one by one, and `num_groups` of
+    them count as a round. After `max_rounds` the rest is filled up with groups without a signal, with a warning.
+    Raises NoSignalError where none has a signal.
     """
     kept: list[Group] = []
     equal: list[Group] = []
-    num_rounds = 0
+    num_asked, num_rounds = 0, 0.0
     while len(kept) < num_groups and num_rounds < max_rounds:
-        num_rounds += 1
-        share = (len(kept) or 0.5) / max(1, len(kept) + len(equal)) if num_rounds > 1 else 1.0
-        prompts = draw(min(num_groups, math.ceil((num_groups - len(kept)) / share)))
-        for group in split_groups(collect(prompts)):
+        share = (len(kept) or 0.5) / max(1, num_asked) if num_rounds else 1.0
+        wanted = 1 if one_by_one else min(num_groups, math.ceil((num_groups - len(kept)) / share))
+        for group in collect(wanted):
             (kept if has_signal(group, by) else equal).append(group)
-    return _fill_up(kept, equal, num_groups, num_rounds, by)
-
-
-def take_groups_with_signal(
-    take: Callable[[], Group], num_groups: int, max_rounds: int, by: SamplingBy
-) -> tuple[list[Group], Metrics]:
-    """As `collect_groups_with_signal`, from groups that come one by one, of which at most max_rounds * num_groups are
-    taken; sampling/rounds is their number in units of `num_groups`, rounded up."""
-    kept: list[Group] = []
-    equal: list[Group] = []
-    while len(kept) < num_groups and len(kept) + len(equal) < max_rounds * num_groups:
-        group = take()
-        (kept if has_signal(group, by) else equal).append(group)
-    return _fill_up(kept, equal, num_groups, math.ceil((len(kept) + len(equal)) / num_groups), by)
-
-
-def _fill_up(
-    kept: list[Group], equal: list[Group], num_groups: int, num_rounds: int, by: SamplingBy
-) -> tuple[list[Group], Metrics]:
+        num_asked = len(kept) + len(equal)
+        num_rounds = num_asked / num_groups if one_by_one else num_rounds + 1
     # A group whose samples have all failed is neither correct nor wrong.
-    graded = [[s for s in group if s.score.failure is None] for group in equal]
-    num_correct = sum(group[0].score.correct for group in graded if group)
+    graded = [[s.score for s in group if s.score.failure is None] for group in equal]
+    num_correct = sum(scores[0].correct for scores in graded if scores)
     num_wrong = sum(map(bool, graded)) - num_correct
     if len(kept) < num_groups:
-        wanted = "right and wrong responses" if by is SamplingBy.correct else "different rewards"
-        found = _describe(num_rounds, equal, num_correct, num_wrong)
+        text = f"with {'right and wrong responses' if by is SamplingBy.correct else 'different rewards'}"
+        text += f" {_describe(math.ceil(num_rounds), equal, num_correct, num_wrong)}"
         if not kept:
-            raise NoSignalError(f"dynamic sampling found no group with {wanted} {found}")
-        warnings.warn(
-            f"dynamic sampling: {len(kept)} of {num_groups} groups have {wanted} {found};"
-            " the rest is filled up with others",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    num_asked = len(kept) + len(equal)
+            raise NoSignalError(f"dynamic sampling found no group {text}")
+        text = f"dynamic sampling found {len(kept)} of {num_groups} groups {text}; the rest is filled up with others"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
     rewards = [s.score.reward for group in kept + equal for s in group if s.score.failure is None]
     metrics = {
         "sampling/reward_mean": sum(rewards) / len(rewards),
-        "sampling/rounds": float(num_rounds),
+        "sampling/rounds": float(math.ceil(num_rounds)),
         "sampling/num_prompts": float(num_asked),
         "sampling/signal_frac": len(kept) / num_asked,
         "sampling/equal_correct_frac": num_correct / num_asked,
@@ -150,11 +129,8 @@ class ReplayBuffer:
         self._iterations: deque[list[Group]] = deque(maxlen=config.num_iterations)
 
     def draw(self, num_groups: int, iteration: int) -> list[Group]:
-        """Draw a random share `frac` of `num_groups` without replacement, at most what the buffer holds.
-
-        Their samples have their age, the iterations since they were sampled. The draw is the same for the same seed,
-        iteration and contents.
-        """
+        """Draw a random share `frac` of `num_groups` without replacement, at most what the buffer holds, the same for
+        the same seed, iteration and contents. Their samples have their age, the iterations since they were sampled."""
         ages = range(len(self._iterations), 0, -1)
         pool = [(age, group) for age, groups in zip(ages, self._iterations, strict=True) for group in groups]
         wanted = self._count_wanted(len(pool), num_groups)
@@ -185,9 +161,6 @@ class ReplayBuffer:
         self._iterations = deque(state, maxlen=self._config.num_iterations)
 
 
-POLL_S = 0.2
-
-
 @dataclass(frozen=True)
 class GroupState:
     """Which groups have been taken. A group has a number, from 0 in the order of the prompts, and once it is complete
@@ -202,15 +175,13 @@ class GroupState:
     """Place of the next group to be taken"""
 
 
-@dataclass(frozen=True)
-class CompleteGroup:
-    """A scored group, whose samples have its number."""
+class CompleteGroup(NamedTuple):
+    """A scored group, whose samples have its number. is_wanted: False where a further one may begin in its place."""
 
     place: int
     number: int
     samples: Group
     is_wanted: bool
-    """False: a further one may begin in its place"""
 
 
 class GroupScheduler:
@@ -230,33 +201,29 @@ class GroupScheduler:
         state: GroupState,
         is_wanted: Callable[[Group], bool] = lambda _group: True,
     ):
-        """Arguments that need a word:
-
-        start: begins a group under the key that seeds it and returns at once. sampler: stands where `state` says; its
-        prompts are drawn by the scheduler's thread. is_wanted: False for a complete group in whose place a further one
-        may begin at once.
+        """start: begins a group under the key that seeds it and returns at once. sampler: stands where `state` says;
+        its prompts are drawn by the scheduler's thread. is_wanted: of `CompleteGroup`.
         """
         self._start, self._sampler, self._num_responses, self._journal = start, sampler, num_responses, journal
         self._is_wanted = is_wanted
         self._changed = threading.Condition()
         self._allowed = 0
-        self._next_number, self._next_place = state.first, state.next_place
+        self._next_number, self._next_place, self._num_places = state.first, state.next_place, state.next_place
         self._taken = set(state.taken)
         """Numbers of the groups taken, from that of the oldest that is not taken on"""
         self._drawn: dict[int, tuple[Prompt, Mapping[str, int | str]]] = {}
         """The groups not taken, oldest first: prompt, and state of the sampler before it"""
         self._again: set[int] = set()
         """Those that were begun before, or by an earlier start of the run, and are not under way"""
-        self._under_way: dict[int, Future[Group] | None] = {}
-        """None: it is just being begun"""
+        self._under_way: dict[int, Future[Group]] = {}
         self._ended: deque[tuple[int, Future[Group]]] = deque()
         self._waiting: deque[CompleteGroup] = deque()
-        self._num_places = state.next_place
         self._error: BaseException | None = None
         self._is_held = True
         """Whether nothing is begun before `take` is called again"""
         self._is_closed = False
-        self._find_complete()
+        for place, number in journal.list_groups(state.next_place) if journal else ():
+            self._find_complete(place, number)
         self._thread = threading.Thread(target=self._work, name="megarl-ahead", daemon=True)
         self._thread.start()
 
@@ -276,27 +243,25 @@ class GroupScheduler:
             if self._error is None:
                 self._is_held = False
                 self._changed.notify_all()
-            while self._error is None and not self._waiting:
-                self._changed.wait(POLL_S)
-                if not self._thread.is_alive() and self._error is None:
-                    raise RuntimeError("the thread that begins groups has ended")
+            self._changed.wait_for(lambda: self._is_closed or self._error is not None or self._waiting)
             if self._error is not None:
                 error, self._error = self._error, None
                 raise error
+            if self._is_closed:
+                raise RuntimeError("groups were asked for after the end")
             found = self._waiting.popleft()
             self._allowed -= found.is_wanted
             self._next_place = found.place + 1
             del self._drawn[found.number]
-            self._taken.add(found.number)
             oldest = next(iter(self._drawn), self._next_number)
-            self._taken = {number for number in self._taken if number >= oldest}
+            self._taken = {number for number in self._taken | {found.number} if number >= oldest}
             return found
 
     def begin_again(self) -> None:
         """Break off all that is under way, after servers were restarted; the next call of `take` begins it again."""
         with self._changed:
             self._is_held, self._error = True, None
-            broken_off = [future for future in self._under_way.values() if future is not None]
+            broken_off = list(self._under_way.values())
             self._again |= self._under_way.keys()
             self._under_way.clear()
         for future in broken_off:
@@ -305,9 +270,8 @@ class GroupScheduler:
     def state(self) -> tuple[Mapping[str, int | str], GroupState]:
         """The sampler's state before the oldest group that has not been taken, and which have been."""
         with self._changed:
-            oldest = next(iter(self._drawn), None)
-            sampler = self._sampler.state() if oldest is None else self._drawn[oldest][1]
-            first = self._next_number if oldest is None else oldest
+            now = self._next_number, (None, self._sampler.state())
+            first, (_, sampler) = next(iter(self._drawn.items()), now)
             return sampler, GroupState(first, tuple(sorted(self._taken)), self._next_place)
 
     def close(self, deadline_s: float) -> int:
@@ -323,25 +287,26 @@ class GroupScheduler:
         self._thread.join(deadline_s)
         return num_left
 
-    def _find_complete(self) -> None:
-        """What the journal has of an earlier start of the run; groups that it has not, or that cannot be read, are
-        begun again."""
-        if self._journal is None:
+    def _find_complete(self, place: int, number: int) -> None:
+        """Take over what the journal has of an earlier start of the run; groups that it has not, or that cannot be
+        read, are begun again."""
+        assert self._journal is not None
+        while self._next_number <= number:
+            self._again.add(self._draw())
+        self._again -= self._taken
+        self._num_places = place + 1
+        if number not in self._again:
             return
-        for place, number in self._journal.list_groups(self._next_place):
-            while self._next_number <= number:
-                self._again.add(self._draw())
-            self._again -= self._taken
-            self._num_places = place + 1
-            if number in self._again:
-                key, prompt = name_group(place, number), self._drawn[number][0]
-                if samples := self._journal.load(key, [prompt], self._num_responses):
-                    self._again.remove(number)
-                    self._add_complete(place, number, _number(samples, number))
-                else:
-                    self._journal.drop(key)
+        key = name_group(place, number)
+        samples = self._journal.load(key, [self._drawn[number][0]], self._num_responses)
+        if samples is None:
+            self._journal.drop(key)
+        else:
+            self._add_complete(number, _number(samples, number), place)
 
-    def _add_complete(self, place: int, number: int, samples: Group) -> None:
+    def _add_complete(self, number: int, samples: Group, place: int) -> None:
+        self._under_way.pop(number, None)
+        self._again.discard(number)
         self._waiting.append(CompleteGroup(place, number, samples, self._is_wanted(samples)))
 
     def _draw(self) -> int:
@@ -358,19 +323,25 @@ class GroupScheduler:
         return not self._is_held and self._error is None and num_ahead < self._allowed
 
     def _work(self) -> None:
-        try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._is_closed or self._ended or self._may_begin())
-                    if self._is_closed:
-                        return
-                    ended = self._ended.popleft() if self._ended else None
-                if ended is not None:
-                    self._settle(*ended)
-                else:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or self._ended or self._may_begin())
+                if self._is_closed:
+                    return
+                ended = self._ended.popleft() if self._ended else None
+                if ended is not None and self._under_way.get(ended[0]) is not ended[1]:
+                    continue  # It was broken off.
+            try:
+                if ended is None:
                     self._begin_next()
-        except BaseException as error:  # Raised in the thread that takes the groups.
-            self._fail(error)
+                else:
+                    self._settle(*ended)
+            except Exception as error:  # CancelledError too: the engine's calls were cancelled.
+                with self._changed:
+                    if ended is not None and self._under_way.pop(ended[0], None) is not None:
+                        self._again.add(ended[0])
+                    self._is_held, self._error = True, self._error or error
+                    self._changed.notify_all()
 
     def _begin_next(self) -> None:
         with self._changed:
@@ -379,21 +350,11 @@ class GroupScheduler:
             number = min(self._again, default=None)
             while number is None or number in self._taken:
                 number = self._draw()
-            self._again.discard(number)
-            self._under_way[number] = None
-            prompt = self._drawn[number][0]
-        try:
-            future = self._start(prompt, f"group-{number}")
-        except Exception as error:
-            self._fail(error, number)
-            return
-        with self._changed:
-            is_broken_off = number not in self._under_way
-            if not is_broken_off:
-                self._under_way[number] = future
-        if is_broken_off:
-            future.cancel()
-        future.add_done_callback(lambda future: self._note_end(number, future))
+            self._again.add(number)
+            future = self._start(self._drawn[number][0], f"group-{number}")
+            self._again.remove(number)
+            self._under_way[number] = future
+        future.add_done_callback(partial(self._note_end, number))
 
     def _note_end(self, number: int, future: "Future[Group]") -> None:
         with self._changed:
@@ -401,33 +362,14 @@ class GroupScheduler:
             self._changed.notify_all()
 
     def _settle(self, number: int, future: "Future[Group]") -> None:
-        """Journal a group that has ended, or note its failure; nothing where it was broken off."""
-        with self._changed:
-            if self._under_way.get(number) is not future:
-                return
-        try:
-            samples = _number(future.result(), number)
-            check_published(samples)
-        except Exception as error:  # CancelledError too: the engine's calls were cancelled.
-            self._fail(error, number)
-            return
-        place = self._num_places
+        """Journal a group that has ended."""
+        samples = _number(future.result(), number)
+        check_versions(samples)
         if self._journal is not None:
-            self._journal.save(name_group(place, number), samples)
+            self._journal.save(name_group(self._num_places, number), samples)
         with self._changed:
+            self._add_complete(number, samples, self._num_places)
             self._num_places += 1
-            self._under_way.pop(number, None)
-            self._again.discard(number)
-            self._add_complete(place, number, samples)
-            self._changed.notify_all()
-
-    def _fail(self, error: BaseException, number: int | None = None) -> None:
-        """Have `take` raise this; number: of the group that has failed, which is begun again after that."""
-        with self._changed:
-            if number in self._under_way:
-                del self._under_way[number]
-                self._again.add(number)
-            self._is_held, self._error = True, self._error or error
             self._changed.notify_all()
 
 
@@ -482,25 +424,21 @@ class SavedPretraining:
         return split_groups(next(self._rollouts).samples)
 
     def _repeat(self) -> Iterator[Rollout]:
-        assert self._settings.rollouts is not None
-        path = Path(self._settings.rollouts).expanduser()
+        path = Path(str(self._settings.rollouts)).expanduser()
         for number in count(1):
-            num_rollouts = 0
             for rollout, _ in read_rollouts(path):
-                num_rollouts += 1
                 yield rollout
             self._say(
-                f"pass {number} over the {num_rollouts} rollouts of {path} is complete; from here on explained variance"
-                " is of responses that the critic has learned from"
+                f"pass {number} over the rollouts of {path} is complete; from here on explained variance is of"
+                " responses that the critic has learned from"
             )
 
 
 class GroupSource:
     """Samples the groups of one iteration after the other; with rollout.max_staleness = n up to n iterations ahead.
 
-    With n = 0 an iteration's groups are those of the next prompts. With n > 0 they are those that are complete first:
-    nobody waits for a slow one, which a later iteration learns from. Value pretraining, iterations up to 0, has all
-    groups of the next prompts, sampled now.
+    With n = 0, and in value pretraining (iterations up to 0), an iteration's groups are those of the next prompts. With
+    n > 0 they are those that are complete first: a later iteration learns from a slow one.
     """
 
     def __init__(
@@ -584,43 +522,42 @@ class GroupSource:
         self.restore(self._state)
         return num_dropped
 
+    def _collect(self, num_groups: int, key: str, weight_version: int) -> tuple[Sample, ...]:
+        """Sample the groups of so many further prompts now."""
+        prompts, num_responses = self._sampler.next_batch(num_groups), self._train.responses_per_prompt
+        return self._guard(
+            lambda: self._collector.sample(prompts, num_responses, key=key, weight_version=weight_version)
+        )
+
     def _sample_to_pretrain(self, iteration: int, weight_version: int) -> IterationBatch:
         if self._saved is not None:
             return IterationBatch(self._find_state(), self._saved.take(iteration))
         self._guard(self._engine.check_health)
-        prompts, num_responses = self._sampler.next_batch(self._train.num_prompts), self._train.responses_per_prompt
-        key = name_pretraining(self._pretraining.count_step(iteration))
-        samples = self._guard(
-            lambda: self._collector.sample(prompts, num_responses, key=key, weight_version=weight_version)
-        )
+        key = f"pretraining-{self._pretraining.count_step(iteration)}"
+        samples = self._collect(self._train.num_prompts, key, weight_version)
         return IterationBatch(self._find_state(), split_groups(samples), sampled=(samples,))
 
     def _sample(self, iteration: int, weight_version: int) -> IterationBatch:
         """With max_staleness=0: sample the iteration's groups now."""
         self._guard(self._engine.check_health)
         replayed = self._replay.draw(self._train.num_prompts, iteration)
-        num_groups = self._train.num_prompts - len(replayed)
-        sampled: list[Group] = []
-        metrics: Metrics = {}
+        sampled: list[tuple[Sample, ...]] = []
 
-        def sample(prompts: Sequence[Prompt]) -> Sequence[Sample]:
-            num_responses = self._train.responses_per_prompt
-            key = f"iteration-{iteration}/round-{len(sampled) + 1}"
-            sampled.append(
-                self._guard(
-                    lambda: self._collector.sample(prompts, num_responses, key=key, weight_version=weight_version)
-                )
-            )
-            return sampled[-1]
+        def collect(num_groups: int) -> list[Group]:
+            sampled.append(self._collect(num_groups, f"iteration-{iteration}/round-{len(sampled) + 1}", weight_version))
+            return split_groups(sampled[-1])
 
-        if self._sampling.enabled:
-            fresh, metrics = collect_groups_with_signal(
-                self._sampler.next_batch, sample, num_groups, self._sampling.max_rounds, self._sampling.by
-            )
-        else:
-            fresh = split_groups(sample(self._sampler.next_batch(num_groups)))
+        fresh, metrics = self._choose(collect, self._train.num_prompts - len(replayed))
         self._replay.add(fresh)
         return IterationBatch(self._find_state(), fresh, replayed, tuple(sampled), metrics)
+
+    def _choose(
+        self, collect: Callable[[int], list[Group]], num_groups: int, *, one_by_one: bool = False
+    ) -> tuple[list[Group], Metrics]:
+        if not self._sampling.enabled:
+            return collect(num_groups), {}
+        max_rounds, by = self._sampling.max_rounds, self._sampling.by
+        return collect_groups_with_signal(collect, num_groups, max_rounds, by, one_by_one=one_by_one)
 
     def _take_complete(self, iteration: int, weight_version: int) -> IterationBatch:
         """With max_staleness=n: wait until enough groups are complete, while those of n further iterations are under
@@ -637,22 +574,19 @@ class GroupSource:
         replayed = self._replay.draw(self._train.num_prompts, iteration)
         taken: list[Group] = []
 
-        def take() -> Group:
-            complete: CompleteGroup = self._guard(ahead.take)
-            try:
-                check_versions(complete.samples, weight_version, may_be_older=True)
-            except RuntimeError:
-                if self._collector.journal:  # It would fail again.
-                    self._collector.journal.drop(name_group(complete.place, complete.number))
-                raise
-            taken.append(complete.samples)
-            return complete.samples
+        def take(num_groups: int) -> list[Group]:
+            for _ in range(num_groups):
+                complete: CompleteGroup = self._guard(ahead.take)
+                try:
+                    check_versions(complete.samples, weight_version, may_be_older=True)
+                except RuntimeError:
+                    if self._collector.journal:  # It would fail again.
+                        self._collector.journal.drop(name_group(complete.place, complete.number))
+                    raise
+                taken.append(complete.samples)
+            return taken[-num_groups:]
 
-        metrics: Metrics = {}
-        if self._sampling.enabled:
-            fresh, metrics = take_groups_with_signal(take, planned[0], self._sampling.max_rounds, self._sampling.by)
-        else:
-            fresh = [take() for _ in range(planned[0])]
+        fresh, metrics = self._choose(take, planned[0], one_by_one=True)
         self._replay.add(fresh)
         metrics |= compute_staleness([s for group in fresh for s in group], weight_version, self._max_staleness)
         return IterationBatch(self._find_state(), fresh, replayed, (join_groups(taken, 0).samples,), metrics)
@@ -679,11 +613,8 @@ class SavedSource:
     """The groups of one iteration after the other, out of a file; used by the loop as a `GroupSource` is.
 
     The responses count as sampled before the first iteration, by weights that this run never has: their age in
-    iteration n is n, and log mu is what the file recorded (`rollout_logprobs`), never the trainer's own log-probs.
-    Which weights of the run that sampled them generated a token (`weight_versions`) enters no ratio.
-
-    Each pass over the file takes every group once, in an order that follows from the seed and the number of the pass;
-    an iteration may reach from one pass into the next.
+    iteration n is n, and log mu is what the file recorded (`rollout_logprobs`). Each pass over the file takes every
+    group once, in an order that follows from the seed; an iteration may reach from one pass into the next.
     """
 
     def __init__(self, saved: SavedGroups, num_groups: int, seed: int, pretraining: SavedPretraining | None = None):
@@ -703,9 +634,8 @@ class SavedSource:
     def take(self, iteration: int, weight_version: int) -> IterationBatch:
         """The groups of this iteration; iterations are taken in order.
 
-        Its metrics: saved/epoch, the number of passes over the file, whole and begun; saved/reward_mean and
-        saved/correct_frac of the responses with a reward, which say nothing of the present policy. Raises RuntimeError
-        where the file has changed since it was validated.
+        Its metrics: saved/epoch, the number of passes over the file; saved/reward_mean and saved/correct_frac of the
+        responses with a reward. Raises RuntimeError where the file has changed since it was validated.
         """
         if self._pretraining is not None and iteration <= 0:
             return IterationBatch(self.state(), self._pretraining.take(iteration))
@@ -737,14 +667,14 @@ def build_source(
     with_servers: Callable[[Callable[[], Any]], Any],
     say: Callable[[str], None],
 ) -> GroupSource | SavedSource:
-    """Where the groups of each iteration come from: a file, or what generates, of which then nothing is None."""
+    """Where the groups of each iteration come from: a file, or what generates."""
     settings = config.algo.value_pretrain
     pretraining = SavedPretraining(config, say) if settings.num_steps > 0 and settings.rollouts is not None else None
     if saved is not None:
         return SavedSource(saved, config.train.num_prompts, config.seed, pretraining)
-    assert engine is not None
-    assert collector is not None
-    assert sampler is not None
+    assert engine
+    assert collector
+    assert sampler
     return GroupSource(config, engine, collector, sampler, with_servers, pretraining)
 
 

@@ -1,6 +1,5 @@
 """Dynamic sampling and replay: which groups make an iteration."""
 
-import re
 import warnings
 from dataclasses import replace
 
@@ -15,7 +14,6 @@ from megarl.rollout.source import (
     collect_groups_with_signal,
     has_signal,
     join_groups,
-    take_groups_with_signal,
 )
 from megarl.rollout.tensors import build_tensors
 from megarl.types import FinishReason, Prompt, Response, Sample, Score
@@ -27,31 +25,24 @@ def make_group(name: str, rewards: list[float], version: int = 0) -> tuple[Sampl
     return tuple(Sample(prompt, response, Score(reward, reward > 0), 0) for reward in rewards)
 
 
-class Task:
-    """Prompts "0", "1", ... whose rewards are given; keeps the sizes of the requests."""
-
-    def __init__(self, rewards: list[list[float]]):
-        self.rewards = rewards
-        self.sizes: list[int] = []
-        self.next = 0
-
-    def draw(self, num: int) -> list[Prompt]:
-        self.sizes.append(num)
-        prompts = [Prompt(str(self.next + i), "", (1,), "") for i in range(num)]
-        self.next += num
-        return prompts
-
-    def collect(self, prompts: list[Prompt]) -> tuple[Sample, ...]:
-        return join_groups([make_group(p.id, self.rewards[int(p.id) % len(self.rewards)]) for p in prompts], 0).samples
-
-
 BY = SamplingBy.reward
 EASY, HARD, MIXED = [1.0, 1.0], [0.0, 0.0], [0.0, 1.0]
 
 
+class Task:
+    """Groups "0", "1", ... whose rewards are given; keeps the sizes of the requests."""
+
+    def __init__(self, *rewards: list[float]):
+        self.rewards, self.sizes = rewards, list[int]()
+
+    def collect(self, num: int) -> list[tuple[Sample, ...]]:
+        first, _ = sum(self.sizes), self.sizes.append(num)
+        return [make_group(str(i), self.rewards[i % len(self.rewards)]) for i in range(first, first + num)]
+
+
 def test_groups_of_equal_rewards_are_replaced_until_there_are_enough():
-    task = Task([EASY, MIXED, HARD, MIXED])
-    groups, metrics = collect_groups_with_signal(task.draw, task.collect, 4, max_rounds=10, by=BY)
+    task = Task(EASY, MIXED, HARD, MIXED)
+    groups, metrics = collect_groups_with_signal(task.collect, 4, 10, BY)
     assert [group[0].prompt.id for group in groups] == ["1", "3", "5", "7"]
     # Half of the first four carried signal: two more need four prompts.
     assert task.sizes == [4, 4]
@@ -65,54 +56,48 @@ def test_groups_of_equal_rewards_are_replaced_until_there_are_enough():
     }
 
 
-@pytest.mark.parametrize(("rewards", "word"), [(EASY, "too easy"), (HARD, "too hard")])
-def test_a_task_without_signal_is_an_error_that_says_whether_it_is_too_easy_or_too_hard(rewards, word):
-    task = Task([rewards])
-    with pytest.raises(NoSignalError, match=word) as error:
-        collect_groups_with_signal(task.draw, task.collect, 4, max_rounds=3, by=BY)
-    assert "algo.dynamic_sampling.max_rounds=3" in str(error.value)
-    assert len(task.sizes) == 3
-    assert max(task.sizes) <= 4
+@pytest.mark.parametrize(
+    ("rewards", "by", "text"),
+    [
+        ([EASY], BY, "max_rounds=3 rounds.*too easy"),
+        ([HARD], BY, "max_rounds=3 rounds.*too hard"),
+        # Only partial scores differ: the key that learns from them is named.
+        (
+            [[-0.1, -0.3], [-0.2, -0.2]],
+            SamplingBy.correct,
+            "no group with right and wrong responses.*0 are correct and 12 wrong; in 6 of them rewards differ.*by=rew",
+        ),
+    ],
+)
+def test_a_task_without_signal_is_an_error_that_says_whether_it_is_too_easy_or_too_hard(rewards, by, text):
+    task = Task(*rewards)
+    with pytest.raises(NoSignalError, match=text):
+        collect_groups_with_signal(task.collect, 4, 3, by)
+    assert task.sizes == [4, 4, 4]
 
 
-def test_at_the_bound_the_rest_is_filled_up_with_a_warning():
-    task = Task([MIXED, *[HARD] * 99])
-    with pytest.warns(RuntimeWarning, match=re.escape("1 of 4 groups") + ".*too hard"):
-        groups, metrics = collect_groups_with_signal(task.draw, task.collect, 4, max_rounds=2, by=BY)
-    assert [group[0].prompt.id for group in groups] == ["0", "1", "2", "3"]
-    assert metrics["sampling/num_prompts"] == 8
-
-
-@given(st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=2, max_size=2), min_size=1), st.integers(1, 8))
-def test_an_iteration_has_its_size_and_signal_wherever_it_was_found(rewards, num_groups):
-    task = Task(rewards)
-    if not any(len(set(group)) > 1 for group in rewards):
-        with pytest.raises(NoSignalError):
-            collect_groups_with_signal(task.draw, task.collect, num_groups, max_rounds=200, by=BY)
-        return
-    groups, metrics = collect_groups_with_signal(task.draw, task.collect, num_groups, max_rounds=200, by=BY)
-    assert len(groups) == num_groups
-    assert all(has_signal(group, BY) for group in groups)
-    assert sum(task.sizes) == metrics["sampling/num_prompts"]
-
-
-@given(st.lists(st.booleans(), min_size=30, max_size=30), st.integers(1, 6), st.integers(1, 4))
-def test_groups_that_come_one_by_one_are_taken_until_there_are_enough_or_up_to_the_bound(signals, num, max_rounds):
-    groups = [make_group(str(i), MIXED if signal else HARD) for i, signal in enumerate(signals)]
-    bound = signals[: num * max_rounds]
-    coming = iter(groups)
-    if not any(bound):
-        with pytest.raises(NoSignalError, match="too hard"):
-            take_groups_with_signal(lambda: next(coming), num, max_rounds, BY)
-        return
+@given(st.lists(st.booleans(), min_size=30, max_size=30), st.integers(1, 6), st.integers(1, 4), st.booleans())
+def test_groups_are_taken_until_there_are_enough_or_up_to_the_bound(signals, num, max_rounds, one_by_one):
+    task = Task(*(MIXED if signal else HARD for signal in signals))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        taken, metrics = take_groups_with_signal(lambda: next(coming), num, max_rounds, BY)
+        try:
+            taken, metrics = collect_groups_with_signal(task.collect, num, max_rounds, BY, one_by_one=one_by_one)
+        except NoSignalError:
+            taken, metrics = [], {}
+    num_asked = sum(task.sizes)
+    assert max(task.sizes) <= num
     kept = [int(group[0].prompt.id) for group in taken if has_signal(group, BY)]
-    assert len(taken) == num
-    assert kept == [i for i, signal in enumerate(bound) if signal][:num]
-    assert bool(found) == (len(kept) < num)
-    assert metrics["sampling/num_prompts"] == (kept[-1] + 1 if len(kept) == num else num * max_rounds)
+    assert kept == [i for i in range(num_asked) if signals[i % 30]][:num]
+    assert bool(found) == (0 < len(kept) < num)
+    if len(kept) < num:
+        assert len(task.sizes) == max_rounds * (num if one_by_one else 1)
+    elif one_by_one:
+        assert num_asked == kept[-1] + 1
+    if taken:
+        assert len(taken) == num
+        assert metrics["sampling/num_prompts"] == num_asked
+        assert metrics["sampling/rounds"] == -(-num_asked // num) if one_by_one else len(task.sizes)
 
 
 @pytest.mark.parametrize(
@@ -138,13 +123,6 @@ def test_a_group_that_is_all_wrong_has_no_signal_whatever_else_its_rewards_pay(c
     assert has_signal(group, SamplingBy.reward) is by_reward
 
 
-def test_where_only_partial_scores_differ_the_error_names_the_key_that_learns_from_them():
-    task = Task([[-0.1, -0.3], [-0.2, -0.2]])
-    with pytest.raises(NoSignalError, match=r"no group with right and wrong responses.*by=reward") as error:
-        collect_groups_with_signal(task.draw, task.collect, 2, max_rounds=3, by=SamplingBy.correct)
-    assert "of the other groups 0 are correct and 6 wrong; in 3 of them rewards differ" in str(error.value)
-
-
 def test_replay_draws_its_share_of_past_groups_without_repeats_and_forgets_the_oldest():
     buffer = ReplayBuffer(ReplayConfig(num_iterations=2, frac=0.5), seed=1)
     assert buffer.draw(8, iteration=1) == []
@@ -156,13 +134,6 @@ def test_replay_draws_its_share_of_past_groups_without_repeats_and_forgets_the_o
     assert {name[0] for name in names} <= {"1", "2"}
     assert buffer.draw(8, iteration=4) == drawn
     assert buffer.draw(8, iteration=5) != drawn
-
-
-def test_replay_leaves_a_fresh_group_and_takes_no_more_than_there_is():
-    buffer = ReplayBuffer(ReplayConfig(num_iterations=1, frac=0.9), seed=1)
-    buffer.add([make_group("a", MIXED), make_group("b", MIXED)])
-    assert len(buffer.draw(2, iteration=2)) == 1
-    assert len(buffer.draw(100, iteration=2)) == 2
 
 
 def test_replay_plans_how_many_fresh_groups_the_next_iterations_need():
@@ -199,17 +170,10 @@ def test_groups_without_any_reward_are_neither_correct_nor_wrong():
         fail(make_group("2", HARD), 1),
         fail(make_group("3", MIXED), 0, 1),
     ]
-    samples = join_groups(groups, 0).samples
-    _, metrics = collect_groups_with_signal(lambda n: [], lambda _: samples, 1, max_rounds=1, by=BY)
+    _, metrics = collect_groups_with_signal(lambda _: groups, 1, 1, BY)
     assert metrics["sampling/equal_correct_frac"] == metrics["sampling/equal_wrong_frac"] == 0.25
     # 0 and 1, one 1 and one 0 are left.
     assert metrics["sampling/reward_mean"] == 0.5
-
-
-def test_where_all_have_failed_the_data_are_not_blamed():
-    samples = join_groups([fail(make_group("0", MIXED), 0, 1)], 0).samples
-    with pytest.raises(NoSignalError) as caught:
-        collect_groups_with_signal(lambda n: [], lambda _: samples, 1, max_rounds=1, by=BY)
-    assert "2 of 2 responses have no reward: 2 x TimeoutError" in str(caught.value)
-    assert "the verifier or the environment must be mended" in str(caught.value)
-    assert "the data are" not in str(caught.value)
+    text = "2 of 2 responses have no reward: 2 x TimeoutError.*the verifier or the environment must be mended$"
+    with pytest.raises(NoSignalError, match=text):
+        collect_groups_with_signal(lambda _: groups[3:], 1, 1, BY)

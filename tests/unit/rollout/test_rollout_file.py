@@ -8,11 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from generation import build_collector
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.rollout.engine import OnEventLoop
 from megarl.rollout.journal import Journal, load_samples, name_group, save_samples
 from megarl.rollout.rollout_file import Limits, RolloutWriter, find_groups, load_rollouts
+from megarl.task.scorer import Scorer
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 
 
@@ -48,26 +51,27 @@ single = st.floats(width=32, allow_nan=False, allow_infinity=False)
 tokens = st.tuples(st.integers(0, 999), single, st.booleans(), st.integers(-1, 10**6))
 
 
-responses = st.lists(tokens, max_size=6).flatmap(
-    lambda rows: st.builds(
-        Response,
-        st.just(tuple(row[0] for row in rows)),
-        st.text(),
-        *(st.just(tuple(row[i] for row in rows)) for i in range(1, 4)),
-        st.sampled_from(FinishReason),
-    )
-)
-scores = st.builds(Score, finite, st.booleans(), st.dictionaries(st.text(), finite, max_size=2), st.none() | st.text())
-ids = st.lists(st.integers(0, 999), max_size=5).map(tuple)
-prompts = st.builds(Prompt, st.text(), st.text(), ids, st.text(), st.dictionaries(st.text(), st.text(), max_size=2))
-groups = st.tuples(prompts, st.lists(st.tuples(responses, scores), min_size=1, max_size=3))
-rollouts = st.builds(
-    lambda groups, version: Rollout(
-        tuple(Sample(prompt, *each, number) for number, (prompt, rows) in enumerate(groups) for each in rows), version
-    ),
-    st.lists(groups, min_size=1, max_size=3),
-    st.integers(0, 100),
-)
+@st.composite
+def rollouts(draw) -> Rollout:
+    samples = []
+    for group in range(draw(st.integers(1, 3))):
+        prompt = Prompt(
+            draw(st.text()),
+            draw(st.text()),
+            tuple(draw(st.lists(st.integers(0, 999), max_size=5))),
+            draw(st.text()),
+            draw(st.dictionaries(st.text(), st.text(), max_size=2)),
+        )
+        for _ in range(draw(st.integers(1, 3))):
+            rows = draw(st.lists(tokens, max_size=6))
+            columns = tuple(zip(*rows, strict=True)) if rows else ((), (), (), ())
+            response = Response(
+                columns[0], draw(st.text()), columns[1], columns[2], columns[3], draw(st.sampled_from(FinishReason))
+            )
+            details = draw(st.dictionaries(st.text(), finite, max_size=2))
+            score = Score(draw(finite), draw(st.booleans()), details, draw(st.none() | st.text()))
+            samples.append(Sample(prompt, response, score, group))
+    return Rollout(tuple(samples), draw(st.integers(0, 100)))
 
 
 def get_bytes(sample: Sample) -> bytes:
@@ -76,7 +80,7 @@ def get_bytes(sample: Sample) -> bytes:
 
 
 @settings(max_examples=60)
-@given(written=st.lists(rollouts, min_size=1, max_size=3))
+@given(written=st.lists(rollouts(), min_size=1, max_size=3))
 def test_what_is_written_is_read_back_bit_by_bit(tmp_path_factory, written):
     path = write(tmp_path_factory.mktemp("file") / "rollouts.jsonl", *written)
     to_resume = [[tuple(replace(s, first_old_logprobs=np.float32([0.1])) for s in each.samples)] for each in written]
@@ -89,26 +93,16 @@ def test_what_is_written_is_read_back_bit_by_bit(tmp_path_factory, written):
         assert {s.first_old_logprobs.tobytes() for s in b[0]} == {np.float32([0.1]).tobytes()}
 
 
-def test_every_line_is_a_strict_json_object_that_says_where_it_belongs(tmp_path):
-    lines = write(tmp_path / "r.jsonl", *two_rollouts()).read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    places = [(r["iteration"], r["sample"], r["num_samples"], r["group"], r["weight_version"]) for r in records]
-    assert places == [(0, 0, 3, 0, 2), (0, 1, 3, 0, 2), (0, 2, 3, 1, 2), (1, 0, 1, 0, 3)]
-    score = {"reward": 0.3, "correct": True, "details": {"format": 1.0}, "answer": "42", "failure": None}
-    assert records[2]["score"] == score
-    turn = {"start": 0, "end": 2, "text": "ab\n\u2028", "reward": 0.0, "details": {}}
-    assert (records[2]["response"]["token_ids"], records[2]["response"]["turns"]) == ([6, 4], [turn])
-
-
-def test_a_number_that_json_lacks_is_refused_and_nothing_is_written(tmp_path):
-    rollout = Rollout((build_sample(), build_sample(rollout_logprobs=(math.nan, 0.0))), 0)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_number_that_json_lacks_is_refused_and_nothing_is_written(tmp_path, bad):
+    rollout = Rollout((build_sample(), build_sample(rollout_logprobs=(bad, 0.0))), 0)
     with pytest.raises(ValueError, match="JSON compliant"):
         write(tmp_path / "r.jsonl", rollout)
     assert (tmp_path / "r.jsonl").read_text() == ""
 
 
 @pytest.mark.parametrize("cut", [1, 20, 200])
-def test_a_half_written_last_line_is_dropped_with_its_rollout_and_a_warning_also_by_a_run_that_goes_on(tmp_path, cut):
+def test_a_half_written_last_line_is_dropped_with_its_rollout_and_a_warning(tmp_path, cut):
     first, second = two_rollouts()
     path = write(tmp_path / "r.jsonl", second, first)
     content = path.read_bytes().rstrip(b"\n")
@@ -118,9 +112,15 @@ def test_a_half_written_last_line_is_dropped_with_its_rollout_and_a_warning_also
     messages = [str(w.message) for w in warned]
     assert messages[0].startswith(f"{path}:4: a half-written last line")
     assert "has 2 of its 3 samples" in messages[1]
+
+
+def test_a_run_that_goes_on_after_a_kill_cuts_the_half_line_and_the_rest_of_that_rollout_is_dropped(tmp_path):
+    first, second = two_rollouts()
+    path = write(tmp_path / "r.jsonl", first)
+    path.write_bytes(path.read_bytes()[:-30])
     write(path, second)
-    with pytest.warns(RuntimeWarning, match=r"r\.jsonl:4: the rollout before it has 2 of its 3 samples"):
-        assert load_rollouts(path) == (second, second)
+    with pytest.warns(RuntimeWarning, match=r"r\.jsonl:3: the rollout before it has 2 of its 3 samples"):
+        assert load_rollouts(path) == (second,)
 
 
 def spoil(path: Path, line: int, change) -> None:
@@ -131,50 +131,74 @@ def spoil(path: Path, line: int, change) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-@pytest.mark.parametrize(
-    ("line", "change", "message"),
-    [
-        (2, lambda r: r.__delitem__("group"), '"group" is missing; found iteration, weight_version'),
-        (2, lambda r: r.update(extra=1), '"extra" is not a key of a rollout; the keys are iteration'),
-        (1, lambda r: r["prompt"].update(token_ids=[1, True]), r'"prompt.token_ids" is \[1, True\]; expected a list'),
-        (1, lambda r: r["response"].update(token_ids=[2**31, 1]), "token_ids.*expected a list of whole"),
-        (1, lambda r: r["response"].update(rollout_logprobs=[1e39, 0]), "rollout_logprobs.*expected a list of finite"),
-        (3, lambda r: r["response"].update(finish_reason="abort"), "is 'abort'; expected stop, length"),
-        (3, lambda r: r["response"].update(generated=[True]), "a response of 2 tokens has 1 generated"),
-        (3, lambda r: r["response"]["turns"][0].update(end=-1), '"response.turns.0.end" is -1; expected a whole'),
-        (1, lambda r: r["score"].update(reward="1"), "\"score.reward\" is '1'; expected a finite number"),
-        (1, lambda r: r["score"].update(correct=1), '"score.correct" is 1; expected true or false'),
-        (3, lambda r: r.update(group=2), '"group" is 2; expected 0 or 1'),
-        (2, lambda r: r.update(sample=2), "found sample 2 of 3; expected sample 1"),
-        (2, lambda r: r.update(num_samples=4), '"num_samples" is 4; the rollout\'s first line has 3'),
-        (2, lambda r: r.update(weight_version=1), '"weight_version" is 1; the rollout\'s first line has 2'),
-        (2, lambda r: [r], "found a JSON list; expected an object"),
-    ],
-)
-def test_a_wrong_line_is_named_with_what_was_found_and_what_would_be_right(tmp_path, line, change, message):
+WRONG = [
+    # line, keys, value ("": the key goes), what is said
+    (2, "group", "", '"group": Field required'),
+    (2, "extra", 1, '"extra": Extra inputs are not permitted'),
+    (2, "response.generated", "", '"response.generated": Field required'),
+    (1, "prompt.token_ids", [1, True], '"prompt.token_ids.1": Input should be a valid integer; found True'),
+    *(
+        (1, "response.token_ids", ids, r'"response.token_ids.0": ')
+        for ids in ([2**31, 1], [-1, 1], [1.0, 1], [True, 1])
+    ),
+    (1, "response.rollout_logprobs", [1e39, 0], '"response.rollout_logprobs.0": Input should be less'),
+    (3, "response.finish_reason", "abort", "Input should be 'stop', 'length' or 'max_turns'; found 'abort'"),
+    (3, "response.generated", [True], "a response of 2 tokens has 1 generated"),
+    (3, "response.turns.0.end", -1, '"response.turns.0.end": Input should be greater'),
+    (1, "score.reward", "1", "\"score.reward\": Input should be a valid number; found '1'"),
+    (1, "score.correct", 1, '"score.correct": Input should be a valid boolean'),
+    (1, "group", 1, '"group" is 1; expected 0'),
+    (3, "group", 2, '"group" is 2; expected 0 or 1'),
+    (2, "sample", 2, "found sample 2 of 3; expected sample 1"),
+    (2, "num_samples", 4, '"num_samples" is 4; the rollout\'s first line has 3'),
+    (2, "weight_version", 1, '"weight_version" is 1; the rollout\'s first line has 2'),
+    (4, "num_samples", 0, "found sample 0 of 0"),
+]
+
+
+@pytest.mark.parametrize(("line", "keys", "value", "message"), WRONG)
+def test_a_wrong_line_is_named_with_what_was_found_and_what_would_be_right(tmp_path, line, keys, value, message):
     path = write(tmp_path / "r.jsonl", *two_rollouts())
-    spoil(path, line, change)
+    lines = path.read_text().splitlines()
+    record = place = json.loads(lines[line - 1])
+    *outer, last = keys.split(".")
+    for key in outer:
+        place = place[int(key) if key.isdecimal() else key]
+    place[last] = value
+    if value == "":
+        del place[last]
+    lines[line - 1] = json.dumps(record)
+    path.write_text("\n".join(lines) + "\n")
     with pytest.raises(ValueError, match=rf"^{path}:{line}: .*{message}"):
         load_rollouts(path)
 
 
-@pytest.mark.parametrize("text", ["{not json}", "NaN", '{"a": 1, "a": 2}'])
+@pytest.mark.parametrize("text", ["{not json}", "[1]", '{"a": 1, "a": 2}', '{"iteration": Infinity}'])
 def test_a_line_in_the_middle_that_is_no_strict_json_is_an_error(tmp_path, text):
     path = write(tmp_path / "r.jsonl", *two_rollouts())
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:3], text, *lines[3:]]) + "\n")
     with pytest.raises(ValueError, match=rf"^{path}:4: "):
         load_rollouts(path)
-    path.write_text("")
+
+
+def test_a_file_without_a_complete_rollout_is_an_error(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(ValueError, match="found no complete rollout"):
-        load_rollouts(path)
+        load_rollouts(tmp_path / "empty.jsonl")
+    with pytest.raises(FileNotFoundError):
+        load_rollouts(tmp_path / "missing.jsonl")
 
 
 @pytest.mark.parametrize(
     ("limits", "line", "message"),
     [
         (Limits(7, 100, 50), 4, "found token id 7; the critic's vocabulary has 7 tokens"),
-        (Limits(1000, 3, 50), 1, "found 2 prompt and 2 response tokens; the critic has 3 positions"),
+        (
+            Limits(1000, 3, 50),
+            1,
+            "found prompt and response of 4 tokens; the length for the critic is 3",
+        ),
         (Limits(1000, 100, 1), 1, "found a response of 2 tokens; rollout.response_length is 1"),
     ],
 )
@@ -198,7 +222,8 @@ def build_samples() -> tuple[Sample, ...]:
 
 
 @pytest.mark.parametrize(
-    "spoil", [lambda content: b"", lambda content: content[:-9], lambda content: content.replace(b"sizes", b"seizs")]
+    "spoil",
+    [lambda content: b"", lambda content: content[:-9], lambda content: content.replace(b"versions", b"vershuns")],
 )
 def test_files_that_cannot_be_read_and_samples_of_other_prompts_are_not_used_and_that_is_said(tmp_path, spoil):
     journal = Journal(tmp_path)
@@ -217,27 +242,64 @@ def test_files_that_cannot_be_read_and_samples_of_other_prompts_are_not_used_and
     [
         (
             ("pretraining-1", "iteration-2/round-1", "iteration-10/round-1", "iteration-11/round-2"),
-            {"through": 10},
+            lambda journal: journal.forget(through=10),
             {"iteration-11-round-2"},
         ),
         (
             (name_group(0, 3), name_group(1, 0), name_group(2, 10), name_group(10, 2)),
-            {"through": 10, "num_groups": 2},
+            lambda journal: journal.forget(10, num_groups=2),
             {"group-2-10", "group-10-2"},
         ),
         (
             ("pretraining-2", "pretraining-9", "pretraining-10", "iteration-1/round-1"),
-            {"through": -1, "num_steps": 9},
+            lambda journal: journal.forget(through=-1, num_steps=9),
             {"iteration-1-round-1", "pretraining-10"},
+        ),
+        (
+            ("iteration-1/round-1", "iteration-1/round-2", "iteration-12/round-1"),
+            lambda journal: journal.drop("iteration-1/round-1"),
+            {"iteration-1-round-2", "iteration-12-round-1"},
         ),
     ],
 )
 def test_what_is_superfluous_or_dropped_is_removed_and_nothing_else(tmp_path, keys, forget, left):
     journal = Journal(tmp_path)
-    for key in (*keys, "iteration-30/round-1", "iteration-30/round-10"):
+    for key in keys:
         journal.save(key, build_samples())
-    journal.drop("iteration-30/round-1")
-    journal.forget(**forget)
-    assert {path.stem for path in tmp_path.iterdir()} == left | {"iteration-30-round-10"}
+    forget(journal)
+    assert {path.stem for path in tmp_path.iterdir()} == left
     groups = sorted(tuple(map(int, name.split("-")[1:])) for name in left if name.startswith("group"))
     assert journal.list_groups(0) == groups
+
+
+class CountingEngine(OnEventLoop):
+    """Answers each prompt with its first token, and counts the calls."""
+
+    num_servers, num_slots, depends_on_batch, num_calls = 1, 8, True, 0
+
+    async def generate_turns(self, requests, take):
+        self.num_calls += 1
+        for i, request in enumerate(requests):
+            take(i, Response(request.token_ids[:1], "x", (-0.5,), (True,), (0,), FinishReason.stop))
+
+    async def drop_cached_prefixes(self): ...
+
+
+def test_a_collector_does_not_sample_or_score_again_what_the_journal_holds(tmp_path):
+    engine, verdicts = CountingEngine(), iter([0.25, 0.5, 0.75, 1.0])
+
+    def build():
+        scorer = Scorer(lambda _prompt, _response: Score(next(verdicts), True))
+        return build_collector(engine, scorer=scorer, journal=Journal(tmp_path))
+
+    first = build().sample(PROMPTS, 2, key="iteration-1/round-1")
+    assert [sample.score.reward for sample in first] == [0.25, 0.5, 0.75, 1.0]
+    assert build().sample(PROMPTS, 2, key="iteration-1/round-1") == first
+    assert engine.num_calls == 1
+
+
+def test_samples_of_other_weights_than_the_trainers_do_not_stay_in_the_journal(tmp_path):
+    collector = build_collector(CountingEngine(), journal=Journal(tmp_path))
+    with pytest.raises(RuntimeError, match="weight version 0; the trainer's is 3"):
+        collector.sample(PROMPTS, 2, weight_version=3, key="pretraining-1")
+    assert list(tmp_path.iterdir()) == []
