@@ -10,7 +10,7 @@ local_job() {
   print_command sbatch "${options[@]}" slurm/train.sh "${rest[@]}"
   sed -n 's/^#SBATCH/   /p' "$MEGARL_HOME/slurm/train.sh"
   echo
-  echo "1. The configuration against the allocation, and every node: its GPUs, model.path, a Ray that was left."
+  echo "1. The configuration against the allocation, and every node: its GPUs and model.path."
   print_command "${check_job[@]}"
   print_command "${check_nodes[@]}"
   print_command "${compare_nodes[@]}"

@@ -2,21 +2,19 @@
 
 Exit code 0: it can. 1: something is missing or wrong. 2: the configuration itself is wrong.
 
-slurm/train.sh asks this of a job before Ray starts, with --command=NAME for what the job runs, if not train. Problems
-end it with code 2; nothing of it imports torch or Ray.
-
---job      compares the configuration with the allocation; prints settings for train.sh as NAME=VALUE
---node     prints what this node has, as a line of JSON
---compare  compares the lines of all nodes, from stdin
+slurm/train.sh asks this of a job before Ray starts, with --command=NAME for what the job runs, if not train; problems
+end it with code 2, and nothing of it imports torch or Ray. --job compares the configuration with the allocation and
+prints settings for train.sh as NAME=VALUE, --node prints what this node has, as a line of JSON, and --compare compares
+the lines of all nodes, from stdin.
 """
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -46,28 +44,22 @@ from megarl.run.command import check_machine, end_with_closed_pipe, end_with_con
 from megarl.run.resume import take_resume
 from megarl.task.sandbox import PROTECTIONS, find_protections
 
-TRAIN = Path(__file__).resolve().parents[1] / "slurm" / "train.sh"
-KEYS = {"nodes": "cluster.num_nodes", "gpus-per-node": "cluster.gpus_per_node"}
-"""The key of conf/cluster/slurm.yaml that each option of sbatch sets"""
 DESCRIBE_TORCH = """
 import json, torch
 gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
 print(json.dumps([torch.version.cuda, [(gpu.name, gpu.total_memory / 1e9) for gpu in gpus]]))
 """
+# Servers with rollout.offload preload it instead of importing it.
 LOAD_MEMORY_SAVER = (
     "import sys; from megarl.rollout.server import find_preload_problem; sys.exit(find_preload_problem())"
 )
-"""Servers with rollout.offload preload it instead of importing it"""
 CUDA_MODULES = ("megatron.core", "transformer_engine.pytorch", "sgl_kernel", "flashinfer", "apex")
 FOR_CUDA = ("sglang-kernel", "flashinfer-python", "triton", "torchvision")
 """Packages that SGLang imports on a GPU; on a CPU there are stand-ins"""
-DRIVER_LIBRARY = re.compile(r"libcuda\.so\.1|libnvidia-ml\.so\.1")
 IMPORTS_S, COMMAND_S = 90.0, 30.0
 """Deadlines: of all imports (from a cold network file system torch alone takes many seconds), and of a command"""
 LEAST_TMP_GB = 2.0
 """For Ray's session and the servers' scratch folders"""
-LATER = "cluster.ray_address=first-node:0"
-"""A placeholder for the address that train.sh knows once Ray runs"""
 NOTE, MISSING, WRONG = "note", "missing", "wrong"
 
 
@@ -99,8 +91,6 @@ class Machine:
     nvcc_cuda: str | None
     """CUDA version of nvcc, such as 13.0"""
     tmp_free_gb: float
-    slurm: str | None
-    """Output of `sbatch --version`"""
 
 
 def find_machine() -> Machine:
@@ -112,22 +102,22 @@ def find_machine() -> Machine:
     printed, problems = run_programs({"torch": DESCRIBE_TORCH, "ray": "import ray"})
     cuda, gpus = json.loads(printed["torch"].splitlines()[-1]) if "torch" in printed else (None, [])
     if cuda:
-        there = [name for name in CUDA_MODULES if importlib.util.find_spec(name.split(".")[0])]
         # torch first, which loads NCCL for Transformer Engine.
-        programs = {name: f"import torch, {name}" for name in there}
+        names = [name for name in CUDA_MODULES if importlib.util.find_spec(name.split(".")[0])]
+        programs = {name: f"import torch, {name}" for name in names}
         problems |= run_programs(programs | ({"torch_memory_saver": LOAD_MEMORY_SAVER} if gpus else {}))[1]
     # Where SGLang (kernels/jit/utils/compile/toolchain.py) and FlashInfer look.
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = shutil.which(f"{home}/bin/nvcc" if home else "nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-    release = re.search(r"release (\d+\.\d+)", " ".join(ask(nvcc, "--version") or ())) if nvcc else None
+    release = re.search(r"release (\d+\.\d+)", " ".join(ask(nvcc, "--version"))) if nvcc else None
     header = Path(sysconfig.get_path("include")) / "Python.h"
     own_first = os.pathsep.join([str(Path(sys.executable).parent), *os.get_exec_path()])
     return Machine(
-        versions=versions,
-        problems=problems,
+        versions,
+        problems,
         torch_cuda=cuda,
         gpus=[Gpu(*each) for each in gpus],
-        driver=next(iter(ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or ()), None),
+        driver=next(iter(ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")), None),
         compilers={
             "cc": shutil.which("cc") or shutil.which("gcc"),
             "Python.h": str(header) if header.is_file() else None,
@@ -136,7 +126,6 @@ def find_machine() -> Machine:
         },
         nvcc_cuda=release[1] if release else None,
         tmp_free_gb=shutil.disk_usage(tempfile.gettempdir()).free / 1e9,
-        slurm=next(iter(ask("sbatch", "--version") or ()), None),
     )
 
 
@@ -160,39 +149,38 @@ def run_programs(programs: Mapping[str, str]) -> tuple[dict[str, str], dict[str,
         text = said.read()
         if code == 0:
             printed[name] = text
-        else:
-            # What follows the frames of a traceback.
-            last = " ".join(re.split(r"^  .*\n", text, flags=re.MULTILINE)[-1].split())[:160]
-            problems[name] = last if code > 0 else f"its import ended the process with {code}: {last}"
+            continue
+        # What follows the frames of a traceback.
+        last = " ".join(re.split(r"^  .*\n", text, flags=re.MULTILINE)[-1].split())[:160]
+        problems[name] = last if code > 0 else f"its import ended the process with {code}: {last}"
     return printed, problems
 
 
-def ask(*command: str) -> list[str] | None:
-    """The lines that a command prints; None where it is not installed, fails or takes too long."""
+def ask(*command: str) -> list[str]:
+    """The lines that a command prints; none where it is not installed, fails or takes too long."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=True)
     except (OSError, subprocess.SubprocessError):
-        return None
+        return []
     return [line.strip() for line in done.stdout.strip().splitlines()]
 
 
-def judge(machine: Machine, config: Config, cluster: str | None) -> Iterator[Finding]:
-    """What keeps the configuration from running on the machine, in the order in which to resolve it.
-
-    cluster: the option of the cluster group, where the command line chooses one.
+def judge(machine: Machine, config: Config, overrides: Sequence[str]) -> Iterator[Finding]:
+    """What keeps the configuration, composed from these overrides, from running on the machine, in the order in which
+    to resolve it.
     """
-    needs = list_cuda_needs(config, cluster)
+    needs = list_cuda_needs(config, overrides)
     install = f"make install{' PLATFORM=cuda' if needs or machine.torch_cuda else ''}"
-    for line in importlib.metadata.requires("megarl") or []:
-        need = Requirement(line)
-        if need.marker is None or need.marker.evaluate({"extra": "sglang"}):
-            version = machine.versions.get(canonicalize_name(need.name))
-            if version is None:
-                yield Finding(MISSING, f"{need.name}{need.specifier} is not installed", install)
-            elif not need.specifier.contains(version, prereleases=True):
-                yield Finding(WRONG, f"{need.name}{need.specifier} is needed: found {version}", install)
+    for need in map(Requirement, importlib.metadata.requires("megarl") or []):
+        version = machine.versions.get(canonicalize_name(need.name))
+        if need.marker is not None and not need.marker.evaluate({"extra": "sglang"}):
+            continue
+        if version is None:
+            yield Finding(MISSING, f"{need.name}{need.specifier} is not installed", install)
+        elif not need.specifier.contains(version, prereleases=True):
+            yield Finding(WRONG, f"{need.name}{need.specifier} is needed: found {version}", install)
     for module, problem in machine.problems.items():
-        if DRIVER_LIBRARY.search(problem) and not machine.gpus:
+        if re.search(r"libcuda\.so\.1|libnvidia-ml\.so\.1", problem) and not machine.gpus:
             yield Finding(NOTE, f"{module} was not tested; only NVIDIA's driver has what it loads: {problem}")
         else:
             # What is installed is not installed again without `clean`.
@@ -202,20 +190,16 @@ def judge(machine: Machine, config: Config, cluster: str | None) -> Iterator[Fin
     if needs or machine.gpus:
         yield from check_cuda_packages(machine)
     if machine.tmp_free_gb < LEAST_TMP_GB:
-        text = (
-            f"the temporary folder has {machine.tmp_free_gb:.1f} GB free; Ray and the servers need {LEAST_TMP_GB:.0f}"
-        )
-        yield Finding(WRONG, text, "free some, or TMPDIR on another disk")
-    if cluster == "slurm" and machine.slurm is None and "SLURM_JOB_ID" not in os.environ:
-        yield Finding(MISSING, "cluster=slurm, and there are no Slurm commands here", "start it on a login node")
+        found = f"the temporary folder has {machine.tmp_free_gb:.1f} GB free"
+        yield Finding(WRONG, f"{found}; Ray and the servers need {LEAST_TMP_GB:.0f}", "free some, or TMPDIR")
 
 
-def list_cuda_needs(config: Config, cluster: str | None) -> list[str]:
+def list_cuda_needs(config: Config, overrides: Sequence[str]) -> list[str]:
     """The settings that need a GPU, as key=value; empty: a CPU suffices."""
-    gpu = config.cluster.hardware.gpu
+    gpu, clusters = config.cluster.hardware.gpu, [text for text in overrides if text.startswith("cluster=")]
     needs = [f"cluster.hardware.gpu={gpu}"] if gpu is not None else []
-    if cluster not in (None, "laptop", "slurm"):
-        needs = [f"cluster={cluster}"]
+    if clusters and clusters[-1] not in ("cluster=laptop", "cluster=slurm"):
+        needs = clusters[-1:]
     roles = {"policy": config.policy} | ({"critic": config.critic} if needs_critic(config.algo) else {})
     needs += [f"{name}.fp8={role.fp8.value}" for name, role in roles.items() if role.fp8]
     return needs + ["rollout.kv_cache_tokens=null"] * (config.has_servers and config.rollout.kv_cache_tokens is None)
@@ -230,9 +214,9 @@ def check_gpus(machine: Machine, config: Config, needs: str) -> Iterator[Finding
         text = f"a torch for CUDA ({needs}): found {machine.versions['torch']}, a CPU build"
         yield Finding(MISSING, text, "make install PLATFORM=cuda, or the image of slurm/Dockerfile")
     if not gpus:
-        seen = f"driver {machine.driver}, which torch cannot use" if machine.driver else "no NVIDIA driver"
-        remedy = "run it on a node with GPUs (sbatch slurm/train.sh); on a CPU cluster=laptop and a small model"
-        if machine.driver and machine.torch_cuda:
+        seen, remedy = "no NVIDIA driver", "run it on a node with GPUs (sbatch slurm/train.sh); on a CPU cluster=laptop"
+        if machine.driver:
+            seen = f"driver {machine.driver}, which torch cannot use"
             remedy = f"a driver for CUDA {machine.torch_cuda} (of CUDA 13: 580 or newer), or GPUs that are visible"
         yield Finding(MISSING, f"{number} GPUs on one node ({needs}): found none, {seen}", remedy)
     elif len(gpus) < number:
@@ -249,9 +233,7 @@ def check_cuda_packages(machine: Machine) -> Iterator[Finding]:
     if absent := [name for name in FOR_CUDA if name not in machine.versions]:
         yield Finding(MISSING, f"SGLang's needs on a GPU: {', '.join(absent)}", install)
     if "transformer-engine" not in machine.versions:
-        yield Finding(
-            NOTE, "without Transformer Engine policy and critic compute with slower layers, of torch", install
-        )
+        yield Finding(NOTE, "without Transformer Engine policy and critic compute with slower layers", install)
     for name in ("cc", "Python.h", "ninja"):
         if machine.compilers[name] is None:
             remedy = install if name == "ninja" else "apt-get install gcc libc6-dev python3-dev"
@@ -277,30 +259,13 @@ def check_models(config: Config, command: str = "train") -> Iterator[Finding]:
 
 def check_tensors(config: Config) -> Iterator[Finding]:
     """What is wrong with the tensors of models that are there, by the headers of their files."""
-    try:
+    with contextlib.suppress(ImportError):  # The broken package has been named.
         from megarl.run.inputs import load_models
 
-        load_models(config)
-    except ConfigError as error:
-        yield Finding(WRONG, error.problems[0], "download or convert it anew")
-    except ImportError:
-        return  # The broken package has been named.
-
-
-def assume_allocation(overrides: Sequence[str], environment: Mapping[str, str], script: Path = TRAIN) -> list[str]:
-    """The allocation that cluster=slurm is checked against outside of a job: the one that slurm/train.sh requests.
-
-    Overrides from the script's #SBATCH lines, for keys that are not given; empty in a job and for other clusters.
-    """
-    if find_cluster(overrides) != "slurm" or environment.get("SLURM_JOB_NUM_NODES") or not script.is_file():
-        return []
-    given = {text.partition("=")[0].lstrip("+") for text in overrides}
-    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\d+)$", script.read_text(), flags=re.MULTILINE))
-    return [f"{key}={options[name]}" for name, key in KEYS.items() if name in options and key not in given]
-
-
-def find_cluster(overrides: Sequence[str]) -> str | None:
-    return next((text.removeprefix("cluster=") for text in reversed(overrides) if text.startswith("cluster=")), None)
+        try:
+            load_models(config)
+        except ConfigError as error:
+            yield Finding(WRONG, error.problems[0], "download or convert it anew")
 
 
 def render(machine: Machine, findings: Sequence[Finding]) -> Iterator[str]:
@@ -313,7 +278,6 @@ def render(machine: Machine, findings: Sequence[Finding]) -> Iterator[str]:
         "system": f"{len(os.sched_getaffinity(0))} cores, {psutil.virtual_memory().total / 1e9:.0f} GB; {sys.prefix}",
         "GPUs": f"{len(machine.gpus)} x {', '.join(kinds)}; driver {machine.driver}" if kinds else "none",
         "compilers": ", ".join(f"{name} {path or '-'}" for name, path in machine.compilers.items()),
-        "Slurm": machine.slurm or "not found",
         "sandbox": ", ".join(name if name in sandbox else f"no {name}" for name in PROTECTIONS),
     }
     lines = [f"{name:<11}{text}" for name, text in rows.items()]
@@ -349,18 +313,9 @@ def check_job(config: Config, command: str) -> Iterator[str]:
 def describe_node(config: Config, command: str, environment: Mapping[str, str]) -> dict[str, object]:
     """This node's name, its GPUs as (name, MiB), and its problems, each in one line."""
     problems = [finding.text for finding in check_models(config, command)]
-    problems += find_stale_ray(environment.get("SLURM_CLUSTER_NAME"))
     if (folder := environment.get("MEGARL_JOB_DIR")) and not Path(folder).is_dir():
         problems.append(f"hydra.run.dir: {folder} does not exist; it must be on a file system that every node sees")
-    memory, store = environment.get("SLURM_MEM_PER_NODE") or "0", config.cluster.object_store_mb
-    if 0 < int(memory) < store:
-        problems.append(f"cluster.object_store_mb: found {store}; the job has {memory} MiB on a node: sbatch --mem=0")
-    interface, families = environment.get("MEGARL_INTERFACE"), dict[str, set[int]]()
-    for name, addresses in psutil.net_if_addrs().items():
-        families[name] = {address.family for address in addresses}
-    if interface and socket.AF_INET not in families.get(interface, ()):
-        problems.append(f"MEGARL_INTERFACE: found {interface}, without an IPv4 address here; one of {list(families)}")
-    lines = ask("nvidia-smi", "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits") or []
+    lines = ask("nvidia-smi", "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits")
     found = {number: (name, int(mib) if mib.isdecimal() else 0) for number, name, mib in (x.split(", ") for x in lines)}
     # Where Slurm shows the job its own GPUs only, their numbers also start at 0.
     numbers = [number for number in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if number in found]
@@ -368,37 +323,25 @@ def describe_node(config: Config, command: str, environment: Mapping[str, str]) 
     return {"node": environment.get("SLURMD_NODENAME") or os.uname().nodename, "gpus": gpus, "problems": problems}
 
 
-def find_stale_ray(cluster: str | None) -> Iterator[str]:
-    """This user's Ray of jobs that have ended: it holds memory, GPUs and ports."""
-    living = ask("squeue", "--noheader", "--format=%A", f"--user={os.getuid()}")
-    for process in psutil.process_iter(["name", "environ"]):
-        environment = process.info["environ"] or {}  # of another user's process it cannot be read
-        job = environment.get("SLURM_JOB_ID")
-        is_ray = process.info["name"] in ("raylet", "gcs_server") and environment.get("SLURM_CLUSTER_NAME") == cluster
-        if is_ray and job is not None and living is not None and job not in living:
-            name, pid = process.info["name"], process.pid
-            yield f"a Ray of job {job}, which has ended, is left: {name}, process {pid}; `kill {pid}` ends it"
-
-
 def compare_nodes(lines: Iterable[str], nodes: Sequence[str], cluster: ClusterConfig) -> Iterator[str]:
     """The problems of a job's nodes, each with the nodes that have it. lines: with those of `describe_node`."""
     found = {report["node"]: report for report in map(json.loads, (x for x in lines if x.startswith('{"node"')))}
     where, kinds = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
     has_gpus = any(report["gpus"] for report in found.values())  # On a partition without GPUs no node has any.
-    least = cluster.hardware.memory_gib * 1024 * LEAST_OF_KIND
+    hardware = cluster.hardware
     for node in nodes:
-        gpus = found[node]["gpus"] if node in found else []
-        for problem in found[node]["problems"] if node in found else ["gave no answer"]:
-            where[problem].append(node)
+        report = found.get(node, {"gpus": [], "problems": ["gave no answer"]})
+        problems, gpus = list(report["problems"]), report["gpus"]
         if node in found and has_gpus and len(gpus) < cluster.gpus_per_node:
-            where[f"cluster.gpus_per_node: found {cluster.gpus_per_node}; nvidia-smi shows {len(gpus)}"].append(node)
-        for name in {name for name, _ in gpus}:
-            kinds[name].append(node)
-        for name, mib in {(name, mib) for name, mib in gpus if 0 < mib < least}:
-            planned = f"the job is planned for {cluster.hardware.gpu}, {cluster.hardware.memory_gib:g} GiB"
-            where[
-                f"cluster.hardware: {planned}; found {name}, {mib} MiB; cluster.hardware.gpu=null for no plan"
-            ].append(node)
+            problems.append(f"cluster.gpus_per_node: found {cluster.gpus_per_node}; nvidia-smi shows {len(gpus)}")
+        for name, mib in {(name, mib) for name, mib in gpus}:
+            if node not in kinds[name]:
+                kinds[name].append(node)
+            if 0 < mib < hardware.memory_gib * 1024 * LEAST_OF_KIND:
+                planned = f"the job is planned for {hardware.gpu}, {hardware.memory_gib:g} GiB"
+                problems.append(f"cluster.hardware: {planned}; found {name}, {mib} MiB; .gpu=null for no plan")
+        for problem in problems:
+            where[problem].append(node)
     yield from (f"{', '.join(names)}: {problem}" for problem, names in where.items())
     if len(kinds) > 1:
         parts = "; ".join(f"{name} on {', '.join(names)}" for name, names in kinds.items())
@@ -409,20 +352,21 @@ def look_before_job(mode: str, arguments: Sequence[str]) -> None:
     """What slurm/train.sh asks. Raises ConfigError with the problems."""
     command = next((text.partition("=")[2] for text in arguments if text.startswith("--command=")), "train")
     overrides = [text for text in arguments if not text.startswith("--command=")]
-    overrides = [*take_resume(take_config_dirs(overrides))[0], LATER]
+    # The address is a placeholder: train.sh knows it once Ray runs.
+    overrides = [*take_resume(take_config_dirs(overrides))[0], "cluster.ray_address=first-node:0"]
     if command == "evaluate":
         # Those of an evaluation differ in data and reward alone.
         config = next(iter(load_configs(expand_sets(rewrite_overrides(overrides).overrides)).values()))
     else:
         config = load_config(overrides, command)
-    problems: Iterable[str] = ()
+    problems: list[str] = []
     if mode == "--job":
-        problems = check_job(config, command)
+        problems = list(check_job(config, command))
     elif mode == "--node":
         print(json.dumps(describe_node(config, command, os.environ)), flush=True)
     else:
-        problems = compare_nodes(sys.stdin, os.environ.get("MEGARL_NODES", "").split(","), config.cluster)
-    if problems := list(problems):
+        problems = list(compare_nodes(sys.stdin, os.environ.get("MEGARL_NODES", "").split(","), config.cluster))
+    if problems:
         raise ConfigError(problems)
 
 
@@ -438,18 +382,13 @@ def main() -> None:
         arguments = take_config_dirs(arguments)
         if options := [text for text in arguments if text.startswith("-")]:
             raise ConfigError([f"{options[0]}: no such option; the doctor takes key=value, as megarl.train does"])
-        assumed = assume_allocation(arguments, os.environ)
-        loaded = load([*arguments, *assumed])
+        loaded = load(arguments)
     except ConfigError as error:
         end_with_config_error(error)
     print("\n".join(loaded.lines), end="\n" if loaded.lines else "")
     machine, config = find_machine(), loaded.config
-    findings = list(judge(machine, config, find_cluster(arguments)))
-    findings += [Finding(WRONG, problem) for problem in check_machine(config)]
+    findings = [*judge(machine, config, arguments), *(Finding(WRONG, each) for each in check_machine(config))]
     findings += list(check_models(config)) or check_tensors(config)
-    if assumed:
-        text = f"this is not a Slurm job; it is checked against the request of slurm/train.sh: {', '.join(assumed)}"
-        findings.append(Finding(NOTE, text, "set these keys if you request other numbers from sbatch"))
     print("\n".join(render(machine, findings)))
     sys.exit(any(finding.level != NOTE for finding in findings))
 

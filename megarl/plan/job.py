@@ -288,6 +288,8 @@ def count_job(config: Config, job: RoleJob) -> tuple[StageParameters, ...]:
     rest = one.dense - dense - one.embedding - one.head
     ends = {number: size for number, size in ((0, first), (parallel.pp - 1, last)) if size}
     others = (arch.num_layers - sum(ends.values())) // max(1, parallel.pp - len(ends))
+    if parallel.pp == 1 and ends:
+        raise ConfigError([f"model.megatron.{FIRST}: found {first}, but {job.name}.parallel.pp=1 has one stage"])
     # A tied output layer is a weight of its own on another stage than the embedding.
     head = one.head or (one.embedding if parallel.pp > 1 else 0)
     found = []

@@ -1,6 +1,6 @@
 """Which values of a configuration's keys make its job fit, or faster: changes are neighbours of the present point.
 
-The nearest change is the first neighbour that fits, or that of the neighbour which lacks least. The search goes, from
+A job that does not fit goes to the first neighbour that fits, or to the one that lacks least. The search goes, from
 each division of the cluster's GPUs, to the fastest neighbour until none is faster.
 """
 
@@ -19,22 +19,27 @@ from megarl.config.schema.roles import Offload, Recompute
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import AUTO, SERVERS, Placement, ServerOffload, Transport
 from megarl.config.values import write_value
-from megarl.plan.assumptions import GIB
-from megarl.plan.job import FIRST, LAST, JobPlan, PlannedModels, build_jobs, build_plan, check_batches, find_longest
+from megarl.plan.job import (
+    FIRST,
+    GIB,
+    LAST,
+    JobPlan,
+    PlannedModels,
+    build_jobs,
+    build_plan,
+    check_batches,
+    find_longest,
+)
 
 MAX_CHANGES = 4
 """Changes that are made one after the other for a job that does not fit"""
-LEAST_TOKENS = 1024
-"""A micro-batch is not reduced below this many tokens"""
-FRACTIONS = (0.2, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.82, 0.84, 0.86, 0.88, 0.9, 0.92, 0.94)
+FRACTIONS = (0.2, 0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.82, 0.84, 0.86, 0.88, 0.9, 0.92, 0.94)
 """rollout.sglang.mem_fraction_static"""
+FRACTION, MODULES = "rollout.sglang.mem_fraction_static", "model.megatron.recompute_modules"
 SIZES = (1, 2, 4, 8)
-MODULES = "model.megatron.recompute_modules"
 SHAPE = ("cluster.placement", ".parallel.", "rollout.tp")
 """Parts of the keys that make two plans of a search different"""
 NUM_BEST = 10
-NUM_KEPT = 6
-"""Of each division of the GPUs, whose neighbours are tried next"""
 NO_JOB = (float("inf"),)
 LEAST_LEFT, SHARE_LEFT = 4 * GIB, 1 / 16
 """Memory that a plan of the search leaves of each GPU, for what it has not foreseen: the smaller one of these"""
@@ -51,33 +56,50 @@ class Change:
     """The plan of the changed job, which fits"""
 
 
+def check_plan(config: Config, models: PlannedModels) -> list[str]:
+    """Why the job does not fit, as messages of a ConfigError, the last with a change that would make it fit; else [].
+
+    The check at the start of every job. Memory is planned on clusters whose hardware is known (cluster.hardware);
+    elsewhere only batches are checked.
+    """
+    if config.cluster.hardware.gpu is None:
+        return check_batches(config, build_jobs(config, models, on_gpu=False))
+    try:
+        plan = build_plan(config, models)
+    except ConfigError as error:
+        return list(error.problems)
+    if not plan.problems:
+        return []
+    change = find_change(config, models, plan)
+    advice = f"it fits with {' '.join(change.overrides)}" if change else "none of the changes that were tried helps"
+    return [
+        *plan.problems,
+        f"cluster.hardware: the job does not fit {config.cluster.hardware.gpu}; {advice};"
+        " cluster.hardware.gpu=null starts it without a plan",
+    ]
+
+
 def find_change(config: Config, models: PlannedModels, plan: JobPlan) -> Change | None:
     """The overrides with which the job fits, plan being its plan; None where no change that is tried here helps."""
-    made: list[Values] = []
+    made: Values = {}
     known = set(list_contradictions(config))
-    while plan.problems and len(made) < MAX_CHANGES:
-        present, tried = apply(config, _join(made)), list[tuple[Values, JobPlan]]()
-        for values in _list_changes(present, plan):
-            after = _try(apply(present, values), models, known)
+    for _ in range(MAX_CHANGES):
+        near = (made | values for values in _list_changes(apply(config, made), plan))
+        better: Values | None = None
+        for values in near if plan.problems else ():
+            after = _try(apply(config, values), models, known)
             if after is not None and _lack(after) < _lack(plan):
-                tried.append((values, after))
-                if not after.problems:
+                better, plan = values, after
+                if not plan.problems:
                     break
-        if not tried:
-            return None
-        values, plan = min(tried, key=lambda each: _lack(each[1]))
-        made.append(values)
-    for each in made[:-1]:
+        made = better or made
+    for key in list(made):
         # A later change may have made an earlier one superfluous.
-        fewer = [other for other in made if other is not each]
-        after = _try(apply(config, _join(fewer)), models, known)
+        fewer = {other: value for other, value in made.items() if other != key}
+        after = _try(apply(config, fewer), models, known)
         if after is not None and not after.problems:
             made, plan = fewer, after
-    return None if plan.problems else Change(_write(config, _join(made)), plan)
-
-
-def _join(made: Sequence[Values]) -> Values:
-    return {key: value for values in made for key, value in values.items()}
+    return None if plan.problems else Change(_write(config, made), plan)
 
 
 def _lack(plan: JobPlan) -> tuple[int, float, float]:
@@ -131,83 +153,60 @@ def read_value(config: Config, key: str) -> Any:
 
 def _list_changes(config: Config, plan: JobPlan) -> Iterator[Values]:
     """The neighbours of a job that does not fit, the least intrusive first. Some contradict other keys."""
-    rollout, cluster, roles = config.rollout, config.cluster, tuple(plan.jobs)
+    rollout, cluster, roles = config.rollout, config.cluster, list(plan.jobs)
     yield from ({"rollout.num_servers": number} for number in range(rollout.num_servers - 1, 0, -1))
     store = cluster.object_store_mb - ceil(plan.host_bytes / GIB - cluster.hardware.host_memory_gib) * 1024
     if 1024 <= store < cluster.object_store_mb:
         yield {"cluster.object_store_mb": store}
-    yield from (values for role in roles for values in _list_own_changes(config, (role,)))
-    now = float(rollout.sglang.get("mem_fraction_static") or 0.87)
-    for fraction in sorted(FRACTIONS, key=lambda other: abs(other - now)):
-        yield {"rollout.sglang.mem_fraction_static": fraction}
+    yield from (values for role in roles for values in _list_steps(config, [role]))
     for factor in SIZES[1:]:
         yield {"rollout.tp": rollout.tp * factor, "rollout.num_servers": max(1, rollout.num_servers // factor)}
-    placements: list[Values] = [{"cluster.placement": placement} for placement in (Placement.split, Placement.apart)]
     offloads = {f"{role}.offload": Offload.all for role in roles}
     together = {"cluster.placement": Placement.colocated, "rollout.transport": Transport.colocated, **offloads}
-    yield from (*placements, {"cluster.placement": Placement.split, **offloads}, together)
-    yield {**together, "rollout.sglang.mem_fraction_static": 0.5}
-    yield from _list_own_changes(config, roles)
+    placements: list[Values] = [{"cluster.placement": Placement.split}, {"cluster.placement": Placement.apart}]
+    yield from (*placements, placements[0] | offloads, together, {**together, FRACTION: 0.5})
+    yield from _list_steps(config, roles)
     yield _list_nodes(config, 1 + plan.last_gpu // cluster.gpus_per_node)
     yield from (values | _list_nodes(config, 2 * cluster.num_nodes) for values in placements)
-    for group, factor in itertools.product([*((role,) for role in roles), roles], SIZES[1:]):
+    for group, factor in itertools.product([*([role] for role in roles), roles], SIZES[1:]):
         parallel = getattr(config, group[0]).parallel
-        number = parallel.num_processes * factor
-        more = ceil((number - parallel.num_processes) / cluster.gpus_per_node)
+        more = ceil(parallel.num_processes * (factor - 1) / cluster.gpus_per_node)
         for tp in (parallel.tp, parallel.tp * factor):
-            larger = _size(config, group, num_processes=number, tp=tp)
+            larger = _size(group, num_processes=parallel.num_processes * factor, tp=tp)
             yield from (larger, larger | _list_nodes(config, cluster.num_nodes + more))
-
-
-def _list_own_changes(config: Config, roles: Sequence[str]) -> Iterator[Values]:
-    """Neighbours that take less memory of these roles on the same GPUs."""
-    trained, tokens = [role for role in roles if role != "reference"], config.train.tokens_per_microbatch
-    yield {f"{role}.recompute": Recompute.full for role in trained}
-    sizes = (tokens // part for part in (2, 4, 8, 16, 32, 64))
-    yield from ({"train.tokens_per_microbatch": size} for size in sizes if size >= LEAST_TOKENS)
-    yield from ({f"{role}.offload": offload for role in roles} for offload in (Offload.all, None))
-    for axis in ("cp", "tp", "pp"):
-        yield _size(config, roles, **{axis: getattr(getattr(config, roles[0]).parallel, axis) * 2})
-
-
-def _size(config: Config, roles: Sequence[str], **sizes: int) -> Values:
-    """The values that give the roles other sizes of their layouts."""
-    values: Values = {f"{role}.parallel.{name}": size for role in roles for name, size in sizes.items()}
-    if "tp" in sizes:
-        values |= {f"{role}.parallel.sp": sizes["tp"] > 1 for role in roles}
-    return values
 
 
 def _list_nodes(config: Config, number: int) -> Values:
     """The values for this number of nodes, and those that a job of several nodes needs."""
-    values: Values = {"cluster.num_nodes": number}
-    return values | {"cluster.listen_host": AUTO} if config.cluster.num_nodes == 1 else values
+    return {"cluster.num_nodes": number} | ({"cluster.listen_host": AUTO} if config.cluster.num_nodes == 1 else {})
 
 
-def check_plan(config: Config, models: PlannedModels) -> list[str]:
-    """Why the job does not fit, as messages of a ConfigError, the last with a change that would make it fit; else [].
+def _list_steps(config: Config, roles: Sequence[str]) -> Iterator[Values]:
+    """The neighbours of a job with other settings and layouts of these roles, on the same GPUs."""
+    parallel, trained = getattr(config, roles[0]).parallel, [role for role in roles if role != "reference"]
+    kinds: list[Values] = []
+    for kind in (Recompute.full, Recompute.selective, Recompute.none) if trained else ():
+        modules = {MODULES: ["mlp"]} if kind is Recompute.selective else {}
+        kinds.append({f"{role}.recompute": kind for role in trained} | modules)
+    length = ceil(find_longest(config) / parallel.cp)
+    sizes: list[Values] = [{"train.tokens_per_microbatch": number * length} for number in (8, 4, 2, 1)]
+    yield from (*kinds, *sizes, *(kind | size for kind, size in itertools.product(kinds, sizes)))
+    yield from ({f"{role}.offload": offload for role in roles} for offload in (Offload.all, None))
+    now = float(config.rollout.sglang.get("mem_fraction_static") or 0.87)
+    yield from ({FRACTION: fraction} for fraction in sorted(FRACTIONS, key=lambda other: abs(other - now)))
+    present = {axis: getattr(parallel, axis) for axis in ("cp", "tp", "pp", "ep", "vpp")}
+    larger = {axis: size * 2 for axis, size in present.items() if axis != "vpp" or size == 1}
+    smaller = {axis: size // 2 for axis, size in present.items() if size > 1}
+    yield from (_size(roles, **{axis: size}) for axis, size in [*larger.items(), *smaller.items()])
+    for one, other in itertools.product(larger, smaller):
+        if one != other:
+            yield _size(roles, **{one: larger[one], other: smaller[other]})
 
-    The check at the start of every job. Memory is planned on clusters whose hardware is known (cluster.hardware);
-    elsewhere only batches are checked. There Megatron is imported and its parameters are counted, which takes seconds,
-    in a process that is in no process group.
-    """
-    if config.cluster.hardware.gpu is None:
-        return check_batches(config, build_jobs(config, models, on_gpu=False))
-    try:
-        plan = build_plan(config, models)
-    except ConfigError as error:
-        return list(error.problems)
-    if not plan.problems:
-        return []
-    change = find_change(config, models, plan)
-    advice = "none of the changes that were tried makes it fit"
-    if change is not None:
-        advice = f"it fits with {' '.join(change.overrides)}"
-    return [
-        *plan.problems,
-        f"cluster.hardware: the job does not fit {config.cluster.hardware.gpu}; {advice};"
-        " cluster.hardware.gpu=null starts it without a plan",
-    ]
+
+def _size(roles: Sequence[str], **sizes: int) -> Values:
+    """The values that give the roles other sizes of their layouts."""
+    sequence = {"sp": sizes["tp"] > 1} if "tp" in sizes else {}
+    return {f"{role}.parallel.{name}": size for role in roles for name, size in (sizes | sequence).items()}
 
 
 def search(
@@ -243,20 +242,24 @@ def search(
                         best[shape] = found, values
         return scores[name]
 
-    for division in list_divisions(config):
-        seen = set[str]()
-        kept = sorted(_list_layouts(config, division), key=score)[:NUM_KEPT]
-        while fresh := [values for values in kept if _name(values) not in seen and score(values) != NO_JOB]:
-            seen.update(map(_name, fresh))
-            reached = {_name(values): values for values in kept}
-            for present, step in ((values, step) for values in fresh for step in _list_steps(apply(config, values))):
-                values = _end_stages(config, models, present | step)
-                reached[_name(values)] = values
-            shapes = {_name(values, SHAPE): values for values in sorted(reached.values(), key=score, reverse=True)}
-            kept = sorted(shapes.values(), key=score)[:NUM_KEPT]
-    fastest = sorted(best.values(), key=lambda each: each[0])
-    checked = (_check(arguments, base, start | values, models, mean_response) for _, values in fastest)
-    return list(itertools.islice((found for found in checked if found is not None), NUM_BEST))
+    roles = [group.name for group in list_groups(config) if group.name != SERVERS]
+    for layouts in ([{}], *list_layouts(config, models, roles)):
+        fastest = min(layouts, key=score)
+        present: Values | None = None
+        while score(fastest) != NO_JOB and fastest != present:
+            present = fastest
+            near = (_end_stages(config, models, present | step) for step in _list_steps(apply(config, present), roles))
+            fastest = min((present, *near), key=score)
+    fastest_first = sorted(best.values(), key=lambda each: each[0])
+    found: dict[frozenset[str], Change] = {}
+    for _, values in fastest_first:
+        change = _load(arguments, base, start | values, models, mean_response)
+        if change is not None:
+            # What the command line asks for may be reached from another point, too.
+            found.setdefault(frozenset(change.overrides), change)
+        if len(found) == NUM_BEST:
+            break
+    return list(found.values())
 
 
 def _name(values: Values, keys: Sequence[str] = ("",)) -> str:
@@ -268,7 +271,7 @@ def _end_stages(config: Config, models: PlannedModels, values: Values) -> Values
     """With the layers of the first and last stage, which also have embedding and output layer, where the stages cannot
     all have as many: at most as many as the others.
     """
-    pp, num_layers = values["policy.parallel.pp"], models.policy.num_layers
+    pp, num_layers = values.get("policy.parallel.pp", config.policy.parallel.pp), models.policy.num_layers
     ends = [n for n in range(num_layers // pp, 0, -1) if pp > 2 and (num_layers - 2 * n) % (pp - 2) == 0]
     number = ends[0] if ends and num_layers % pp else None
     if number is None and not config.model.megatron.get(FIRST):
@@ -276,7 +279,7 @@ def _end_stages(config: Config, models: PlannedModels, values: Values) -> Values
     return values | {f"model.megatron.{key}": number for key in (FIRST, LAST)}
 
 
-def _check(
+def _load(
     arguments: Sequence[str], base: Config, values: Values, models: PlannedModels, mean_response: float | None
 ) -> Change | None:
     """The plan of the job that the overrides make; None where a check of the configuration refuses them."""
@@ -291,70 +294,31 @@ def _check(
     return None if plan.problems or list_contradictions(config) else Change(overrides, plan)
 
 
-def _list_roles(config: Config) -> list[str]:
-    return [group.name for group in list_groups(config) if group.name != SERVERS]
-
-
-def list_divisions(config: Config) -> Iterator[Values]:
-    """Placements, how many GPUs each role has, and how many generate (`servers`), at most as many as there are.
+def list_layouts(config: Config, models: PlannedModels, roles: Sequence[str]) -> Iterator[list[Values]]:
+    """Where the search begins: for each division of all GPUs (placements, how many each role has, how many generate)
+    simple layouts of the roles and sizes of the servers.
 
     Servers take turns with the roles only where these wait for them, that is without staleness. With rollout.file
     there are none.
     """
-    roles, per_node = _list_roles(config), config.cluster.gpus_per_node
-    total = config.cluster.num_nodes * per_node
-    step = max(per_node, total // 16) if total > per_node else 1
-
-    def divide(placement: Placement, size: int, servers: int) -> Values:
-        is_colocated = placement is Placement.colocated
-        values: Values = {"cluster.placement": placement, "servers": servers}
-        values |= {f"{role}.parallel.num_processes": size for role in roles}
-        values |= {f"{role}.offload": Offload.all if is_colocated else None for role in roles}
-        if config.has_servers:
-            values["rollout.transport"] = Transport.colocated if is_colocated else Transport.split
-            values["rollout.offload"] = ServerOffload.all if is_colocated else None
-        return values
-
-    if not config.has_servers or config.rollout.max_staleness == 0:
-        yield divide(Placement.colocated, total, total)
+    total, has_servers = config.cluster.num_nodes * config.cluster.gpus_per_node, config.has_servers
+    step = max(config.cluster.gpus_per_node, total // 16) if total > config.cluster.gpus_per_node else 1
+    divisions = [(Placement.colocated, total, total)] if not has_servers or config.rollout.max_staleness == 0 else []
     for size in range(step, total, step):
-        yield divide(Placement.split, size, total - size)
-        if len(roles) > 1 and total - len(roles) * size >= config.has_servers:
-            yield divide(Placement.apart, size, total - len(roles) * size)
-
-
-def _list_layouts(config: Config, division: Values) -> Iterator[Values]:
-    """The division with simple layouts of the roles and sizes of the servers, from which the search goes on."""
-    roles, servers = _list_roles(config), division["servers"]
-    fixed = {key: value for key, value in division.items() if key != "servers"}
-    for tp, ep in itertools.product(SIZES, (config.policy.parallel.ep, 1)):
-        layout = fixed | _size(config, roles, tp=tp, pp=1, vpp=1, cp=1, ep=ep)
-        if not config.has_servers:
-            yield layout
-        for size in SIZES:
-            if config.has_servers and servers % size == 0:
-                yield layout | {"rollout.tp": size, "rollout.num_servers": servers // size}
-
-
-def _list_steps(config: Config) -> Iterator[Values]:
-    """The neighbours of a job in the search: of all roles together, with the same GPUs."""
-    roles, parallel = _list_roles(config), config.policy.parallel
-    trained = [role for role in roles if role != "reference"]
-    length = ceil(find_longest(config) / parallel.cp)
-    for recompute, number in itertools.product(Recompute, (1, 2, 4)):
-        values: Values = {f"{role}.recompute": recompute for role in trained}
-        if recompute is Recompute.selective:
-            values[MODULES] = ["mlp"]
-        yield values | {"train.tokens_per_microbatch": number * length}
-    yield from ({f"{role}.offload": offload for role in roles} for offload in (Offload.all, None))
-    now = float(config.rollout.sglang.get("mem_fraction_static") or 0.87)
-    near = sorted(FRACTIONS, key=lambda other: abs(other - now))[:4]
-    yield from ({"rollout.sglang.mem_fraction_static": fraction} for fraction in near)
-    sizes = {axis: getattr(parallel, axis) for axis in ("tp", "pp", "cp", "ep", "vpp")}
-    larger = {axis: size * 2 for axis, size in sizes.items() if axis != "vpp" or size == 1}
-    smaller = {axis: size // 2 for axis, size in sizes.items() if size > 1}
-    for axis, size in [*larger.items(), *smaller.items()]:
-        yield _size(config, roles, **{axis: size})
-    for one, other in itertools.product(larger, smaller):
-        if one != other:
-            yield _size(config, roles, **{one: larger[one], other: smaller[other]})
+        divisions.append((Placement.split, size, total - size))
+        if len(roles) > 1 and total - len(roles) * size >= has_servers:
+            divisions.append((Placement.apart, size, total - len(roles) * size))
+    for placement, num_processes, servers in divisions:
+        shares = placement is Placement.colocated
+        values: Values = {"cluster.placement": placement}
+        values |= {f"{role}.offload": Offload.all if shares else None for role in roles}
+        if has_servers:
+            values["rollout.transport"] = Transport.colocated if shares else Transport.split
+            values["rollout.offload"] = ServerOffload.all if shares else None
+        found: list[Values] = []
+        for tp, ep, size in itertools.product(SIZES, (config.policy.parallel.ep, 1), SIZES if has_servers else (1,)):
+            layout = values | _size(roles, num_processes=num_processes, tp=tp, pp=1, vpp=1, cp=1, ep=ep)
+            if has_servers:
+                layout |= {"rollout.tp": size, "rollout.num_servers": max(1, servers // size)}
+            found.append(_end_stages(config, models, layout))
+        yield found

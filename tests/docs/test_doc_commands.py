@@ -33,7 +33,6 @@ from megarl.config.load import check_overrides, load_config
 from megarl.config.overrides import take_config_dirs
 from megarl.config.placement import list_contradictions
 from megarl.config.schema.run import ClusterConfig
-from megarl.plan.doctor import assume_allocation
 from megarl.run.command import EXIT_BAD_CONFIG, check_command_line, check_training
 from megarl.run.resume import save_run
 
@@ -134,9 +133,8 @@ def compose_job(arguments: Sequence[str]) -> None:
     if overrides[0].startswith("resume="):
         return
     options = dict(text.lstrip("-").split("=", 1) for text in arguments[:script])
-    given = [f"cluster.num_nodes={options['nodes']}"] if "nodes" in options else []
-    overrides = ["cluster=slurm", *overrides, *given]
-    config = load_config([*overrides, *assume_allocation(overrides, {})])
+    given = [f"cluster.num_nodes={options.get('nodes', 8)}", "cluster.gpus_per_node=8"]
+    config = load_config(["cluster=slurm", *given, *overrides])
     assert isinstance(config.cluster, ClusterConfig)
     assert list_contradictions(config) == []
 

@@ -1,8 +1,6 @@
 """What is found before a job trains: on a real Slurm, with its own words or with a line that names it."""
 
 import os
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -55,25 +53,6 @@ def test_each_kind_of_bad_input_ends_its_job_before_ray_starts_and_is_named(
         assert "Ray at" not in job.output
         assert job.show("Restarts") == "0"
         assert not (job.run_dir / "run.json").exists()
-
-
-def test_a_ray_that_a_job_has_left_is_named_with_its_node_and_process(slurm: MiniSlurm, submit, tmp_path: Path) -> None:
-    ended = submit("bogus.key=1", options=TWO_NODES)
-    ended.wait_state("FAILED")
-    assert "bogus.key: no such key" in ended.output
-    program = tmp_path / "raylet"
-    shutil.copy(shutil.which("sleep") or "/bin/sleep", program)
-    environment = os.environ | {"SLURM_JOB_ID": ended.number, "SLURM_CLUSTER_NAME": slurm.cluster}
-    left = subprocess.Popen([str(program), "120"], env=environment)
-    try:
-        job = submit("rollout.transport=split", options=TWO_NODES)
-        job.wait_state("FAILED")
-        owner = f"job {ended.number}, which has ended"
-        assert f"n1, n2: a Ray of {owner}, is left: raylet, process {left.pid}" in job.output
-        assert job.show("ExitCode") == "2:0"
-    finally:
-        left.kill()
-        left.wait()
 
 
 def write_program(path: Path, text: str) -> None:

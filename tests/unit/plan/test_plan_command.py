@@ -98,7 +98,7 @@ def test_a_wrong_configuration_ends_with_2_and_names_the_key(
         (
             ("cluster=h100x8", "cluster.hardware.memory_gib=2.4"),
             "GPU 0 (policy stage 0",
-            "the job does not fit H100 SXM5",
+            "none of the changes",
         ),
         (
             ("cluster=h100x8", "rollout.num_servers=7"),

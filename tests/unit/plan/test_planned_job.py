@@ -87,7 +87,7 @@ def test_the_plan_of_qwen32b_in_numbers() -> None:
         (
             (*QWEN32B, "train.tokens_per_microbatch=262144"),
             ["GPU 0 (policy stage 0)"],
-            ["train.tokens_per_microbatch=131072"],
+            ["train.tokens_per_microbatch=69632"],
         ),
         (
             ONE_NODE,
