@@ -19,9 +19,9 @@ from megarl.config.schema.roles import Offload, Recompute
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import AUTO, SERVERS, Placement, ServerOffload, Transport
 from megarl.config.values import write_value
+from megarl.plan.assumptions import GIB
 from megarl.plan.job import (
     FIRST,
-    GIB,
     LAST,
     JobPlan,
     PlannedModels,
@@ -243,7 +243,8 @@ def search(
         return scores[name]
 
     roles = [group.name for group in list_groups(config) if group.name != SERVERS]
-    for layouts in ([{}], *list_layouts(config, models, roles)):
+    as_it_is: list[Values] = [{}]
+    for layouts in (as_it_is, *list_layouts(config, models, roles)):
         fastest = min(layouts, key=score)
         present: Values | None = None
         while score(fastest) != NO_JOB and fastest != present:

@@ -72,6 +72,10 @@ def test_one_that_does_not_fit_ends_with_1_and_the_nearest_change() -> None:
         ((*PRESET, "cluster.gpus_per_node=0"), "cluster.gpus_per_node: found 0"),
         ((*QWEN32B, "policy.paralel.tp=3"), "policy.paralel.tp: no such key; did you mean policy.parallel.tp?"),
         ((*QWEN32B, "rollout.tp=3"), "rollout.tp: found 3"),
+        (
+            ("algo=grpo", "model=qwen3_235b_a22b", "policy.parallel.pp=1"),
+            "policy.parallel.pp: found stages of 11 layers",
+        ),
         ((*QWEN32B, "rollout.router_replay=true"), "rollout.router_replay: found true, but the model has no experts"),
         ((*QWEN32B, "model.path=nobody/nothing"), "model.path: 'nobody/nothing' found; no config.json"),
         (("qwen32b",), "qwen32b: found without a value; each argument must be key=value, or group=option"),

@@ -7,7 +7,8 @@ from plan_jobs import plan
 
 from megarl.config.load import load_config
 from megarl.config.schema.run import Placement
-from megarl.plan.job import GIB, find_models
+from megarl.plan.assumptions import GIB
+from megarl.plan.job import find_models
 from megarl.plan.search import NUM_BEST, Change, search
 from megarl.plan.tables import list_found
 
