@@ -288,14 +288,14 @@ def count_job(config: Config, job: RoleJob) -> tuple[StageParameters, ...]:
     rest = one.dense - dense - one.embedding - one.head
     ends = {number: size for number, size in ((0, first), (parallel.pp - 1, last)) if size}
     others = (arch.num_layers - sum(ends.values())) // max(1, parallel.pp - len(ends))
-    sizes = [ends.get(number, others) for number in range(parallel.pp)]
-    if sum(sizes) != arch.num_layers or any(size % parallel.vpp for size in sizes):
-        sizes_found = f"stages of {', '.join(map(str, sizes))} layers, each in {parallel.vpp} pieces (vpp)"
-        raise ConfigError([f"{job.name}.parallel.pp: found {sizes_found}; the model has {arch.num_layers} layers"])
+    layers = [ends.get(number, others) for number in range(parallel.pp)]
+    if sum(layers) != arch.num_layers or any(size % parallel.vpp for size in layers):
+        found = f"stages of {', '.join(map(str, layers))} layers, each in {parallel.vpp} pieces (vpp)"
+        raise ConfigError([f"{job.name}.parallel.pp: found {found}; the model has {arch.num_layers} layers"])
     # A tied output layer is a weight of its own on another stage than the embedding.
     head = one.head or (one.embedding if parallel.pp > 1 else 0)
     counts = []
-    for number, size in enumerate(sizes):
+    for number, size in enumerate(layers):
         embedding = one.embedding if number == 0 else 0
         own = (head, rest) if number == parallel.pp - 1 else (0, 0)
         count = size * dense + embedding + sum(own)

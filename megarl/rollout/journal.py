@@ -60,7 +60,9 @@ def load_samples(path: Path) -> list[list[Samples]]:
 def _build(record: dict[str, Any]) -> Sample:
     first_old, experts = record["first_old_logprobs"], record["experts"]
     # Arrays of bytes could not be written to, of which torch warns.
-    arrays = {name: np.frombuffer(bytearray(record["arrays"][name]), dtype) for name, dtype in ARRAYS.items()}
+    arrays: dict[str, Any] = {
+        name: np.frombuffer(bytearray(record["arrays"][name]), dtype) for name, dtype in ARRAYS.items()
+    }
     versions, ends = record["versions"]
     record["response"] |= arrays | {
         "weight_versions": WeightVersions(tuple(versions), tuple(ends)),

@@ -88,7 +88,8 @@ def from_record(record: Mapping[str, Any], **changes: Any) -> Sample:
 def _form(**fields: Any) -> Any:
     """What an object of exactly these keys must be; pydantic checks it."""
     config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-    return create_model("Form", __config__=config, **{name: (kind, ...) for name, kind in fields.items()})
+    definitions: dict[str, Any] = {name: (kind, ...) for name, kind in fields.items()}
+    return create_model("Form", __config__=config, **definitions)
 
 
 _LARGEST = float(np.finfo(np.float32).max)

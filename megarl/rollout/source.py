@@ -525,9 +525,10 @@ class GroupSource:
     def _collect(self, num_groups: int, key: str, weight_version: int) -> tuple[Sample, ...]:
         """Sample the groups of so many further prompts now."""
         prompts, num_responses = self._sampler.next_batch(num_groups), self._train.responses_per_prompt
-        return self._guard(
+        samples: tuple[Sample, ...] = self._guard(
             lambda: self._collector.sample(prompts, num_responses, key=key, weight_version=weight_version)
         )
+        return samples
 
     def _sample_to_pretrain(self, iteration: int, weight_version: int) -> IterationBatch:
         if self._saved is not None:
