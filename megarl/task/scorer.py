@@ -11,6 +11,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import task as schema
 from megarl.config.schema.reward_parts import read_parts
 from megarl.config.schema.task import RewardConfig, WeightedRewardConfig
+from megarl.task.code import CodeReward
 from megarl.task.data import GYM
 from megarl.task.function import FunctionReward
 from megarl.task.process import describe, load_callable
@@ -25,7 +26,6 @@ from megarl.task.reward import (
     RewardFailedError,
     score_exact,
 )
-from megarl.task.sandbox import CodeReward
 from megarl.task.served_rewards import HttpReward, JudgeReward, ScalarModelReward
 from megarl.types import FinishReason, Prompt, Response, RewardFunction, Score, check_score
 
