@@ -12,26 +12,26 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megarl"
 
 ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
-    "cli": (8, 1000, ("cli", "train", "evaluate", "serve", "api", "plan.command", "plan.doctor")),
-    "run": (7, 2950, ("run", "trainer", "experience", "sweep")),
+    "cli": (8, 930, ("cli", "train", "evaluate", "serve", "api", "plan.command", "plan.doctor")),
+    "run": (7, 2700, ("run", "trainer", "experience", "sweep")),
     "cluster": (6, 1750, ("cluster",)),
-    "plan": (6, 2150, ("plan",)),
-    "sync": (5, 2200, ("sync",)),
-    "mcore": (4, 4650, ("mcore",)),
-    "rollout": (4, 4200, ("rollout",)),
-    "config": (3, 2350, ("config",)),
-    "cpu": (3, 1650, ("cpu",)),
-    "algo": (2, 3000, ("algo",)),
-    "models": (2, 1050, ("models",)),
-    "report": (2, 3200, ("report",)),
-    "task": (2, 5200, ("task",)),
-    "files": (1, 1000, ("files", "guard", "ports", "signals", "timeline")),
-    "schema": (1, 2000, ("config.schema", "config.errors", "config.user_code")),
-    "types": (1, 720, ("types", "interfaces", "environment")),
+    "plan": (6, 2100, ("plan",)),
+    "sync": (5, 2160, ("sync",)),
+    "mcore": (4, 4550, ("mcore",)),
+    "rollout": (4, 4000, ("rollout",)),
+    "config": (3, 2330, ("config",)),
+    "cpu": (3, 1610, ("cpu",)),
+    "algo": (2, 2980, ("algo",)),
+    "models": (2, 1020, ("models",)),
+    "report": (2, 3110, ("report",)),
+    "task": (2, 4950, ("task",)),
+    "files": (1, 920, ("files", "guard", "ports", "signals", "timeline")),
+    "schema": (1, 1860, ("config.schema", "config.errors", "config.user_code")),
+    "types": (1, 710, ("types", "interfaces", "environment")),
 }
 """Floor, most lines and modules of every room. A room imports itself and rooms of lower floors, never one of its own
 floor. Raising a budget is a line that a reviewer sees, with its reason in the commit."""
-MOST_LINES, MOST_FILES = 38_000, 190
+MOST_LINES, MOST_FILES = 37_600, 185
 ROOM_OF = {module: room for room, (_, _, modules) in ROOMS.items() for module in modules}
 CONFIG_MAY_IMPORT = {"algo", "files", "schema"}
 """Fewer rooms than its floor allows. It reads what the algorithms' modules declare, without torch."""
