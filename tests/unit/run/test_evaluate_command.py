@@ -1,4 +1,4 @@
-"""megarl evaluate: which sets, with which reward, what is refused, and how many of them were trained on."""
+"""megarl evaluate: which sets, with which reward, and what is refused."""
 
 import json
 import shutil
