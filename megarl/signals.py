@@ -99,7 +99,7 @@ def show_warnings(message: Callable[[str], None]) -> Iterator[None]:
 
 def is_library(filename: str) -> bool:
     """Whether the source file is of a package that is installed, other than megarl, or of Python itself."""
-    own, installed = str(Path(__file__).resolve().parents[1]), ("site-packages", "dist-packages")
+    own, installed = str(Path(__file__).resolve().parent), ("site-packages", "dist-packages")
     elsewhere = filename.startswith(("<frozen", sysconfig.get_path("stdlib")))
     return not filename.startswith(own) and (elsewhere or any(folder in filename for folder in installed))
 
