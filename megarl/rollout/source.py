@@ -336,7 +336,7 @@ class GroupScheduler:
                     self._begin_next()
                 else:
                     self._settle(*ended)
-            except Exception as error:  # CancelledError too: the engine's calls were cancelled.
+            except BaseException as error:  # Raised in the thread that takes the groups, which else waits for ever.
                 with self._changed:
                     if ended is not None and self._under_way.pop(ended[0], None) is not None:
                         self._again.add(ended[0])
