@@ -35,7 +35,7 @@ from megarl.cluster.watch import (
 )
 from megarl.config.placement import DeviceSlot
 from megarl.interfaces import Pending, wait_all
-from megarl.mcore.batch import plan_microbatches
+from megarl.mcore.microbatches import plan_microbatches
 from megarl.mcore.spec import WorkerSpec, read_architecture
 from megarl.ports import is_loopback, pick_free_port
 from megarl.timeline import Recording, span

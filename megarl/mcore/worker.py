@@ -21,7 +21,7 @@ from torch import Tensor
 from megarl.algo.losses import LossCounts, LossOutput, TokenTargets, count_minibatch, critic_loss, policy_loss
 from megarl.config.schema.algo import KLEstimator, needs_full_kl
 from megarl.mcore import bridge, process_groups, state
-from megarl.mcore.batch import ContextGroup, PackedBatch, build_batch, count_tokens, describe_work, plan_microbatches
+from megarl.mcore.batch import ContextGroup, PackedBatch, build_batch
 from megarl.mcore.checkpoint_format import DESCRIPTION
 from megarl.mcore.device import find_machine
 from megarl.mcore.entries import Entry, PeftAdapter
@@ -29,6 +29,7 @@ from megarl.mcore.hf import copy_description, write_hf_checkpoint
 from megarl.mcore.layers import choose_overlap, describe_fast_ways, find_layers
 from megarl.mcore.logprobs import VocabShard, compute_full_kl, compute_logprobs
 from megarl.mcore.lora import attach_adapters, export_peft
+from megarl.mcore.microbatches import count_tokens, describe_work, plan_microbatches
 from megarl.mcore.model import bound_values, build_chunks, build_config, freeze, wrap_chunks
 from megarl.mcore.optimizer import (
     OffloadManager,

@@ -17,8 +17,8 @@ from megarl.config.placement import list_groups, place
 from megarl.config.schema.roles import Offload, ParallelConfig, Recompute, RecomputeMethod
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import ClusterConfig, HardwareConfig, Placement, RolloutConfig, Transport
-from megarl.mcore.batch import count_layer_work
 from megarl.mcore.device import find_machine
+from megarl.mcore.microbatches import count_layer_work
 from megarl.models.architecture import Architecture
 from megarl.plan import assumptions as a
 from megarl.plan.memory import (

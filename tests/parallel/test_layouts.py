@@ -32,7 +32,7 @@ from megarl.config.schema.roles import (
     RecomputeMethod,
     Trainable,
 )
-from megarl.mcore.batch import compute_row_costs, pack
+from megarl.mcore.microbatches import compute_row_costs, pack
 from megarl.mcore.spec import Role, WorkerSpec, read_architecture
 from megarl.types import TrainingSamples
 

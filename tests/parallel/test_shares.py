@@ -13,7 +13,8 @@ from tiny_checkpoints import build_samples, write_checkpoint
 
 from megarl.cluster.workers import Share, Sharer, count_minibatches
 from megarl.config.schema.roles import ParallelConfig
-from megarl.mcore.batch import build_batch, pack
+from megarl.mcore.batch import build_batch
+from megarl.mcore.microbatches import pack
 from megarl.mcore.spec import Role
 from megarl.types import TrainingSamples
 

@@ -17,7 +17,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "cluster": (6, 1750, ("cluster",)),
     "plan": (6, 2100, ("plan",)),
     "sync": (5, 2160, ("sync",)),
-    "mcore": (4, 4550, ("mcore",)),
+    "mcore": (4, 4560, ("mcore",)),
     "rollout": (4, 4000, ("rollout",)),
     "config": (3, 2330, ("config",)),
     "cpu": (3, 1610, ("cpu",)),
@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
 }
 """Floor, most lines and modules of every room. A room imports itself and rooms of lower floors, never one of its own
 floor. Raising a budget is a line that a reviewer sees, with its reason in the commit."""
-MOST_LINES, MOST_FILES = 37_600, 185
+MOST_LINES, MOST_FILES = 37_600, 186
 ROOM_OF = {module: room for room, (_, _, modules) in ROOMS.items() for module in modules}
 CONFIG_MAY_IMPORT = {"algo", "files", "schema"}
 """Fewer rooms than its floor allows. It reads what the algorithms' modules declare, without torch."""

@@ -29,8 +29,8 @@ from megarl.config.load import load_config
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig
 from megarl.config.schema.run import RolloutConfig
-from megarl.mcore.batch import compute_row_costs
 from megarl.mcore.device import device
+from megarl.mcore.microbatches import compute_row_costs
 from megarl.mcore.spec import Role, WorkerSpec, read_architecture
 from megarl.mcore.worker import MegatronWorker
 from megarl.rollout.client import SGLangClient

@@ -218,7 +218,7 @@ of_server = build_environment(config, folder)
 os.environ.clear()
 os.environ.update(before)
 WorkerActor.__ray_metadata__.modified_class(str(folder / "rank.log"), "127.0.0.1", gpus)
-assert "megarl.mcore.batch" in sys.modules, "the import chain is the real one"
+assert "megarl.mcore.microbatches" in sys.modules, "the import chain is the real one"
 found = [{name: each.get(name) for name in sys.argv[2:]} for each in (of_server, os.environ)]
 (folder / "found").write_text(json.dumps(found))
 """

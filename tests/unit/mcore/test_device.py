@@ -56,7 +56,7 @@ assert not hasattr(state, "_megarl_cuda") and type(state.__loader__).__name__ ==
 import torch
 asked = []
 torch.cuda.is_available = lambda: asked.append(1) or False
-import megarl.mcore, megarl.mcore.spec, megarl.mcore.batch
+import megarl.mcore, megarl.mcore.spec, megarl.mcore.microbatches
 assert not asked
 import megatron.core.enums
 assert len(asked) == 1

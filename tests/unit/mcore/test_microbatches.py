@@ -10,7 +10,8 @@ from tiny_checkpoints import build_sequences, build_spec, write_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from megarl.config.schema.roles import LoraConfig
-from megarl.mcore.batch import ContextGroup, build_batch, compute_row_costs, count_tokens, describe_work, pack
+from megarl.mcore.batch import ContextGroup, build_batch
+from megarl.mcore.microbatches import compute_row_costs, count_tokens, describe_work, pack
 from megarl.mcore.spec import Role, read_architecture
 from megarl.models.architecture import Architecture, Experts
 from megarl.types import Sequences
