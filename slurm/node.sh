@@ -123,7 +123,7 @@ main() {
   fi
   if ((number == 0)); then
     # The one port that Ray does not leave to the kernel; not one of those that the kernel gives away meanwhile.
-    port=$("$MEGARL_PYTHON" -c 'from megarl.ports import pick_free_port; print(pick_free_port(""))')
+    port=$("$MEGARL_PYTHON" -c 'from megarl.signals import pick_free_port; print(pick_free_port(""))')
     options+=(--head --port=0 --ray-client-server-port="$port" --include-dashboard=false --no-monitor)
   else
     options+=(--address="$MEGARL_RAY_ADDRESS")

@@ -1,12 +1,20 @@
-"""Calls of Ray and waits for them: each has a deadline, fails as soon as one fails, and names what it waited for.
+"""Calls of Ray and waits for them: each has a deadline, fails as soon as one fails, and names what it waited for; and the
+process that owns a local Ray, which listens on the loopback interface alone.
+
+    python -m megarl.cluster.calls TEMP_DIR CPUS BYTES
 
 Ray's own calls are native code that waits for its processes without a deadline: a call runs in a thread, while the
 caller waits and can be interrupted by a signal.
+
+The owner is started by `opened.py` under the guard of `megarl/signals.py`, so that Ray's processes are no children of
+the driver: neither the driver's signals nor its end, whatever ends it, leaves one of them behind.
 """
 
 import atexit
 import math
 import os
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,10 +23,13 @@ from concurrent.futures import wait as wait_futures
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 import psutil
 import ray
+from ray._private.node import Node
+from ray._private.parameter import RayParams
 
 from megarl.config.errors import ConfigError
 from megarl.interfaces import DeadlineError
@@ -255,3 +266,36 @@ def _find_error(ref: ray.ObjectRef[Any]) -> Exception | None:
 def wait_for(refs: Sequence[ray.ObjectRef[Any]], names: Sequence[str], what: str, deadline_s: float) -> list[Any]:
     """The results of `refs` in order. Raises as `PendingCall.wait`."""
     return PendingCall(tuple(refs), tuple(names), what, deadline_s, list).result()
+
+
+ADDRESS_FILE = "address"
+"""In TEMP_DIR: HOST:PORT of Ray, once it can be joined"""
+HOST = "127.0.0.1"
+"""With this address of a node Ray's processes listen on no other interface"""
+
+
+def main() -> None:
+    """Start Ray and wait to be killed; Ray's processes are then killed by the kernel."""
+    temp_dir, num_cpus, object_store_bytes = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    # Not ray.init: it takes the machine's public address instead of the loopback's, and starts a monitor, whose
+    # metrics answer on all interfaces. Neither the monitor (of nodes to add) nor that of logs is used.
+    parameters = RayParams(
+        node_ip_address=HOST,
+        node_name=HOST,
+        num_cpus=num_cpus,
+        object_store_memory=object_store_bytes,
+        include_dashboard=False,
+        include_log_monitor=False,  # type: ignore[arg-type]  # Ray's types are wrong here
+        no_monitor=True,
+        temp_dir=str(temp_dir),
+    )
+    node = Node(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True)
+    building = temp_dir / f".{ADDRESS_FILE}"
+    building.write_text(node.gcs_address)
+    os.replace(building, temp_dir / ADDRESS_FILE)
+    while True:
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main()

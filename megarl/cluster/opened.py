@@ -26,8 +26,7 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster import calls
-from megarl.cluster.calls import RayLostError, ask, wait_for
-from megarl.cluster.head import ADDRESS_FILE
+from megarl.cluster.calls import ADDRESS_FILE, RayLostError, ask, wait_for
 from megarl.cluster.process import Gpu, build_variables, choose_gpus, find_gpus, resolve_host
 from megarl.config.placement import DeviceSlot, find_ray_address, format_numbers
 from megarl.config.schema.run import ClusterConfig
@@ -235,7 +234,7 @@ def _using_key(path: Path) -> Iterator[None]:
 
 def _start_head(scratch: Path, num_cpus: int, object_store_bytes: int) -> subprocess.Popen[bytes]:
     guard = [sys.executable, "-S", "-I", str(GUARD), str(scratch)]
-    command = [sys.executable, "-m", "megarl.cluster.head"]
+    command = [sys.executable, "-m", "megarl.cluster.calls"]
 
     def ignore_stops() -> None:
         # Sent to all processes of a job, they must not end these before the driver has saved its state.

@@ -17,12 +17,13 @@ from megarl.cluster.opened import Cluster
 from megarl.cluster.process import (
     Gpu,
     agree_on_nccl,
+    find_peak_of_tree,
+    identify,
     redirect_output,
     resolve_host,
     use_gpus,
     use_interface,
 )
-from megarl.cluster.watch import find_peak_of_tree, identify
 from megarl.config.placement import DeviceSlot
 from megarl.config.schema.run import RolloutConfig
 from megarl.rollout.server import CALL_DEADLINE_S, NUM_CALLS, SGLangServer, find_loss

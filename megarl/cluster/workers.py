@@ -23,21 +23,26 @@ from megarl.algo.blocks import allocate_zeros
 from megarl.algo.losses import LossCounts, count_minibatch
 from megarl.cluster.calls import PendingCall, RayLostError, ask, wait_for
 from megarl.cluster.opened import Cluster
-from megarl.cluster.process import Gpu, agree_on_nccl, redirect_output, resolve_host, use_gpus, use_interface
-from megarl.cluster.watch import (
+from megarl.cluster.process import (
     CallState,
     CallTracker,
+    Gpu,
     RankProfiler,
     RankStacks,
+    agree_on_nccl,
     dump_on_signal,
     find_own_peak,
     identify,
+    redirect_output,
+    resolve_host,
+    use_gpus,
+    use_interface,
 )
 from megarl.config.placement import DeviceSlot
 from megarl.interfaces import Pending, wait_all
 from megarl.mcore.microbatches import plan_microbatches
 from megarl.mcore.spec import WorkerSpec, read_architecture
-from megarl.ports import is_loopback, pick_free_port
+from megarl.signals import is_loopback, pick_free_port
 from megarl.timeline import Recording, span
 from megarl.types import Metrics, Sequences, TrainingSamples
 

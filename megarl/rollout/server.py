@@ -30,9 +30,9 @@ from megarl.cpu.serving import CpuServing
 from megarl.files import load_json_object
 from megarl.interfaces import UNPUBLISHED, DeadlineError
 from megarl.models.families import FAMILIES
-from megarl.ports import pick_free_port
 from megarl.rollout.client import ConnectionLostError, RequestError, SGLangClient
 from megarl.rollout.conversation import find_turn_end
+from megarl.signals import pick_free_port
 from megarl.task.render import Renderer
 
 OWN_OPTIONS = {
@@ -243,7 +243,7 @@ def load_json(file: Path) -> dict[str, Any]:
 
 
 MODELS = Path(__file__).parent / "models"
-GUARD = Path(__file__).parents[1] / "guard.py"
+GUARD = Path(__file__).parents[1] / "signals.py"
 TRACKER_WARNINGS = "ignore::UserWarning:multiprocessing.resource_tracker"
 GPU_DEVICES = Path("/dev/nvidiactl"), Path("/dev/dxg")
 """Of NVIDIA's driver on Linux, and in WSL"""
@@ -456,7 +456,7 @@ class SGLangServer:
     """A server process that ends with its owner.
 
     `start` returns at once; `wait_healthy` waits for the first healthy answer. The process tree is owned by
-    `guard.py`, which ends it when this object is stopped or this process dies.
+    `megarl/signals.py`, which ends it when this object is stopped or this process dies.
     """
 
     def __init__(

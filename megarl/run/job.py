@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cluster.opened import Cluster, open_ray
+from megarl.cluster.process import Profiler, measure_peaks
 from megarl.cluster.servers import Servers
-from megarl.cluster.watch import Profiler, measure_peaks
 from megarl.cluster.workers import Turns, WorkerGroup
 from megarl.config.errors import ConfigError
 from megarl.config.placement import find_server_offload, is_sharing, list_groups, place, take_turns

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.guard import list_descendants
+from megarl.signals import list_descendants
 
 MIB = 2**20
 _USER, _PID, _NET, _IPC, _UTS, _MOUNTS = 0x10000000, 0x20000000, 0x40000000, 0x08000000, 0x04000000, 0x00020000

@@ -16,7 +16,7 @@ from megarl.cluster.opened import open_ray, wait_for_nodes
 from megarl.config.errors import ConfigError
 from megarl.config.schema.run import ClusterConfig
 from megarl.interfaces import DeadlineError, wait_all
-from megarl.ports import pick_free_port
+from megarl.signals import pick_free_port
 
 pytestmark = pytest.mark.slow
 

@@ -15,8 +15,7 @@ import torch
 
 from megarl.cluster.calls import PendingCall, WorkerError
 from megarl.cluster.opened import Cluster, open_ray
-from megarl.cluster.process import redirect_output
-from megarl.cluster.watch import CallState, CallTracker, RankStacks, dump_on_signal, identify
+from megarl.cluster.process import CallState, CallTracker, RankStacks, dump_on_signal, identify, redirect_output
 from megarl.cluster.workers import WorkerGroup
 from megarl.config.placement import DeviceSlot
 from megarl.config.schema.algo import AlgoConfig

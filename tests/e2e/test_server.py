@@ -20,12 +20,11 @@ from transformers import AutoModelForCausalLM
 
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.run import RolloutConfig
-from megarl.guard import find_shared_memory
 from megarl.interfaces import UNPUBLISHED, Done, SyncError
-from megarl.ports import pick_free_port
 from megarl.rollout.client import RequestError, SGLangClient
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.server import ServerError, SGLangServer
+from megarl.signals import find_shared_memory, pick_free_port
 from megarl.sync.sync import DiskSync, build_probe_tokens
 from megarl.types import Prompt, Sequences
 

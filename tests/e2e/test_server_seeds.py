@@ -10,10 +10,10 @@ from generation import generate_groups
 from servers import API_KEY, running_server
 from test_server import build_prompts
 
-from megarl.ports import pick_free_port
 from megarl.rollout.client import ConnectionLostError
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.server import SGLangServer
+from megarl.signals import pick_free_port
 from megarl.types import Prompt, Response
 
 pytestmark = [

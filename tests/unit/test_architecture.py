@@ -25,7 +25,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "models": (2, 1020, ("models",)),
     "report": (2, 3110, ("report",)),
     "task": (2, 4950, ("task",)),
-    "files": (1, 920, ("files", "guard", "ports", "signals", "timeline")),
+    "files": (1, 920, ("files", "signals", "timeline")),
     "schema": (1, 1860, ("config.schema", "config.errors", "config.user_code")),
     "types": (1, 710, ("types", "interfaces", "environment")),
 }

@@ -31,9 +31,9 @@ from megarl.config.schema.roles import Dtype, ParallelConfig
 from megarl.config.schema.run import RolloutConfig, Transport
 from megarl.interfaces import DeadlineError, TrainBackend
 from megarl.mcore.spec import Role, WorkerSpec, read_architecture
-from megarl.ports import pick_free_port
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.server import SGLangServer
+from megarl.signals import pick_free_port
 from megarl.sync.ranks import Ranks
 from megarl.sync.sync import DiskSync, ShardSync
 from megarl.types import Sequences

@@ -12,7 +12,7 @@ import torch
 from fakes.backend import Done
 from fakes.run import World
 
-from megarl.cluster.watch import DIRECTORY, TIMELINE, Profiler, RankProfiler, find_own_peak, find_peak_of_tree
+from megarl.cluster.process import DIRECTORY, TIMELINE, Profiler, RankProfiler, find_own_peak, find_peak_of_tree
 from megarl.timeline import Recording, span
 
 PHASES = ("rollout", "experience", "update", "checkpoint", "sync", "evaluate")

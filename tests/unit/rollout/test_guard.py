@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl import guard
+from megarl import signals
 
 # A server with a child in a session of its own, which ignores SIGTERM and holds a file and a semaphore in
 # shared memory; nothing cleans up after it, as after an SGLang scheduler that was killed.
@@ -42,7 +42,7 @@ def held():
 
 def start(scratch: Path, *command: str) -> subprocess.Popen:
     scratch.mkdir()
-    words = [sys.executable, "-S", "-I", guard.__file__, str(scratch), *command]
+    words = [sys.executable, "-S", "-I", signals.__file__, str(scratch), *command]
     return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
 
 
@@ -70,7 +70,7 @@ def test_nothing_outlives_the_owners_end(tmp_path, held, end):
 
 
 def test_a_killed_owner_takes_its_server_along(tmp_path, held):
-    words = [sys.executable, "-S", "-I", guard.__file__, str(tmp_path / "s"), sys.executable, "-c", PROGRAM]
+    words = [sys.executable, "-S", "-I", signals.__file__, str(tmp_path / "s"), sys.executable, "-c", PROGRAM]
     owner = f"""
 import subprocess, time
 subprocess.Popen({[*words, str(held[0])]!r}, stdin=subprocess.PIPE, start_new_session=True)

@@ -18,7 +18,6 @@ from megarl.config.schema.roles import Dtype, RandomModelConfig
 from megarl.config.schema.run import RolloutConfig, ServerOffload
 from megarl.cpu.serving import STANDINS, CpuServing
 from megarl.models.checkpoint import build_random_checkpoint
-from megarl.ports import LOCAL_PORTS, pick_free_port
 from megarl.rollout import server
 from megarl.rollout.server import (
     OWN_OPTIONS,
@@ -29,6 +28,7 @@ from megarl.rollout.server import (
     load_options,
     make_scratch,
 )
+from megarl.signals import LOCAL_PORTS, pick_free_port
 
 SRT = Path(importlib.util.find_spec("sglang").origin).with_name("srt")
 FLOAT32 = {"dtype": Dtype.float32}
