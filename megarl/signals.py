@@ -1,5 +1,5 @@
-"""A process and its system: the signals that ask it to end, its terminal while libraries print to a file, free ports, and
-a guard, which makes sure that none of a server's processes outlives its owner.
+"""A process and its system: the signals that ask it to end, its terminal while libraries print to a file, free ports,
+and a guard, which makes sure that none of a server's processes outlives its owner.
 
     python -S -I signals.py SCRATCH_DIR COMMAND...
 

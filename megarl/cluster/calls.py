@@ -1,5 +1,5 @@
-"""Calls of Ray and waits for them: each has a deadline, fails as soon as one fails, and names what it waited for; and the
-process that owns a local Ray, which listens on the loopback interface alone.
+"""Calls of Ray and waits for them: each has a deadline, fails as soon as one fails, and names what it waited for; and
+the process that owns a local Ray, which listens on the loopback interface alone.
 
     python -m megarl.cluster.calls TEMP_DIR CPUS BYTES
 

@@ -1,5 +1,5 @@
-"""A process of a run: its log file, addresses, GPUs and the cores near them; what it does, for whoever waits for it (its
-stack, its most memory) and for the profile of one iteration.
+"""A process of a run: its log file, addresses, GPUs and the cores near them; what it does, for whoever waits for it
+(its stack, its most memory) and for the profile of one iteration.
 
 A process has its GPUs by the environment that it is started with: CUDA reads it once, at the first call of any kind,
 such as whether there is CUDA, and what is set later has no effect. Copies to and from a GPU of another socket cross

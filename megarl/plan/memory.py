@@ -553,7 +553,7 @@ def compute_phases(
     """Bytes of one GPU in each phase, by PHASES. Roles that share it compute in parallel, or take turns.
 
     memories: of the roles' processes there. bucket_bytes: rollout.sync_bucket_mb; a rank of a sync holds at most two
-    messages. takes_turns: megarl/cluster/workers.py. offload: what the server has given back while roles compute
+    messages. takes_turns: megarl/cluster/actors.py. offload: what the server has given back while roles compute
     (megarl/rollout/offload.py).
     """
     is_shared = server is not None or len(memories) > 1

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
+from megarl.cluster.actors import Servers
 from megarl.cluster.opened import open_ray
-from megarl.cluster.servers import Servers
 from megarl.config.errors import ConfigError
 from megarl.config.placement import count_gpus, list_groups, place
 from megarl.config.schema.root import Config

@@ -7,10 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megarl.cluster.actors import Servers, Turns, WorkerGroup
 from megarl.cluster.opened import Cluster, open_ray
 from megarl.cluster.process import Profiler, measure_peaks
-from megarl.cluster.servers import Servers
-from megarl.cluster.workers import Turns, WorkerGroup
 from megarl.config.errors import ConfigError
 from megarl.config.placement import find_server_offload, is_sharing, list_groups, place, take_turns
 from megarl.config.schema.root import Config

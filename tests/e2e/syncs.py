@@ -13,8 +13,8 @@ from loop_parts import build_policy
 from servers import API_KEY, running_server
 from torch import Tensor
 
+from megarl.cluster.actors import WorkerGroup
 from megarl.cluster.opened import open_ray
-from megarl.cluster.workers import WorkerGroup
 from megarl.config.placement import DeviceSlot
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.run import ClusterConfig, RolloutConfig, Transport

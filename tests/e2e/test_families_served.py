@@ -8,8 +8,8 @@ from loop_parts import build_policy
 from safetensors.torch import load_file, save_file
 from servers import ALPHABET, API_KEY, running_server
 
+from megarl.cluster.actors import WorkerGroup
 from megarl.cluster.opened import open_ray
-from megarl.cluster.workers import WorkerGroup
 from megarl.config.placement import DeviceSlot
 from megarl.config.schema.roles import Dtype, RandomModelConfig
 from megarl.config.schema.run import ClusterConfig, RolloutConfig, Transport

@@ -13,10 +13,10 @@ import pytest
 import ray
 import torch
 
+from megarl.cluster.actors import WorkerGroup
 from megarl.cluster.calls import PendingCall, WorkerError
 from megarl.cluster.opened import Cluster, open_ray
 from megarl.cluster.process import CallState, CallTracker, RankStacks, dump_on_signal, identify, redirect_output
-from megarl.cluster.workers import WorkerGroup
 from megarl.config.placement import DeviceSlot
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import Dtype, ParallelConfig

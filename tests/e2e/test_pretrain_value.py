@@ -8,8 +8,8 @@ import pytest
 import torch
 from whole_runs import find_marked, find_scratch, start, wait_end
 
+from megarl.cluster.actors import WorkerGroup
 from megarl.cluster.opened import open_ray
-from megarl.cluster.workers import WorkerGroup
 from megarl.config.load import load_config
 from megarl.config.placement import DeviceSlot
 from megarl.mcore.spec import Role

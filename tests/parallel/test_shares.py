@@ -11,7 +11,7 @@ import torch
 from layout_runs import build_spec, collect, evaluate, launch_each
 from tiny_checkpoints import build_samples, write_checkpoint
 
-from megarl.cluster.workers import Share, Sharer, count_minibatches
+from megarl.cluster.actors import Share, Sharer, count_minibatches
 from megarl.config.schema.roles import ParallelConfig
 from megarl.mcore.batch import build_batch
 from megarl.mcore.microbatches import pack

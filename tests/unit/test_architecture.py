@@ -186,7 +186,7 @@ def test_the_import_check_refuses(importer: str, imported: str) -> None:
 @pytest.mark.parametrize(
     ("importer", "imported"),
     [
-        ("megarl.cluster.workers", "ray"),
+        ("megarl.cluster.actors", "ray"),
         ("megarl.trainer", "megarl.run.checkpoint"),
         ("megarl.plan.doctor", "megarl.run.inputs"),
         ("megarl.algo.rewards", "torch"),

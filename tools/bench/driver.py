@@ -2,7 +2,7 @@
 
 What lies between, for VAPO on qwen32b as planned for 64 GPUs (8,192 samples of 8,192 tokens on average): parse and
 decode the answers, write the journal, build the tensors, merge the log-probs and values that the ranks report, metrics
-and targets, minibatches and their counts, and what each rank is sent (megarl/cluster/workers.py). A few answers are
+and targets, minibatches and their counts, and what each rank is sent (megarl/cluster/actors.py). A few answers are
 recorded and parsed over and over; the models' results are made in between and cost no time here, but
 count as memory. Not included: verifiers, which run in processes of their own, and Ray's copying. Seconds are CPU time
 on one thread. In a run most of the answers are parsed, decoded and journaled while others are still generated; here all
@@ -35,7 +35,7 @@ from transformers import PreTrainedTokenizerFast
 from megarl.algo.blocks import allocate_zeros
 from megarl.algo.diagnostics import compute_batch_metrics
 from megarl.algo.targets import compute_targets
-from megarl.cluster.workers import Sharer, count_minibatches, merge_rows
+from megarl.cluster.actors import Sharer, count_minibatches, merge_rows
 from megarl.config.load import load_config
 from megarl.config.schema.roles import ParallelConfig
 from megarl.config.schema.root import Config

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from speed import Result, describe_range, find_medians, take_turns
 from torch import Tensor
 
-from megarl.cluster.workers import merge_rows
+from megarl.cluster.actors import merge_rows
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import Dtype, ParallelConfig
 from megarl.config.schema.run import RolloutConfig, Transport

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster import calls
+from megarl.cluster.actors import Turns
 from megarl.cluster.opened import remove_left_over
-from megarl.cluster.workers import Turns
 from megarl.signals import Stopped
 
 

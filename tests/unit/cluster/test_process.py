@@ -15,6 +15,7 @@ import pytest
 import ray
 import torch.distributed as dist
 
+from megarl.cluster.actors import Servers, WorkerGroup
 from megarl.cluster.opened import Cluster, open_ray
 from megarl.cluster.process import (
     Gpu,
@@ -24,8 +25,6 @@ from megarl.cluster.process import (
     choose_gpus,
     use_gpus,
 )
-from megarl.cluster.servers import Servers
-from megarl.cluster.workers import WorkerGroup
 from megarl.config.errors import ConfigError
 from megarl.config.placement import Group, place
 from megarl.config.schema.algo import AlgoConfig
@@ -204,8 +203,8 @@ def fail(*args, **kwargs):
 torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = torch.cuda.init = fail
 torch._C._cuda_getDeviceCount = torch._C._cuda_init = fail
 from megarl.cluster.process import Gpu
-from megarl.cluster.servers import ServerActor
-from megarl.cluster.workers import WorkerActor
+from megarl.cluster.actors import ServerActor
+from megarl.cluster.actors import WorkerActor
 from megarl.config.schema.run import RolloutConfig
 from megarl.rollout.server import build_environment
 
