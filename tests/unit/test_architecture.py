@@ -14,7 +14,7 @@ PACKAGE = ROOT / "megarl"
 ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "cli": (8, 930, ("cli", "train", "evaluate", "serve", "api", "plan.command", "plan.doctor")),
     "run": (7, 2700, ("run", "trainer", "experience", "sweep")),
-    "cluster": (6, 1750, ("cluster",)),
+    "cluster": (6, 1680, ("cluster",)),
     "plan": (6, 2100, ("plan",)),
     "sync": (5, 2160, ("sync",)),
     "mcore": (4, 4560, ("mcore",)),
@@ -25,7 +25,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "models": (2, 1020, ("models",)),
     "report": (2, 3110, ("report",)),
     "task": (2, 4950, ("task",)),
-    "files": (1, 920, ("files", "signals", "timeline")),
+    "files": (1, 910, ("files", "signals", "timeline")),
     "schema": (1, 1860, ("config.schema", "config.errors", "config.user_code")),
     "types": (1, 710, ("types", "interfaces", "environment")),
 }
