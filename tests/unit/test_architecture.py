@@ -14,7 +14,7 @@ PACKAGE = ROOT / "megarl"
 ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "cli": (8, 930, ("cli", "train", "evaluate", "serve", "api", "plan.command", "plan.doctor")),
     "run": (7, 2700, ("run", "trainer", "experience", "sweep")),
-    "cluster": (6, 1680, ("cluster",)),
+    "cluster": (6, 1720, ("cluster",)),
     "plan": (6, 2100, ("plan",)),
     "sync": (5, 2160, ("sync",)),
     "mcore": (4, 4560, ("mcore",)),
