@@ -126,8 +126,13 @@ def test_every_bucket_arrives_whole_and_in_order_time_after_time_and_the_slots_l
 ) -> None:
     """The names are gone after the first sync, so that the slots end with the processes."""
     spec = make_spec("memory" if kind == "ipc" else kind, tmp_path)
-    together = threading.Barrier(NUM_SOURCES + NUM_TARGETS)
     received: list[list[tuple[int, int]]] = [[] for _ in range(NUM_TARGETS)]
+
+    def check_names() -> None:
+        assert {path.name for path in tmp_path.glob("ring-*/*")} <= {"counters"}
+
+    # Checks while all ends wait, so that none of them makes or removes a file meanwhile.
+    together = threading.Barrier(NUM_SOURCES + NUM_TARGETS, check_names)
 
     def take(bucket: Bucket, message: torch.Tensor) -> None:
         assert torch.equal(message, expected_bytes(bucket))
@@ -145,7 +150,6 @@ def test_every_bucket_arrives_whole_and_in_order_time_after_time_and_the_slots_l
             else:
                 opened.receive(own, take)
             together.wait(30)
-            assert {path.name for path in tmp_path.glob("ring-*/*")} <= {"counters"}
         opened.close()
 
     with ThreadPoolExecutor(NUM_SOURCES + NUM_TARGETS) as pool:
