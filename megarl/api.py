@@ -59,7 +59,7 @@ def train(
     check_start(config)
     directory = Path(run_dir or f"runs/{time.strftime('%Y-%m-%d_%H-%M-%S')}_{config.algo.name}_{config.model.name}")
     # Only now: importing torch and Ray takes seconds that `compose` need not wait.
-    from megarl.run.attempts import run_job
+    from megarl.run.job import run_job
     from megarl.signals import stopping_on_signals
 
     with stopping_on_signals():

@@ -23,9 +23,7 @@ from megarl.config.load import load_config
 from megarl.config.schema.root import Config
 from megarl.files import RUN_FILE
 from megarl.report.record import Outcome, State, format_outcomes, load_outcome, load_sweep
-from megarl.run.command import Results, end_with_config_error, format_results, list_overrides
-from megarl.run.ended import write_if_ours
-from megarl.run.resume import quote
+from megarl.run.command import Results, end_with_config_error, format_results, list_overrides, quote, write_if_ours
 from megarl.signals import Stopped, stopping_on_signals
 
 OUTPUT = "output.log"

@@ -28,8 +28,8 @@ from megarl.run.command import (
     is_sweep,
     list_overrides,
     run_composed,
+    take_resume,
 )
-from megarl.run.resume import take_resume
 
 if TYPE_CHECKING:
     from megarl.trainer import Summary
@@ -70,7 +70,7 @@ def _run_composed(composed: DictConfig) -> float | None:
 
 def _train(config: Config, run_dir: Path) -> Results:
     # Imported here: torch and Ray take seconds, for which `--help` need not wait.
-    from megarl.run.attempts import run_job
+    from megarl.run.job import run_job
 
     try:
         summary = run_job(config, run_dir, list_overrides(), is_resumed=_resumed is not None)

@@ -388,7 +388,7 @@ give_up() {
     "(checkpoint.save_every=1); to go on: $(tell_again)"
   rm -f "$starts"
   # Where the driver could not, while steps still start.
-  timeout "$PREFLIGHT_S" "${on_head[@]}" "${inside[@]}" "$MEGARL_PYTHON" -m megarl.run.ended "$run_dir" "$why" || true
+  timeout "$PREFLIGHT_S" "${on_head[@]}" "${inside[@]}" "$MEGARL_PYTHON" -m megarl.run.command "$run_dir" "$why" || true
   exit "$2"
 }
 

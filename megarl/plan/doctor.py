@@ -40,8 +40,7 @@ from megarl.config.placement import check_allocation, check_cluster, count_nodes
 from megarl.config.schema.roles import ModelSource
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import LEAST_OF_KIND, ClusterConfig
-from megarl.run.command import check_machine, end_with_closed_pipe, end_with_config_error
-from megarl.run.resume import take_resume
+from megarl.run.command import check_machine, end_with_closed_pipe, end_with_config_error, take_resume
 from megarl.task.sandbox import PROTECTIONS, find_protections
 
 DESCRIBE_TORCH = """

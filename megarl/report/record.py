@@ -2,7 +2,7 @@
 
 run.json is one object, which is replaced whole at each start, phase and end:
 
-overrides, config, directory: what the run was started with, for resuming (`megarl.run.resume.save_run`).
+overrides, config, directory: what the run was started with, for resuming (`megarl.run.command.save_run`).
 
 starts: what each start was made with, the fields of `Start`.
 

@@ -38,7 +38,7 @@ from megarl.rollout.conversation import Conversation, build_conversation
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.episodes import EpisodeRunner, check_conversation
 from megarl.rollout.server import add_turn_end, build_command, check_served_class, load_generation_spec
-from megarl.run.fleet import Recovery
+from megarl.run.components import Recovery
 from megarl.signals import get_terminal
 from megarl.task.data import build_data, build_evaluation_set, draw
 from megarl.task.environments import build_tool_prompt

@@ -33,8 +33,7 @@ from megarl.config.load import check_overrides, load_config
 from megarl.config.overrides import take_config_dirs
 from megarl.config.placement import list_contradictions
 from megarl.config.schema.run import ClusterConfig
-from megarl.run.command import EXIT_BAD_CONFIG, check_command_line, check_training
-from megarl.run.resume import save_run
+from megarl.run.command import EXIT_BAD_CONFIG, check_command_line, check_training, save_run
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(

@@ -20,8 +20,8 @@ from megarl.report.metrics import load_metrics
 from megarl.report.report import Report, build_report
 from megarl.rollout.journal import Journal
 from megarl.rollout.offload import ServerOffloader
-from megarl.run import attempts
-from megarl.run.fleet import TrainerComponents
+from megarl.run import job
+from megarl.run.components import TrainerComponents
 from megarl.run.inputs import Inputs, load_inputs
 from megarl.run.job import Generation, RunResources, build_components
 from megarl.task.reward import AsyncReward
@@ -155,14 +155,14 @@ class World:
             yield Trainer(config, replace(components, **replaced))
 
     def run_job(self, run_dir: Path, overrides: Sequence[str], **keys: Any) -> Any:
-        """`megarl.run.attempts.run_job` of this configuration over the fakes."""
+        """`megarl.run.job.run_job` of this configuration over the fakes."""
         config, inputs = load(overrides)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attempts, "open_resources", self.open_resources)
-            patch.setattr(attempts, "open_components", self.open_components)
-            patch.setattr(attempts, "load_inputs", lambda _config: inputs)
-            patch.setattr(attempts, "check_changes", lambda _before, _config: [])
-            return attempts.run_job(config, run_dir, **keys)
+            patch.setattr(job, "open_resources", self.open_resources)
+            patch.setattr(job, "open_components", self.open_components)
+            patch.setattr(job, "load_inputs", lambda _config: inputs)
+            patch.setattr(job, "check_changes", lambda _before, _config: [])
+            return job.run_job(config, run_dir, **keys)
 
 
 def pretrain(trainer: Trainer) -> list[float]:

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "megarl"
 
 ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "cli": (8, 930, ("cli", "train", "evaluate", "serve", "api", "plan.command", "plan.doctor")),
-    "run": (7, 2700, ("run", "trainer", "experience", "sweep")),
+    "run": (7, 2630, ("run", "trainer", "sweep")),
     "cluster": (6, 1720, ("cluster",)),
     "plan": (6, 2100, ("plan",)),
     "sync": (5, 2160, ("sync",)),

@@ -5,7 +5,7 @@ import torch
 from fakes.backend import Done
 
 from megarl.config.load import load_config
-from megarl.experience import Roles, average_steps, split_minibatches
+from megarl.run.components import Roles, average_steps, split_minibatches
 from megarl.types import Experience, FinishReason, Prompt, Response, Rollout, Sample, Score, Sequences
 
 

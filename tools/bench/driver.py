@@ -39,12 +39,12 @@ from megarl.cluster.actors import Sharer, count_minibatches, merge_rows
 from megarl.config.load import load_config
 from megarl.config.schema.roles import ParallelConfig
 from megarl.config.schema.root import Config
-from megarl.experience import split_minibatches
 from megarl.mcore.spec import Role, RowsResult, WorkerSpec
 from megarl.plan.job import PUBLISHED, build_plan, find_models
 from megarl.rollout.answers import parse_answer
 from megarl.rollout.journal import save_samples
 from megarl.rollout.tensors import build_tensors
+from megarl.run.components import split_minibatches
 from megarl.types import Prompt, Response, Rollout, Sample, Score, Sequences, TrainingSamples
 
 JOB = ["algo=vapo", "model=qwen32b"]

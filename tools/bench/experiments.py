@@ -50,7 +50,7 @@ from megarl.config.schema.root import Config
 from megarl.models.checkpoint import build_once, default_cache_dir, resolve_checkpoint
 from megarl.report.metrics import load_metrics
 from megarl.report.report import build_report
-from megarl.run.fleet import TrainerComponents
+from megarl.run.components import TrainerComponents
 from megarl.run.inputs import load_inputs
 from megarl.run.job import RunResources, open_components, open_resources
 from megarl.signals import show_warnings, stopping_on_signals

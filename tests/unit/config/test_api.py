@@ -13,7 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 from megarl.api import compose, train
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.run.resume import save_run
+from megarl.run.command import save_run
 
 ROOT = Path(__file__).resolve().parents[3]
 BLOCKS = re.findall(r"^```python( run)?\n(.*?)^```", (ROOT / "docs/python-api.md").read_text(), re.M | re.S)

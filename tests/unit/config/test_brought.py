@@ -14,8 +14,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import complete_overrides, expand_sets, load_config, load_configs
 from megarl.config.schema.root import Config
 from megarl.config.values import write_value
-from megarl.run.command import check_command_line, check_training
-from megarl.run.resume import save_run
+from megarl.run.command import check_command_line, check_training, save_run
 
 RUN = (
     *("model=smollm2_135m", "algo=grpo", "data=jsonl", "reward=function", "reward.path=mine.py:score", "seed=7"),

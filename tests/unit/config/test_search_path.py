@@ -8,7 +8,7 @@ import pytest
 from megarl.config.errors import ConfigError
 from megarl.config.load import check_overrides, expand_sweep, list_left_out, list_options, load_config
 from megarl.config.overrides import CONF_DIR, list_config_dirs, take_config_dirs
-from megarl.run.resume import save_run, take_resume
+from megarl.run.command import save_run, take_resume
 
 
 @pytest.fixture

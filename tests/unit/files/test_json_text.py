@@ -10,7 +10,7 @@ from megarl.mcore.spec import read_architecture
 from megarl.report.metrics import load_metrics
 from megarl.report.record import load_outcome
 from megarl.rollout.rollout_file import load_rollouts
-from megarl.run.resume import load_run
+from megarl.run.command import load_run
 from megarl.task.data import read_jsonl
 
 DEEP = '{"a": ' * 200_000

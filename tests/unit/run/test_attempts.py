@@ -11,10 +11,9 @@ from megarl.config.load import load_config
 from megarl.interfaces import DeadlineError, Done, SyncError
 from megarl.report.page import format_run_page
 from megarl.report.record import State, load_outcome, load_run
-from megarl.run.attempts import is_loss, run_job
-from megarl.run.fleet import Recovery
-from megarl.run.job import wait_started
-from megarl.run.limits import find_limit, format_limit
+from megarl.run.components import Recovery
+from megarl.run.job import is_loss, run_job, wait_started
+from megarl.trainer import find_limit, format_limit
 
 
 def caused_by(error: Exception, cause: Exception) -> Exception:

@@ -22,7 +22,7 @@ from megarl.run.checkpoint import (
     measure_files,
     save_trainer_state,
 )
-from megarl.run.resume import (
+from megarl.run.command import (
     MAY_CHANGE,
     check_changes,
     list_values,
