@@ -1,24 +1,36 @@
-"""The console script `megarl COMMAND ...`: the same as `python -m` with the command's module, and `megarl new DIR`."""
+"""The console script `megarl COMMAND ...`, which is also `python -m megarl.cli COMMAND ...`. What a command needs is
+imported once it is chosen.
+"""
 
+import argparse
+import os
 import runpy
 import shlex
 import shutil
+import signal
 import sys
+import tempfile
+import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import megarl
 
+if TYPE_CHECKING:
+    from megarl.rollout.server import SGLangServer
+
 COMMANDS = {
     "train": ("megarl.train", "train with one composed configuration, or a sweep (-m)"),
-    "evaluate": ("megarl.evaluate", "score a model on whole sets of problems"),
-    "new": ("megarl.cli", "a folder with a task of your own: data, reward, configuration"),
+    "evaluate": ("", "score a model on whole sets of problems"),
+    "new": ("", "a folder with a task of your own: data, reward, configuration"),
     "doctor": ("megarl.plan.doctor", "can this configuration run on this machine?"),
     "plan": ("megarl.plan.command", "memory and time of a configuration on a cluster"),
     "report": ("megarl.tools.report", "the page of a run"),
     "convert": ("megarl.tools.convert_checkpoint", "checkpoints between Megatron-Core and Hugging Face"),
-    "serve": ("megarl.serve", "an SGLang server for reward=judge and reward=reward_model"),
+    "serve": ("", "an SGLang server for reward=judge and reward=reward_model"),
 }
-"""The module and one line about each"""
+"""The module, empty for one of this file or of run/command.py, and one line about each"""
 EXAMPLE = Path(__file__).resolve().parent / "examples" / "own_task"
 EXIT_USAGE = 2
 
@@ -33,6 +45,13 @@ def main() -> None:
         print(f"megarl {megarl.__version__}")
     elif name == "new":
         create_task(words)
+    elif name == "serve":
+        serve(words)
+    elif name == "evaluate":
+        from megarl.run.command import evaluate
+
+        sys.argv[:2] = ["megarl evaluate"]
+        evaluate()
     elif name in COMMANDS:
         sys.argv[:2] = [f"megarl {name}"]
         # As `python -m` does it: processes that a command starts find its module again by its name.
@@ -59,6 +78,81 @@ def create_task(words: list[str]) -> None:
 def _end(problem: str) -> None:
     print(f"error: {problem}", file=sys.stderr)
     sys.exit(EXIT_USAGE)
+
+
+KEY = "MEGARL_SERVE_KEY"
+"""The environment variable with the key that callers of `megarl serve` must send"""
+
+
+def serve(words: Sequence[str]) -> None:
+    """`megarl serve MODEL`: one SGLang server for reward=judge or reward=reward_model, until Ctrl-C.
+
+    Exit status 2 for bad arguments, 1 for what the server cannot do, or where it is lost.
+    """
+    from megarl.config.errors import ConfigError
+    from megarl.interfaces import DeadlineError
+    from megarl.rollout.server import ServerError, write_private
+
+    folder = Path(tempfile.mkdtemp(prefix="megarl-serve-"))  # which this user alone can read
+    try:
+        server, model = _build_server(words, folder)
+    except ConfigError as error:
+        sys.exit("\n".join(f"error: {problem}" for problem in error.problems))
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
+    try:
+        server.start()
+        print(f"starting {model}; log: {server.log_file}", flush=True)
+        server.wait_healthy(600.0)
+        print(f"ready: reward.url={server.url} reward.api_key_env={KEY}", flush=True)
+        if KEY not in os.environ:
+            print(f'the key: export {KEY}="$(cat {write_private(folder / "key", server.api_key)})"', flush=True)
+        while not stopped.wait(1.0):
+            server.check_alive()
+    except (ServerError, DeadlineError) as error:
+        if not stopped.is_set():
+            sys.exit(f"error: {error}")
+    finally:
+        server.stop()
+
+
+def _build_server(words: Sequence[str], folder: Path) -> "tuple[SGLangServer, str]":
+    """The server of this command line, not yet started, and its model. Raises ConfigError."""
+    from megarl.config.schema.roles import Dtype
+    from megarl.config.schema.run import RolloutConfig
+    from megarl.cpu.serving import CpuServing
+    from megarl.models.checkpoint import find_checkpoint
+    from megarl.rollout.server import WEIGHT_LOADER, SGLangServer, find_serving
+
+    about = "One SGLang server for reward=judge or reward=reward_model, until Ctrl-C."
+    parser = argparse.ArgumentParser(prog="megarl serve", description=about)
+    parser.add_argument("model", help="checkpoint directory, or the name of a model in the Hugging Face cache")
+    parser.add_argument("--host", default="127.0.0.1", help=f"callers need the key in {KEY}; without one it makes one")
+    parser.add_argument("--port", type=int, default=30000, help="0 picks a free one")
+    parser.add_argument("--dtype", choices=[dtype.value for dtype in Dtype], default="bfloat16")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs of the server")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads; without effect on a GPU")
+    parser.add_argument("--kv-cache-tokens", type=int, help=f"default on a CPU {CpuServing.default_tokens}")
+    parser.add_argument("--max-running-requests", type=int, default=128)
+    parser.add_argument("--log", type=Path, help="file for the server's output; default: a new one in TMPDIR")
+    given = parser.parse_args(words)
+    tokens = given.kv_cache_tokens
+    config = RolloutConfig(
+        dtype=Dtype(given.dtype),
+        tp=given.tp,
+        num_threads=given.threads,
+        max_running_requests=given.max_running_requests,
+        kv_cache_tokens=tokens if tokens is not None else find_serving().default_tokens,
+    )
+    log, port, key = given.log or folder / "server.log", given.port or None, os.environ.get(KEY)
+    checkpoint = find_checkpoint(given.model, "MODEL")
+    server = SGLangServer(config, checkpoint, log_file=log, seed=1, host=given.host, port=port, api_key=key)
+    # A rollout server's command line has these too; this one takes messages, and its weights stay what they are.
+    for left_out in (["--skip-tokenizer-init"], ["--custom-weight-loader", WEIGHT_LOADER]):
+        start = server._command.index(left_out[0])
+        del server._command[start : start + len(left_out)]
+    return server, given.model
 
 
 if __name__ == "__main__":

@@ -268,7 +268,7 @@ build_commands() {
   compare_nodes=("${on_head[@]}" "${inside[@]}" "$MEGARL_PYTHON" -m megarl.plan.doctor --compare "--command=$command" "${arguments[@]}")
   start_head=("${on_head[@]}" "${ray[@]}" "${inside[@]}" bash "$MEGARL_HOME/slurm/node.sh")
   start_others=("${on_others[@]}" "${ray[@]}" "${inside[@]}" bash "$MEGARL_HOME/slurm/node.sh")
-  start_driver=("${on_head[@]}" --job-name=driver "${inside[@]}" env "MEGARL_MARK=$driver_mark" "$MEGARL_PYTHON" -m "megarl.$command" "${arguments[@]}")
+  start_driver=("${on_head[@]}" --job-name=driver "${inside[@]}" env "MEGARL_MARK=$driver_mark" "$MEGARL_PYTHON" -m megarl.${command/#evaluate/cli evaluate} "${arguments[@]}")
 }
 
 # A,B:C -> A:A,B:C, as pyxis wants them.

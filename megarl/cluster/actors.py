@@ -50,9 +50,9 @@ from megarl.config.schema.run import RolloutConfig
 from megarl.interfaces import Pending, wait_all
 from megarl.mcore.microbatches import plan_microbatches
 from megarl.mcore.spec import WorkerSpec, read_architecture
+from megarl.report.timeline import Recording, span
 from megarl.rollout.server import CALL_DEADLINE_S, NUM_CALLS, SGLangServer, find_loss
 from megarl.signals import is_loopback, pick_free_port
-from megarl.timeline import Recording, span
 from megarl.types import Metrics, Sequences, TrainingSamples
 
 if TYPE_CHECKING:

@@ -31,13 +31,13 @@ import ray
 import torch
 from torch.profiler import profile, record_function
 
-from megarl import timeline
 from megarl.cluster.calls import WorkerError, ask, wait_for
 from megarl.config.errors import ConfigError
 from megarl.config.placement import format_numbers
 from megarl.config.schema.run import AUTO
 from megarl.interfaces import DeadlineError, wait_all
-from megarl.timeline import Recording, write_timeline
+from megarl.report import timeline
+from megarl.report.timeline import Recording, write_timeline
 
 
 def redirect_output(log_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from megarl.config.schema.roles import LrDecay, Offload, OptimizerConfig
 from megarl.mcore.checkpoint_format import GATHERED_ELEMENTS
 from megarl.mcore.device import device, find_machine
-from megarl.timeline import span
+from megarl.report.timeline import span
 
 STATE_KEYS = ("param", "exp_avg", "exp_avg_sq")
 """What Megatron writes of each parameter: the float32 weights and Adam's two moments"""

@@ -49,7 +49,7 @@ from megarl.mcore.spec import (
     find_token_multiple,
     read_architecture,
 )
-from megarl.timeline import span
+from megarl.report.timeline import span
 from megarl.types import Metrics, Sequences, TrainingSamples
 
 

@@ -16,7 +16,7 @@ from megarl.report.signs import Watch
 from megarl.report.sinks import Sink, open_sinks
 from megarl.report.terminal import LOG_NAME, Progress
 from megarl.report.text import TIME, Decode, format_iteration, format_samples, format_seconds
-from megarl.timeline import span
+from megarl.report.timeline import span
 from megarl.types import Metrics, Sample
 
 WARNING = "warning: "

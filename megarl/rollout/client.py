@@ -17,7 +17,7 @@ from weakref import WeakSet
 import httpx
 
 from megarl.interfaces import DeadlineError
-from megarl.timeline import span
+from megarl.report.timeline import span
 
 T = TypeVar("T")
 

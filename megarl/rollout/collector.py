@@ -15,6 +15,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema.root import Config
 from megarl.cpu.serving import Lockstep
 from megarl.interfaces import DeadlineError, Truncation, TurnRequest
+from megarl.report.timeline import RESPONSES, span
 from megarl.rollout.client import ConnectionLostError
 from megarl.rollout.conversation import Conversation
 from megarl.rollout.engine import ATTEMPT_PAUSE_S, MAX_ATTEMPTS, SGLangEngine, compute_sampling_seed, gather_all
@@ -23,7 +24,6 @@ from megarl.rollout.journal import Journal
 from megarl.task.data import build_evaluation_set
 from megarl.task.scorer import Scorer
 from megarl.task.tools import ToolPrompt
-from megarl.timeline import RESPONSES, span
 from megarl.types import FinishReason, Metrics, Prompt, Response, Rollout, Sample, Score
 
 if TYPE_CHECKING:

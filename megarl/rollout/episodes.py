@@ -18,9 +18,9 @@ from megarl.config.errors import ConfigError
 from megarl.config.user_code import describe_error
 from megarl.environment import Action, Environment, EpisodeSetting, Step
 from megarl.interfaces import Truncation, TurnRequest
+from megarl.report.timeline import RESPONSES, span
 from megarl.rollout.conversation import Conversation
 from megarl.rollout.engine import call_in_thread
-from megarl.timeline import RESPONSES, span
 from megarl.types import FinishReason, Prompt, Response, Turn, WeightVersions
 
 T = TypeVar("T")

@@ -32,11 +32,11 @@ from megarl.mcore.spec import Role, WorkerSpec
 from megarl.report import metrics as metrics_file
 from megarl.report import tokens as token_file
 from megarl.report.report import Report
+from megarl.report.timeline import span
 from megarl.rollout import rollout_file
 from megarl.rollout.journal import load_samples, save_samples
 from megarl.rollout.source import GroupState, SourceState
 from megarl.signals import Stopped, deferring_stops
-from megarl.timeline import span
 from megarl.types import Metrics
 
 STATE = "state.json"

@@ -9,6 +9,7 @@ begun or whose outcome is known is left as it is.
 
 import contextlib
 import json
+import re
 import resource
 import shutil
 import signal
@@ -18,6 +19,7 @@ from math import isnan
 from pathlib import Path
 from typing import Any, NoReturn
 
+import hydra
 import psutil
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
@@ -25,11 +27,20 @@ from omegaconf import DictConfig
 
 from megarl.config.checks import describe_iteration_size
 from megarl.config.errors import ConfigError
-from megarl.config.load import check_overrides, list_left_out, load, to_config
+from megarl.config.load import (
+    check_overrides,
+    complete_overrides,
+    expand_sets,
+    list_left_out,
+    load,
+    load_configs,
+    to_config,
+)
 from megarl.config.names import rewrite_overrides
-from megarl.config.overrides import check_words, is_search_path, open_overrides, take_config_dirs
+from megarl.config.overrides import CONF_DIR, check_words, is_search_path, open_overrides, take_config_dirs
 from megarl.config.placement import check_cluster
-from megarl.config.schema.root import Config
+from megarl.config.schema.roles import ModelSource
+from megarl.config.schema.root import Config, register
 from megarl.config.schema.run import AUTO
 from megarl.config.values import list_values
 from megarl.files import RUN_FILE, CheckpointError, load_json_object, locking, write_atomically
@@ -45,7 +56,7 @@ BYTES_PER_TOKEN = 88
 
 
 def check_machine(config: Config, command: str = "train") -> Iterator[str]:
-    """One message for each key that this machine cannot fulfil; command: as in python -m megarl.COMMAND.
+    """One message for each key that this machine cannot fulfil; command: as in megarl COMMAND.
 
     The soft limit of open files is raised to LEAST_OPEN_FILES first, where the hard one allows it.
     """
@@ -142,6 +153,54 @@ def check_training(options: Sequence[str], overrides: Sequence[str]) -> tuple[Se
         return loaded.lines, loaded.overrides
     check_start(loaded.config)
     return [*loaded.lines, *list_left_out(overrides, loaded.config)], loaded.overrides
+
+
+def evaluate() -> None:
+    """`megarl evaluate model=... data=gsm8k,aime24 [key=value] ...`: evaluate a checkpoint on problem sets."""
+    configs: dict[str, Config] = {}
+    named = ["hydra.job.name=evaluate"]  # else it is that of this file, which --help shows
+
+    def check(options: Sequence[str], overrides: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+        if options and not overrides:
+            return (), named  # such as --help, which Hydra handles
+        if is_sweep(options):
+            raise ConfigError(["--multirun: data=a,b is one evaluation of several sets; nothing else is swept"])
+        rewritten = rewrite_overrides(overrides)
+        runs = expand_sets(rewritten.overrides)
+        configs.update(load_configs(runs))
+        if not is_printing(options):
+            check_start(next(iter(configs.values())), "evaluate")
+        completed = [complete_overrides(run, "evaluate") for run in runs.values()]
+        # Hydra creates the run's folder and records the configuration of the first set in it.
+        lines = [*rewritten.lines, *(line for _, lines in completed for line in lines)]
+        return lines, [*named, *choose_run_dir(overrides, configs), *completed[0][0]]
+
+    def run(_first: Config, run_dir: Path) -> Results:
+        # Imported here: torch and Ray take seconds, for which `--help` need not wait.
+        from megarl.run.evaluation import run_evaluation
+
+        found: dict[str, float] = {}
+        for result in run_evaluation(configs, run_dir):
+            key, estimate = next(iter(result.estimates.items()))
+            found |= {f"{result.name}/{key}": float(estimate.value), f"{result.name}/reward": result.mean_reward}
+        return found
+
+    @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
+    def start(composed: DictConfig) -> None:
+        run_composed(composed, run, "evaluate")
+
+    register()
+    check_command_line(check)
+    start()
+
+
+def choose_run_dir(overrides: Sequence[str], configs: Mapping[str, Config]) -> list[str]:
+    """The override of Hydra's run folder, named after the model; none where one is given."""
+    if any(text.startswith("hydra.run.dir=") for text in overrides):
+        return []
+    model = next(iter(configs.values())).model
+    name = Path(model.path).name if model.source is ModelSource.path and model.path else model.name
+    return [f"hydra.run.dir=runs/${{now:%Y-%m-%d_%H-%M-%S}}_evaluate_{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}"]
 
 
 def check_start(config: Config, command: str = "train") -> None:

@@ -26,10 +26,9 @@ from pathlib import Path
 import pytest
 from tool_loading import load_tool
 
-from megarl import evaluate
 from megarl.algo import registry
 from megarl.cli import COMMANDS
-from megarl.config.load import check_overrides, load_config
+from megarl.config.load import check_overrides, expand_sets, load_config, load_configs
 from megarl.config.overrides import take_config_dirs
 from megarl.config.placement import list_contradictions
 from megarl.config.schema.run import ClusterConfig
@@ -115,14 +114,14 @@ def matches(shown: Sequence[str], found: str) -> bool:
 # What runs, and what is composed, by the first words of a command.
 
 
-def compose_run(module: str, arguments: Sequence[str]) -> None:
-    """Check overrides as `python -m megarl.MODULE` does before it starts anything."""
+def compose_run(command: str, arguments: Sequence[str]) -> None:
+    """Check overrides as `megarl COMMAND` does before it starts anything."""
     given = take_config_dirs(arguments)
     overrides = [text for text in given if not text.startswith("-") and not text.startswith("resume=")]
-    if module == "evaluate":
-        evaluate.load_configs(evaluate.expand_sets(overrides))
+    if command == "evaluate":
+        load_configs(expand_sets(overrides))
     else:
-        check_overrides(overrides, module)
+        check_overrides(overrides, command)
 
 
 def compose_job(arguments: Sequence[str]) -> None:
@@ -189,7 +188,7 @@ def normalize(words: Sequence[str]) -> list[str]:
     """The command without variables of its environment, a tool of the installed package as the one in tools/."""
     start = next(i for i, word in enumerate(words) if not re.match(r"[A-Z_]+=", word))
     match list(words[start:]):
-        case ["megarl", name, *arguments] if name in COMMANDS:
+        case ["megarl", name, *arguments] if COMMANDS.get(name, ("",))[0]:
             return normalize(["python", "-m", COMMANDS[name][0], *arguments])
         case ["python", "-m", "megarl.plan.command", *arguments]:
             return ["python", "tools/plan.py", *arguments]
@@ -202,10 +201,10 @@ def normalize(words: Sequence[str]) -> list[str]:
 def find_handler(words: Sequence[str]) -> Callable[[], object] | None:
     """What runs or composes the command; None: nothing does."""
     match list(words):
-        case ["python", "-m", "megarl.train" | "megarl.evaluate" as module, *arguments]:
+        case ["python", "-m", "megarl.train", *arguments] | ["megarl", "evaluate", *arguments]:
             if {"--cfg", "--help", "--version"} & set(arguments):
                 return lambda: expect(run_process(words))
-            return lambda: compose_run(module.split(".")[1], arguments)
+            return lambda: compose_run("evaluate" if words[0] == "megarl" else "train", arguments)
         case ["python", "-m", "megarl.plan.doctor", *_]:
             return lambda: expect(run_process(words))
         case ["python", "tools/plan.py", *arguments]:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.cli import KEY
 from megarl.config.schema.run import RolloutConfig
 from megarl.models.checkpoint import build_character_tokenizer
 from megarl.rollout.server import SGLangServer
-from megarl.serve import KEY
 
 API_KEY = "key-of-these-tests"
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 =+-*/()<>[],.:?"
@@ -91,12 +91,12 @@ def write_chat_checkpoint(directory: Path, kind: str) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def serving(checkpoint: Path, log_file: Path) -> Iterator[str]:
-    """The url of a healthy server that `python -m megarl.serve` has started; it has ended on leaving.
+    """The url of a healthy server that `megarl serve` has started; it has ended on leaving.
 
     Its key is in this process's environment meanwhile.
     """
     options = ["--dtype=float32", "--port=0", "--kv-cache-tokens=16384", "--max-running-requests=8"]
-    command = [sys.executable, "-m", "megarl.serve", str(checkpoint), *options, f"--log={log_file}"]
+    command = [sys.executable, "-m", "megarl.cli", "serve", str(checkpoint), *options, f"--log={log_file}"]
     patch = pytest.MonkeyPatch()
     patch.setenv(KEY, API_KEY)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from servers import serving, write_chat_checkpoint
 
+from megarl.cli import KEY
 from megarl.config.schema.task import JudgeRewardConfig, ScalarModelRewardConfig, Verdict
-from megarl.serve import KEY
 from megarl.task.scorer import build_scorer
 from megarl.task.served_rewards import ASK_FOR_WORD, fill_rubric
 from megarl.types import FinishReason, Message, Prompt, Response

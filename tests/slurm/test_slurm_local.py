@@ -88,7 +88,7 @@ def test_another_command_is_run_and_checked_by_its_own_rules(tmp_path: Path) -> 
     words = ("--command=evaluate", "data=gsm8k", "model=qwen3_8b", "rollout.num_servers=1")
     done = call(tmp_path, "--local", "--nodes=1", *words)
     assert done.returncode == 0, done.stderr
-    assert "-m megarl.evaluate cluster=slurm data=gsm8k" in done.stdout
+    assert "-m megarl.cli evaluate cluster=slurm data=gsm8k" in done.stdout
     assert "doctor --node --command=evaluate" in done.stdout
 
 

@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megarl"
 
 ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
-    "cli": (8, 930, ("cli", "train", "evaluate", "serve", "api", "plan.command", "plan.doctor")),
-    "run": (7, 2630, ("run", "trainer", "sweep")),
+    "cli": (8, 870, ("cli", "train", "api", "plan.command", "plan.doctor")),
+    "run": (7, 2690, ("run", "trainer", "sweep")),
     "cluster": (6, 1720, ("cluster",)),
     "plan": (6, 2100, ("plan",)),
     "sync": (5, 2160, ("sync",)),
@@ -23,15 +23,15 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "cpu": (3, 1610, ("cpu",)),
     "algo": (2, 2980, ("algo",)),
     "models": (2, 1020, ("models",)),
-    "report": (2, 3110, ("report",)),
+    "report": (2, 3290, ("report",)),
     "task": (2, 4950, ("task",)),
-    "files": (1, 910, ("files", "signals", "timeline")),
+    "files": (1, 730, ("files", "signals")),
     "schema": (1, 1860, ("config.schema", "config.errors", "config.user_code")),
     "types": (1, 710, ("types", "interfaces", "environment")),
 }
 """Floor, most lines and modules of every room. A room imports itself and rooms of lower floors, never one of its own
 floor. Raising a budget is a line that a reviewer sees, with its reason in the commit."""
-MOST_LINES, MOST_FILES = 37_600, 186
+MOST_LINES, MOST_FILES = 37_600, 176
 ROOM_OF = {module: room for room, (_, _, modules) in ROOMS.items() for module in modules}
 CONFIG_MAY_IMPORT = {"algo", "files", "schema"}
 """Fewer rooms than its floor allows. It reads what the algorithms' modules declare, without torch."""

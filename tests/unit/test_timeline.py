@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.timeline import Span, note, span, split_lanes, start, stop, write_timeline
+from megarl.report.timeline import Span, note, span, split_lanes, start, stop, write_timeline
 
 
 def test_without_a_recording_a_span_does_nothing_and_stop_is_refused() -> None:

@@ -126,7 +126,7 @@ DEADLINE: dict[str, Any] = {"low": 1, "high": YEAR_S, "why": "seconds; a busy ma
 START: dict[str, Any] = {"low": 10, "high": YEAR_S, "why": "seconds; a process imports torch for as long"}
 
 TRAINED = Effect(lambda it: it.command != "evaluate", "in an evaluation, which trains nothing; it counts in training")
-EVALUATED = Effect(lambda place: place.command != "train", "in training; it counts in python -m megarl.evaluate")
+EVALUATED = Effect(lambda place: place.command != "train", "in training; it counts in megarl evaluate")
 GENERATED = Effect(
     lambda place: place.command != "train" or place.config.rollout.file is None,
     "with rollout.file, which is learned from without a server; it counts with rollout.file=null",

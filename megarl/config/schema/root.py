@@ -53,7 +53,7 @@ class Config:
     train: TrainConfig = key(factory=TrainConfig, when=TRAINED)
     """Sizes of an iteration, how long to train, evaluation in training."""
     evaluate: EvaluateConfig = key(factory=EvaluateConfig, when=EVALUATED)
-    """How python -m megarl.evaluate asks and counts; training does not read it."""
+    """How megarl evaluate asks and counts; training does not read it."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """Where the processes run."""
     checkpoint: CheckpointConfig = key(factory=CheckpointConfig, when=TRAINED)

@@ -13,7 +13,7 @@ from fakes.backend import Done
 from fakes.run import World
 
 from megarl.cluster.process import DIRECTORY, TIMELINE, Profiler, RankProfiler, find_own_peak, find_peak_of_tree
-from megarl.timeline import Recording, span
+from megarl.report.timeline import Recording, span
 
 PHASES = ("rollout", "experience", "update", "checkpoint", "sync", "evaluate")
 

@@ -133,7 +133,7 @@ def test_each_command_is_a_module_that_runs_and_is_listed(monkeypatch, capsys):
     text = call(monkeypatch, capsys)[1]
     assert text.startswith("usage: megarl COMMAND")
     for name, (module, _) in cli.COMMANDS.items():
-        assert find_spec(module) is not None
+        assert not module or find_spec(module) is not None
         assert f"\n  {name} " in text
 
 
