@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from megarl.rollout.collector import Collector
+from megarl.rollout.conversation import EpisodeRunner, Sampling
 from megarl.rollout.engine import SGLangEngine
-from megarl.rollout.episodes import EpisodeRunner, Sampling
 from megarl.task.scorer import Scorer
 from megarl.types import Prompt, Response, Score
 

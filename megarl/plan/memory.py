@@ -554,7 +554,7 @@ def compute_phases(
 
     memories: of the roles' processes there. bucket_bytes: rollout.sync_bucket_mb; a rank of a sync holds at most two
     messages. takes_turns: megarl/cluster/actors.py. offload: what the server has given back while roles compute
-    (megarl/rollout/offload.py).
+    (megarl/rollout/client.py).
     """
     is_shared = server is not None or len(memories) > 1
     held, scoring, updating, saving, sending = [], [], [], [], []

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,7 @@ from megarl.files import load_json_object
 from megarl.interfaces import UNPUBLISHED, DeadlineError
 from megarl.models.families import FAMILIES
 from megarl.rollout.client import ConnectionLostError, RequestError, SGLangClient
-from megarl.rollout.conversation import find_turn_end
 from megarl.signals import pick_free_port
-from megarl.task.render import Renderer
 
 OWN_OPTIONS = {
     "model_path": "model.path",
@@ -172,21 +170,6 @@ def load_generation_spec(checkpoint: Path) -> GenerationSpec:
             [f"{checkpoint}: no eos_token_id in generation_config.json or config.json; without it no response ends"]
         )
     return GenerationSpec(vocab_size, tuple(stop))
-
-
-def add_turn_end(config: RolloutConfig, spec: GenerationSpec, renderer: Renderer) -> tuple[RolloutConfig, str]:
-    """The configuration with the token among rollout.stop_token_ids with which the chat template ends an answer, and a
-    sentence on what ends responses. Base models have such templates without that token among their own.
-
-    Raises ConfigError as `find_stop_tokens`.
-    """
-    tokenizer = renderer.tokenizer
-    stop, end = find_stop_tokens(config, spec, tokenizer), find_turn_end(renderer)
-    names = {token: f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in stop}
-    if end is not None and end not in stop and end < spec.vocab_size:
-        names[end] = f"{tokenizer.convert_ids_to_tokens(end)} ({end}), with which the chat template ends an answer"
-        config = replace(config, stop_token_ids=[*config.stop_token_ids, end])
-    return config, f"responses end with {', '.join(names.values())}"
 
 
 def find_stop_tokens(config: RolloutConfig, spec: GenerationSpec, tokenizer: Any) -> tuple[int, ...]:

@@ -20,8 +20,7 @@ from megarl.config.schema.root import Config
 from megarl.report.scores import describe_failures
 from megarl.rollout.collector import Collector, check_versions, compute_staleness
 from megarl.rollout.engine import SGLangEngine
-from megarl.rollout.journal import Journal, name_group
-from megarl.rollout.rollout_file import SavedGroups, read_group, read_rollouts
+from megarl.rollout.rollout_file import Journal, SavedGroups, name_group, read_group, read_rollouts
 from megarl.task.data import PromptSampler
 from megarl.types import Metrics, Prompt, Rollout, Sample
 

@@ -34,7 +34,7 @@ from megarl.report import tokens as token_file
 from megarl.report.report import Report
 from megarl.report.timeline import span
 from megarl.rollout import rollout_file
-from megarl.rollout.journal import load_samples, save_samples
+from megarl.rollout.rollout_file import load_samples, save_samples
 from megarl.rollout.source import GroupState, SourceState
 from megarl.signals import Stopped, deferring_stops
 from megarl.types import Metrics

@@ -27,13 +27,11 @@ from megarl.report.scores import (
     describe_failures,
 )
 from megarl.report.tokens import TokenFile
-from megarl.rollout.client import wait_left_over
-from megarl.rollout.collector import Collector
+from megarl.rollout.client import ServerOffloader, wait_left_over
+from megarl.rollout.collector import Collector, build_tensors
 from megarl.rollout.engine import SGLangEngine
-from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.rollout_file import RolloutWriter, SavedGroups
 from megarl.rollout.source import NoSync, build_source, join_groups
-from megarl.rollout.tensors import build_tensors
 from megarl.task.data import PromptSampler
 from megarl.task.render import CriticPrompt
 from megarl.types import Experience, Metrics, Prompt, Rollout, TrainingSamples

@@ -34,10 +34,15 @@ from megarl.report.scores import check_failures, describe_failures
 from megarl.report.terminal import Progress
 from megarl.report.text import Decode, format_seconds
 from megarl.rollout.collector import Collector
-from megarl.rollout.conversation import Conversation, build_conversation
+from megarl.rollout.conversation import (
+    Conversation,
+    EpisodeRunner,
+    add_turn_end,
+    build_conversation,
+    check_conversation,
+)
 from megarl.rollout.engine import SGLangEngine
-from megarl.rollout.episodes import EpisodeRunner, check_conversation
-from megarl.rollout.server import add_turn_end, build_command, check_served_class, load_generation_spec
+from megarl.rollout.server import build_command, check_served_class, load_generation_spec
 from megarl.run.components import Recovery
 from megarl.signals import get_terminal
 from megarl.task.data import build_data, build_evaluation_set, draw

@@ -24,10 +24,9 @@ from megarl.models.checkpoint import (
 )
 from megarl.models.families import list_unknown_keys
 from megarl.rollout.collector import EvalSet, build_eval_sets
-from megarl.rollout.conversation import Conversation, build_conversation
-from megarl.rollout.episodes import check_conversation
+from megarl.rollout.conversation import Conversation, add_turn_end, build_conversation, check_conversation
 from megarl.rollout.rollout_file import NO_GROUPS, Limits, SavedGroup, SavedGroups, find_groups
-from megarl.rollout.server import add_turn_end, build_command, check_served_class, load_generation_spec
+from megarl.rollout.server import build_command, check_served_class, load_generation_spec
 from megarl.sync.pieces import check_serving_layout
 from megarl.sync.sync import build_probe_tokens
 from megarl.task.data import DataSplits, PromptSampler, build_data

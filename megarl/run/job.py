@@ -58,11 +58,10 @@ from megarl.report.record import Outcome, State, record_start, write_outcome
 from megarl.report.report import Report, build_report
 from megarl.report.terminal import LOG_NAME, append_log
 from megarl.report.text import format_heldout
+from megarl.rollout.client import ServerOffloader
 from megarl.rollout.collector import build_collector
 from megarl.rollout.engine import SGLangEngine
-from megarl.rollout.journal import JOURNAL, Journal
-from megarl.rollout.offload import ServerOffloader
-from megarl.rollout.rollout_file import FILE_NAME, RolloutWriter, SavedGroups
+from megarl.rollout.rollout_file import FILE_NAME, JOURNAL, Journal, RolloutWriter, SavedGroups
 from megarl.run.checkpoint import (
     TRACKED,
     LoopSaver,

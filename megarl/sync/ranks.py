@@ -25,13 +25,15 @@ from megarl.config.schema.run import RolloutConfig
 from megarl.interfaces import UNPUBLISHED, DeadlineError, SyncError, TrainBackend
 from megarl.models.architecture import Architecture
 from megarl.rollout.client import (
+    CACHE,
+    WEIGHTS,
     ConnectionLostError,
     RequestError,
+    ServerOffloader,
     SGLangClient,
     find_cause,
     run_in_parallel,
 )
-from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.server import WEIGHT_LOADER
 from megarl.sync.pieces import check_server_rank, predict_server_rank
 from megarl.sync.plan import (
@@ -132,11 +134,11 @@ def replacing_weights(
             with sync_step(client, "withdrawal of the weight version"):
                 client.set_weight_version(UNPUBLISHED)
         with explaining("a server did not take the memory of the weights again"):
-            offloader.resume_weights()
+            offloader.resume(WEIGHTS)
         with bracket(clients, "weight update", SGLangClient.begin_update, SGLangClient.end_update):
             yield
         with explaining("a server did not take the memory of the KV cache again"):
-            offloader.resume_cache()
+            offloader.resume(CACHE)
         for client in clients:
             with sync_step(client, f"update of the weight version to {version}"):
                 raised.append(client)

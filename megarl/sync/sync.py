@@ -20,8 +20,7 @@ from megarl.config.schema.roles import Dtype
 from megarl.config.schema.run import RolloutConfig, Transport
 from megarl.interfaces import SyncError, TrainBackend
 from megarl.report.timeline import note
-from megarl.rollout.client import SGLangClient, run_in_parallel
-from megarl.rollout.offload import ServerOffloader
+from megarl.rollout.client import ServerOffloader, SGLangClient, run_in_parallel
 from megarl.signals import is_loopback
 from megarl.sync.ranks import Ranks, Session, explain_lost_servers, replacing_weights, sync_step, withdrawing
 from megarl.sync.transport import SHARED_MEMORY

@@ -24,7 +24,7 @@ import psutil
 from whole_runs import find_marked, start, summarize, train, wait_end, wait_until
 
 from megarl.report.record import load_record
-from megarl.rollout.journal import JOURNAL
+from megarl.rollout.rollout_file import JOURNAL
 
 LOGS = {
     "policy worker": "policy-0.log",

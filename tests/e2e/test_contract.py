@@ -18,7 +18,7 @@ from generation import generate_groups
 from loop_parts import SIZES, hosts_of, open_trainer
 
 from megarl.interfaces import TrainBackend
-from megarl.rollout.tensors import build_tensors
+from megarl.rollout.collector import build_tensors
 from megarl.trainer import Trainer
 from megarl.types import Prompt, Response, Rollout, Sample, Score, Sequences, TrainingSamples
 

@@ -14,8 +14,8 @@ from megarl.config.load import load_config
 from megarl.config.placement import DeviceSlot
 from megarl.mcore.spec import Role
 from megarl.report.metrics import load_metrics
+from megarl.rollout.collector import build_sequences
 from megarl.rollout.rollout_file import RolloutWriter, load_rollouts
-from megarl.rollout.tensors import build_sequences
 from megarl.run.inputs import load_models, load_specs
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 

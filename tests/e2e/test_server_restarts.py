@@ -17,9 +17,8 @@ from megarl.config.load import load_config
 from megarl.interfaces import UNPUBLISHED
 from megarl.report.metrics import load_metrics
 from megarl.rollout.client import SGLangClient
-from megarl.rollout.collector import Collector
+from megarl.rollout.collector import Collector, build_tensors
 from megarl.rollout.server import find_loss
-from megarl.rollout.tensors import build_tensors
 from megarl.run.inputs import load_inputs
 from megarl.run.job import open_resources
 from megarl.task.scorer import build_scorer

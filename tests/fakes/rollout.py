@@ -11,9 +11,8 @@ import torch
 from fakes.backend import Done, FakeBackend
 from fakes.model import EOS, TableModel, build_policy
 from megarl.interfaces import UNPUBLISHED, SyncError, TurnRequest
-from megarl.rollout.client import ConnectionLostError
+from megarl.rollout.client import CACHE, WEIGHTS, ConnectionLostError, ServerOffloader
 from megarl.rollout.engine import OnEventLoop, call_in_thread, compute_sampling_seed
-from megarl.rollout.offload import ServerOffloader
 from megarl.types import FinishReason, Metrics, Response
 
 
@@ -228,10 +227,10 @@ class FakeSync:
         for server in self._servers.all.values():
             if server.lost:
                 raise SyncError(f"{server.name}: {server.lost}")
-        self._offloader.resume_weights()
+        self._offloader.resume(WEIGHTS)
         for server in self._servers.all.values():
             server.model.load_state_dict(weights)
-        self._offloader.resume_cache()
+        self._offloader.resume(CACHE)
         for server in self._servers.all.values():
             server.version = version
         return {"sync/bytes": float(sum(x.nbytes for x in weights.values())), "sync/seconds_move": 0.0}

@@ -18,8 +18,8 @@ from megarl.config.schema.root import Config
 from megarl.mcore.spec import Role
 from megarl.report.metrics import load_metrics
 from megarl.report.report import Report, build_report
-from megarl.rollout.journal import Journal
-from megarl.rollout.offload import ServerOffloader
+from megarl.rollout.client import ServerOffloader
+from megarl.rollout.rollout_file import Journal
 from megarl.run import job
 from megarl.run.components import TrainerComponents
 from megarl.run.inputs import Inputs, load_inputs

@@ -41,9 +41,9 @@ from megarl.config.schema.roles import ParallelConfig
 from megarl.config.schema.root import Config
 from megarl.mcore.spec import Role, RowsResult, WorkerSpec
 from megarl.plan.job import PUBLISHED, build_plan, find_models
-from megarl.rollout.answers import parse_answer
-from megarl.rollout.journal import save_samples
-from megarl.rollout.tensors import build_tensors
+from megarl.rollout.collector import build_tensors
+from megarl.rollout.engine import parse_answer
+from megarl.rollout.rollout_file import save_samples
 from megarl.run.components import split_minibatches
 from megarl.types import Prompt, Response, Rollout, Sample, Score, Sequences, TrainingSamples
 

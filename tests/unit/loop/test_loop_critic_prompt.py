@@ -12,7 +12,7 @@ from fakes.run import Said, World, load
 from fakes.run import pretrain as run_pretraining
 from safetensors.torch import load_file
 
-from megarl.rollout.journal import Journal
+from megarl.rollout.rollout_file import Journal
 from megarl.types import Prompt, Response, Score, Sequences, TrainingSamples
 
 GUESS = ("data=guess", "reward=exact", "data.prompt_length=8", "model.random.alphabet=abcdef1234567-|")

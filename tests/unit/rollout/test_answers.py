@@ -13,20 +13,19 @@ from hypothesis import strategies as st
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.models.families import parse_architecture
-from megarl.rollout import answers
-from megarl.rollout.answers import decode_answer, load_expert_architecture
+from megarl.rollout import engine
 from megarl.rollout.client import RequestError
-from megarl.rollout.journal import Journal
-from megarl.rollout.rollout_file import RolloutWriter, load_rollouts
+from megarl.rollout.collector import build_sequences
+from megarl.rollout.engine import decode_answer, load_expert_architecture
+from megarl.rollout.rollout_file import Journal, RolloutWriter, load_rollouts
 from megarl.rollout.server import build_command
-from megarl.rollout.tensors import build_sequences
 from megarl.types import FinishReason, Prompt, Response, Rollout, RoutedExperts, Sample, Score, WeightVersions
 
 INT32 = st.integers(0, 2**31 - 1)
 
 
 def parse_answer(raw, arch=None):
-    return answers.parse_answer(raw, lambda ids: f"text of {len(ids)}", arch)
+    return engine.parse_answer(raw, lambda ids: f"text of {len(ids)}", arch)
 
 
 def make_answer(ids=(8, 9, 2), logprobs=(-0.1, -0.2, -0.3), text="hi", **changes):

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config.schema.algo import ReplayConfig, SamplingBy
+from megarl.rollout.collector import build_tensors
 from megarl.rollout.source import (
     NoSignalError,
     ReplayBuffer,
@@ -15,7 +16,6 @@ from megarl.rollout.source import (
     has_signal,
     join_groups,
 )
-from megarl.rollout.tensors import build_tensors
 from megarl.types import FinishReason, Prompt, Response, Sample, Score
 
 

@@ -16,8 +16,16 @@ from megarl.config.schema.task import DataConfig, MultiTurnEnvironmentConfig
 from megarl.environment import Action, Environment, EpisodeSetting, Observation, Step
 from megarl.interfaces import TurnRequest
 from megarl.models.checkpoint import build_character_tokenizer
-from megarl.rollout.conversation import Conversation, ObservationEncoder, build_conversation
-from megarl.rollout.episodes import Episode, EpisodeRequest, EpisodeRunner, Sampling, check_conversation
+from megarl.rollout.conversation import (
+    Conversation,
+    Episode,
+    EpisodeRequest,
+    EpisodeRunner,
+    ObservationEncoder,
+    Sampling,
+    build_conversation,
+    check_conversation,
+)
 from megarl.task.data import build_data
 from megarl.task.environments import build_tool_prompt
 from megarl.task.render import Renderer

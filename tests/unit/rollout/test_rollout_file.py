@@ -13,8 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.rollout.engine import OnEventLoop
-from megarl.rollout.journal import Journal, load_samples, name_group, save_samples
-from megarl.rollout.rollout_file import Limits, RolloutWriter, find_groups, load_rollouts
+from megarl.rollout.rollout_file import (
+    Journal,
+    Limits,
+    RolloutWriter,
+    find_groups,
+    load_rollouts,
+    load_samples,
+    name_group,
+    save_samples,
+)
 from megarl.task.scorer import Scorer
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from megarl.config.load import load_config
 from megarl.config.schema.algo import SamplingBy
-from megarl.rollout.journal import Journal
+from megarl.rollout.rollout_file import Journal
 from megarl.rollout.source import (
     CompleteGroup,
     GroupScheduler,

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from megarl.interfaces import UNPUBLISHED
-from megarl.rollout.collector import check_versions, compute_staleness
-from megarl.rollout.tensors import build_sequences, build_tensors
+from megarl.rollout.collector import build_sequences, build_tensors, check_versions, compute_staleness
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score, Turn
 
 

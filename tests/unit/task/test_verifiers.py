@@ -14,8 +14,7 @@ from megarl.config.load import load_config
 from megarl.config.schema.task import VerifiersDataConfig, VerifiersEnvironmentConfig
 from megarl.environment import Action, EpisodeSetting
 from megarl.models.checkpoint import build_character_tokenizer
-from megarl.rollout.conversation import build_conversation
-from megarl.rollout.episodes import EpisodeRequest, EpisodeRunner, Sampling, check_conversation
+from megarl.rollout.conversation import EpisodeRequest, EpisodeRunner, Sampling, build_conversation, check_conversation
 from megarl.task.data import build_data
 from megarl.task.environments import VerifiersEnvironment, build_tool_prompt, load_rows
 from megarl.task.problems import Problem

@@ -1,10 +1,21 @@
-"""Scalar reward models: SGLang's classes, with the head that transformers gives the same checkpoint."""
+"""The decoder models of all families, as SGLang defines them, and scalar reward models: SGLang's classes, with the head
+that transformers gives the same checkpoint."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from importlib import import_module
 from typing import Any
 
 import torch
 from sglang.srt.models import llama_reward, qwen2_classification, qwen3_classification
+
+from megarl.models.families import FAMILIES
+
+
+def _list_decoders() -> Iterator[type]:
+    """Each module's EntryClass is a class or a list of them; modules are shared by families."""
+    for name in sorted({family.sglang_module for family in FAMILIES.values()}):
+        found = import_module(f"sglang.srt.models.{name}").EntryClass
+        yield from found if isinstance(found, list) else [found]
 
 
 def _without_bias(base: type) -> type:
@@ -22,6 +33,7 @@ def _without_bias(base: type) -> type:
 
 
 EntryClass = [
+    *_list_decoders(),
     llama_reward.LlamaForSequenceClassification,
     _without_bias(qwen2_classification.Qwen2ForSequenceClassification),
     _without_bias(qwen3_classification.Qwen3ForSequenceClassification),
