@@ -18,8 +18,7 @@ from pathlib import Path
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import find_changes
-from megarl.report.compare import format_comparison
-from megarl.report.page import Changes, format_run_page
+from megarl.report.page import Changes, format_comparison, format_run_page
 from megarl.report.record import RunRecord, is_run, load_run, load_runs, load_sweep
 
 

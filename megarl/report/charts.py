@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
 
-from megarl.report.metrics import MFU, ONCE, QUARTERS, History
+from megarl.report.record import MFU, ONCE, QUARTERS, History
 from megarl.report.text import TIME, format_number
 
 NUM_COLOURS = 8

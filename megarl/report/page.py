@@ -1,8 +1,11 @@
-"""The page of a run: one self-contained HTML file, built from what the run wrote, while it trains or after."""
+"""The page of a run: one self-contained HTML file, built from what the run wrote, while it trains or after; and that of
+several runs, a sweep's or any named ones: what differs, their curves over one another, the spread over the seeds.
+"""
 
 import json
 import re
 import shlex
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from html import escape
@@ -10,15 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from megarl.report import charts
-from megarl.report.charts import Chart, Curve, Picture, build_curves, draw_curves, name_metrics, pile_up
-from megarl.report.metrics import SECONDS, History
-from megarl.report.record import HELDOUT, UNFINISHED, RunRecord, Start
+from megarl.report.charts import (
+    NUM_COLOURS,
+    Chart,
+    Curve,
+    Picture,
+    build_curves,
+    draw_curves,
+    name_metrics,
+    needs_log,
+    pile_up,
+)
+from megarl.report.record import HELDOUT, SECONDS, UNFINISHED, History, RunRecord, Start, State
 from megarl.report.signs import NUM_RULES, list_warnings
-from megarl.report.terminal import LOG_NAME
-from megarl.report.text import format_number, format_seconds, shorten
-from megarl.report.tokens import dump_for_script, format_viewer, load_records
+from megarl.report.text import LOG_NAME, format_number, format_seconds, shorten
+from megarl.report.tokens import FILE_NAME as TOKENS
+from megarl.report.tokens import Record, load_records
 
-HERE = Path(__file__).resolve().parent
+STYLE, SCRIPT = (Path(__file__).with_name(f"page.{kind}") for kind in ("css", "js"))
 VIEWER_BYTES = 4_000_000
 """Most bytes of responses"""
 LONGEST_VALUE = 300
@@ -28,6 +40,25 @@ WARNING = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d )?warning: (.*)")
 
 Changes = tuple[Sequence[str], Mapping[str, tuple[Any, Any]]]
 """The options of groups that a run chose, and (their value, the run's) of each key that differs"""
+SEED = "seed"
+BOOKKEEPING = ("cluster.", "logger.", "checkpoint.", "evaluate.")
+"""Prefixes of keys that have no effect on what a run learns"""
+ABSENT, OTHERS = "—", "others"
+NO_CHARTS = {"iterations": [], "domain": [0, 1], "charts": []}
+CHARTS = (
+    (HELDOUT, "Held-out reward", "greedy"),
+    ("reward/mean", "Training reward", "sampled"),
+    ("length/mean", "Response length", "tokens"),
+    ("critic/loss", "Value loss", ""),
+    ("critic/explained_variance", "Explained variance", "of the critic"),
+    ("policy/clip_frac", "Clipped", "share of tokens"),
+    ("policy/entropy", "Entropy", "of the policy"),
+    ("policy/approx_kl", "Step of the policy", "KL, before to after"),
+    ("policy/grad_norm", "Gradient norm", "policy"),
+    ("mismatch/kl", "Mismatch", "KL to the rollout engine"),
+    ("perf/time_per_step", "Seconds per iteration", "all phases"),
+)
+"""(metric, title, unit) of each chart; those that some run has are drawn"""
 
 
 def format_run_page(run: RunRecord, changes: Changes = ((), {})) -> str:
@@ -49,21 +80,21 @@ def format_run_page(run: RunRecord, changes: Changes = ((), {})) -> str:
     heads = [line for line in body if line.startswith('<h2 id="')]
     links = [re.sub(r'<h2 id="(.*?)">(.*?)<.*', r'<a href="#\1">\2</a>', head, flags=re.DOTALL) for head in heads]
     footer = f"Written by megarl report from <code>{escape(str(run.directory))}</code>"
-    return wrap_page(run.name, f"<nav>{''.join(links)}</nav>", body, footer, drawn.data, "page.js")
+    return wrap_page(run.name, f"<nav>{''.join(links)}</nav>", body, footer, drawn.data)
 
 
-def wrap_page(title: str, nav: str, body: Sequence[str], footer: str, data: Any, script: str) -> str:
-    """A page with one style. data: for the script, a file beside this one."""
+def wrap_page(title: str, nav: str, body: Sequence[str], footer: str, data: Any) -> str:
+    """A page with its style and script. data: for the charts that the script reads."""
     return "\n".join(
         [
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title><style>{(HERE / 'page.css').read_text()}</style></head><body>{nav}<main>",
+            f"<title>{escape(title)}</title><style>{STYLE.read_text()}</style></head><body>{nav}<main>",
             *body,
             f"<footer>{footer}</footer></main>",
             f'<script type="application/json" id="data">{dump_for_script(data)}</script>',
             # A module: its names are its own.
-            f'<script type="module">{(HERE / script).read_text()}</script></body></html>\n',
+            f'<script type="module">{SCRIPT.read_text()}</script></body></html>\n',
         ]
     )
 
@@ -88,6 +119,26 @@ def format_table(heads: Sequence[str], rows: Sequence[Sequence[str]], style: str
     head = "".join(f"<th>{escape(each)}</th>" for each in heads)
     body = "".join(f"<tr>{''.join(cells)}</tr>" for cells in rows)
     return f'<div class="scroll"><table{style}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def format_viewer(records: Sequence[Record]) -> str:
+    """The section; "" where there is nothing to show."""
+    if not records:
+        return ""
+    return f"""<section class="viewer">
+<p><code>{TOKENS}</code> has a few responses of each iteration and of each evaluation, token by token
+(<code>logger.num_token_records</code>). Those shown here are spread evenly over the run.</p>
+<div class="rv-controls"><span data-rv="outcome"></span><span data-rv="kind"></span>
+<label>colour <select data-rv="field"></select></label>
+<input data-rv="query" type="search" placeholder="search prompts and responses" aria-label="search the responses">
+<span data-rv="count"></span></div>
+<div class="rv-panes"><div class="rv-list" data-rv="list"></div><div class="rv-detail" data-rv="detail"></div></div>
+<script type="application/json" id="rollout-records">{dump_for_script(records)}</script></section>"""
+
+
+def dump_for_script(content: Any) -> str:
+    """As JSON that does not end the script element that it stands in."""
+    return json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
 
 
 class _Charts:
@@ -234,3 +285,145 @@ def _list_cells(start: Start) -> list[str]:
 def mark_keys(text: str) -> str:
     """The text with its keys and metrics, words with a dot, a slash or an underscore inside, as code."""
     return re.sub(r"\b[A-Za-z]\w*(?:[./=][\w-]+)+|\b[a-z]+_\w+", r"<code>\g<0></code>", escape(text, quote=False))
+
+
+def find_parameters(runs: Sequence[RunRecord]) -> list[str]:
+    """The keys whose values differ between the runs and that their command lines give differently, the seed last.
+
+    The name of a preset stands for what it sets. With different experiments all keys that differ count.
+    """
+    known = [run for run in runs if run.config]
+    keys = [key for key in known[0].config if all(key in run.config for run in known)] if known else []
+    keys = [key for key in keys if not key.startswith(BOOKKEEPING) and len({get_value(run, key) for run in known}) > 1]
+    given = [set(run.overrides) for run in known]
+    shared = set.intersection(*given) if given else set()
+    varied = {text.lstrip("+").split("=", 1)[0] for each in given for text in each - shared}
+    asked = [key for key in keys if "experiment" in varied or {key, key.removesuffix(".name")} & varied]
+    return sorted(asked, key=lambda key: key == SEED)
+
+
+def get_value(run: RunRecord, key: str) -> str:
+    """As it would be typed on a command line."""
+    value = run.config.get(key, ABSENT)
+    if isinstance(value, bool) or value is None:
+        return json.dumps(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def group_settings(
+    runs: Sequence[RunRecord], parameters: Sequence[str], scores: Mapping[str, float]
+) -> dict[tuple[str, ...], list[float]]:
+    """The scores of each combination of the parameters other than the seed, the best mean first.
+
+    scores: the metric by run name; runs without one are left out.
+    """
+    settings: dict[tuple[str, ...], list[float]] = {}
+    for run in (run for run in runs if run.name in scores):
+        setting = tuple(get_value(run, key) for key in parameters if key != SEED)
+        settings.setdefault(setting, []).append(scores[run.name])
+    return dict(sorted(settings.items(), key=lambda each: -statistics.mean(each[1])))
+
+
+def sort_values(values: set[str]) -> list[str]:
+    """The values sorted: numbers by size, then words."""
+
+    def rank(text: str) -> tuple[bool, float, str]:
+        try:
+            return False, float(text), ""
+        except ValueError:
+            return True, 0.0, text
+
+    return sorted(values, key=rank)
+
+
+def format_comparison(title: str, runs: Sequence[RunRecord]) -> str:
+    """The whole page."""
+    parameters = find_parameters(runs)
+    done = [run for run in runs if run.state == State.done.value and HELDOUT in run.history.last]
+    scores = {run.name: run.history.last[HELDOUT] for run in done}
+    key = [*parameters, ""][0]
+    values = sort_values({get_value(run, key) for run in runs})
+    values = values if len(values) <= NUM_COLOURS else [*values[:NUM_COLOURS], OTHERS]
+    number = {value: i for i, value in enumerate(values)}
+    group_of = {run.name: number.get(get_value(run, key), NUM_COLOURS) for run in runs}
+    ranked = sorted(runs, key=lambda run: (run.name not in scores, -scores.get(run.name, 0.0), run.name))
+    swatches = (f'<span><i class="swatch g{i}"></i>{escape(value)}</span>' for i, value in enumerate(values))
+    body = [
+        *_format_shared(title, runs, scores),
+        *_format_runs(ranked, parameters, group_of),
+        "<h2>Curves</h2>",
+        "<p>Every run, over the iterations. Point at a line or a row of the table to follow one run.</p>",
+        f'<div class="legend"><code>{escape(key)}</code>{"".join(swatches)}</div>',
+        *_format_curves(ranked, group_of, parameters),
+        *_format_settings(group_settings(runs, parameters, scores), parameters),
+        *format_problems([problem for run in runs for problem in run.problems]),
+    ]
+    return wrap_page(title, "", body, f"Written by megarl report from {len(runs)} runs", NO_CHARTS)
+
+
+def _format_shared(title: str, runs: Sequence[RunRecord], scores: Mapping[str, float]) -> Iterator[str]:
+    yield f"<h1>{escape(title)}</h1>"
+    given = [set(run.overrides) for run in runs if run.overrides]
+    if shared := sorted(set.intersection(*given)) if given else []:
+        yield f"<p>In all runs: <code>{escape(' '.join(shared))}</code></p>"
+    states = [run.state for run in runs]
+    tiles = {"runs done": f"{states.count(State.done.value)} of {len(runs)}"}
+    tiles |= {state: str(states.count(state)) for state in dict.fromkeys(states) if state != State.done.value}
+    if scores:
+        tiles |= {"best held-out reward, at the end": f"{max(scores.values()):.3f}"}
+    yield format_tiles(tiles | {"of training, all runs": format_seconds(sum(run.history.seconds for run in runs))})
+
+
+def _format_runs(runs: Sequence[RunRecord], parameters: Sequence[str], group_of: Mapping[str, int]) -> Iterator[str]:
+    """group_of: the number of each run's colour."""
+    yield "<h2>Runs</h2><p>Only what differs; the best at the end first.</p>"
+    numbers = ("held-out, end", "held-out, best", "training reward", "length", "iterations", "time")
+    rows = []
+    for run in runs:
+        last = run.history.last
+        best = run.history.best[HELDOUT][0] if HELDOUT in last else None
+        shown = [_show(value) for value in (last.get(HELDOUT), best, last.get("reward/mean"), last.get("length/mean"))]
+        shown += [str(run.history.num_iterations), format_seconds(run.history.seconds)]
+        name = f'<td data-run="{escape(run.name)}" class="g{group_of[run.name]}"><i class="swatch"></i>'
+        state = f'<td class="{escape(run.state)}">{escape(run.state)}</td>'
+        cells = [f"{name}<code>{escape(run.name)}</code></td>", state]
+        cells += [f"<td>{escape(get_value(run, key))}</td>" for key in parameters]
+        why = f'<td class="wide">{escape(run.why)}</td>'.replace("\n", "<br>")
+        rows.append([*cells, *(f'<td class="number">{each}</td>' for each in shown), why])
+    yield format_table(("run", "state", *parameters, *numbers, "why it is not done"), rows)
+
+
+def _show(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}" if abs(value) < 10 else format_number(value)
+
+
+def _format_curves(runs: Sequence[RunRecord], group_of: Mapping[str, int], parameters: Sequence[str]) -> Iterator[str]:
+    yield '<div class="grid-of-charts">'
+    for metric, title, unit in CHARTS:
+        curves = []
+        for run in runs:
+            points = [(line["iteration"], line[metric]) for line in run.history.lines if metric in line]
+            if points:
+                setting = ", ".join(f"{each}={get_value(run, each)}" for each in parameters) or run.name
+                label = f"{setting}: {format_number(points[-1][1])} at iteration {points[-1][0]}"
+                curves.append(Curve(label, group_of[run.name], points, run=run.name))
+        if curves:
+            is_log = needs_log([value for curve in curves for _, value in curve.points])
+            shown = escape(f"{unit} (log scale)".strip() if is_log else unit)
+            yield f'<div class="card"><h3>{title} <span>{shown}</span><small>{metric}</small></h3>'
+            yield f"{draw_curves(curves)}</div>"
+    yield "</div>"
+
+
+def _format_settings(settings: Mapping[tuple[str, ...], list[float]], parameters: Sequence[str]) -> Iterator[str]:
+    if not any(len(points) > 1 for points in settings.values()):
+        return
+    yield "<h2>Over the seeds</h2>"
+    yield "<p>Held-out reward at the end; ± is one standard deviation over the seeds of a setting.</p>"
+    rows = []
+    for setting, points in settings.items():
+        std = f"{statistics.stdev(points):.3f}" if len(points) > 1 else ""
+        numbers = (str(len(points)), f"{statistics.mean(points):.3f}", std, f"{min(points):.3f}", f"{max(points):.3f}")
+        rows.append([f'<td class="number">{escape(cell)}</td>' for cell in (*setting, *numbers)])
+    heads = [key for key in parameters if key != SEED]
+    yield format_table((*heads, "runs", "mean", "± seeds", "lowest", "highest"), rows)

@@ -10,12 +10,10 @@ from typing import Any, TextIO
 import psutil
 
 from megarl.config.schema.run import LoggerConfig
-from megarl.report.metrics import FILE_NAME, ONCE, MetricsWriter, check_metrics
-from megarl.report.record import write_status
+from megarl.report.record import FILE_NAME, ONCE, MetricsWriter, check_metrics, write_status
 from megarl.report.signs import Watch
 from megarl.report.sinks import Sink, open_sinks
-from megarl.report.terminal import LOG_NAME, Progress
-from megarl.report.text import TIME, Decode, format_iteration, format_samples, format_seconds
+from megarl.report.text import LOG_NAME, TIME, Decode, Progress, format_iteration, format_samples, format_seconds
 from megarl.report.timeline import span
 from megarl.types import Metrics, Sample
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import inf
 from statistics import median_high
 
-from megarl.report.metrics import History
+from megarl.report.record import History
 from megarl.report.text import format_number
 from megarl.types import Metrics
 

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from megarl.files import parse_json
-from megarl.report.metrics import LineFile
+from megarl.report.record import LineFile
 from megarl.report.text import shorten
 from megarl.types import Experience, FinishReason, Rollout, Sample, TrainingSamples
 
@@ -153,7 +153,6 @@ def _round(value: float) -> float | None:
     return float(f"{value:.4g}")
 
 
-HERE = Path(__file__).resolve().parent
 KEYS = {"iteration", "kind", "sample", "prompt", "score", "num_tokens", "observed", "tokens"}
 Record = dict[str, Any]
 
@@ -177,24 +176,3 @@ def load_records(run_dir: Path, max_bytes: int) -> list[Record]:
             if (record := parse_json(line)).keys() >= KEYS:
                 found.append(record)
     return found
-
-
-def format_viewer(records: Sequence[Record]) -> str:
-    """The section, with its style and script; "" where there is nothing to show."""
-    if not records:
-        return ""
-    return f"""<section class="viewer"><style>{(HERE / "viewer.css").read_text()}</style>
-<p><code>{FILE_NAME}</code> has a few responses of each iteration and of each evaluation, token by token
-(<code>logger.num_token_records</code>). Those shown here are spread evenly over the run.</p>
-<div class="rv-controls"><span data-rv="outcome"></span><span data-rv="kind"></span>
-<label>colour <select data-rv="field"></select></label>
-<input data-rv="query" type="search" placeholder="search prompts and responses" aria-label="search the responses">
-<span data-rv="count"></span></div>
-<div class="rv-panes"><div class="rv-list" data-rv="list"></div><div class="rv-detail" data-rv="detail"></div></div>
-<script type="application/json" id="rollout-records">{dump_for_script(records)}</script>
-<script type="module">{(HERE / "viewer.js").read_text()}</script></section>"""
-
-
-def dump_for_script(content: Any) -> str:
-    """As JSON that does not end the script element that it stands in."""
-    return json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")

@@ -39,8 +39,8 @@ from pydantic import ConfigDict, Field, ValidationError, create_model
 
 from megarl.config.errors import ConfigError
 from megarl.files import parse_strict_json, write_atomically
-from megarl.report.metrics import LineFile
-from megarl.report.scores import count_failed
+from megarl.report.evaluation import count_failed
+from megarl.report.record import LineFile
 from megarl.task.render import CriticPrompt
 from megarl.types import (
     FinishReason,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megarl.config.schema.algo import ReplayConfig, SamplingBy, uses_topr
 from megarl.config.schema.root import Config
-from megarl.report.scores import describe_failures
+from megarl.report.evaluation import describe_failures
 from megarl.rollout.collector import Collector, check_versions, compute_staleness
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.rollout_file import Journal, SavedGroups, name_group, read_group, read_rollouts

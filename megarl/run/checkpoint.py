@@ -29,7 +29,7 @@ from megarl.interfaces import DeadlineError, TrainBackend, wait_all
 from megarl.mcore.checkpoint_format import describe_role
 from megarl.mcore.hf import count_parameters
 from megarl.mcore.spec import Role, WorkerSpec
-from megarl.report import metrics as metrics_file
+from megarl.report import record
 from megarl.report import tokens as token_file
 from megarl.report.report import Report
 from megarl.report.timeline import span
@@ -41,7 +41,7 @@ from megarl.types import Metrics
 
 STATE = "state.json"
 REPLAY = "replay.samples"
-TRACKED = (*(metrics_file.FILE_NAME, rollout_file.FILE_NAME, token_file.FILE_NAME),)
+TRACKED = (record.FILE_NAME, rollout_file.FILE_NAME, token_file.FILE_NAME)
 """Files that a run appends to; a resumed run truncates them to their size at the checkpoint"""
 
 

@@ -18,14 +18,14 @@ from megarl.config.schema.algo import KLEstimator, needs_reference
 from megarl.config.schema.root import Config
 from megarl.config.schema.task import MultiTurnEnvironmentConfig
 from megarl.interfaces import DeadlineError, Pending, RolloutServers, TrainBackend, WeightSync, wait_all
-from megarl.report.report import Report
-from megarl.report.scores import (
+from megarl.report.evaluation import (
     TooManyFailuresError,
     check_failures,
     compute_heldout_metrics,
     compute_score_metrics,
     describe_failures,
 )
+from megarl.report.report import Report
 from megarl.report.tokens import TokenFile
 from megarl.rollout.client import ServerOffloader, wait_left_over
 from megarl.rollout.collector import Collector, build_tensors

@@ -25,14 +25,14 @@ from megarl.report.evaluation import (
     FILE_NAME,
     RESPONSES_FILE_NAME,
     SetResult,
+    check_failures,
+    describe_failures,
     format_response,
     format_table,
     summarize_set,
     write_evaluation,
 )
-from megarl.report.scores import check_failures, describe_failures
-from megarl.report.terminal import Progress
-from megarl.report.text import Decode, format_seconds
+from megarl.report.text import Decode, Progress, format_seconds
 from megarl.rollout.collector import Collector
 from megarl.rollout.conversation import (
     Conversation,

@@ -52,12 +52,10 @@ from megarl.plan.job import PlannedModels
 from megarl.plan.search import check_plan
 from megarl.plan.seconds import find_peak_tflops
 from megarl.report import tokens as token_file
-from megarl.report.metrics import FILE_NAME as METRICS_NAME
-from megarl.report.metrics import load_metrics
-from megarl.report.record import Outcome, State, record_start, write_outcome
+from megarl.report.record import FILE_NAME as METRICS_NAME
+from megarl.report.record import Outcome, State, load_metrics, record_start, write_outcome
 from megarl.report.report import Report, build_report
-from megarl.report.terminal import LOG_NAME, append_log
-from megarl.report.text import format_heldout
+from megarl.report.text import LOG_NAME, append_log, format_heldout
 from megarl.rollout.client import ServerOffloader
 from megarl.rollout.collector import build_collector
 from megarl.rollout.engine import SGLangEngine

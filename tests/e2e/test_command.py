@@ -13,7 +13,7 @@ from metric_table import find_metric
 from safetensors.torch import load_file
 from whole_runs import find_marked, find_scratch, start, wait_end, wait_for_iteration
 
-from megarl.report.metrics import load_metrics
+from megarl.report.record import load_metrics
 from megarl.signals import find_shared_memory
 
 SHORT = ("algo.value_pretrain.steps=1", "train.eval_every=2")

@@ -11,7 +11,7 @@ from servers import API_KEY
 from megarl.config.schema.run import EvaluateConfig
 from megarl.interfaces import DeadlineError
 from megarl.report.evaluation import RESPONSES_FILE_NAME
-from megarl.report.terminal import Progress
+from megarl.report.text import Progress
 from megarl.rollout.engine import SGLangEngine
 from megarl.run.evaluation import EvaluationSet, evaluate_sets
 from megarl.task.scorer import Scorer

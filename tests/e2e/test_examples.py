@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.models.checkpoint import SMOLLM2_NEEDS
-from megarl.report.metrics import load_metrics
-from megarl.report.record import State, load_outcome
+from megarl.report.record import State, load_metrics, load_outcome
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ import fault_runs as faults
 import pytest
 from whole_runs import start, summarize, train, wait_end
 
-from megarl.report.compare import format_comparison
+from megarl.report.page import format_comparison
 from megarl.report.record import load_sweep
 
 pytestmark = pytest.mark.slow

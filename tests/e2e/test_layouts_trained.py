@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from megarl.report.metrics import load_metrics
+from megarl.report.record import load_metrics
 from megarl.types import Metrics
 
 pytestmark = pytest.mark.slow

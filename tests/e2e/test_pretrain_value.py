@@ -13,7 +13,7 @@ from megarl.cluster.opened import open_ray
 from megarl.config.load import load_config
 from megarl.config.placement import DeviceSlot
 from megarl.mcore.spec import Role
-from megarl.report.metrics import load_metrics
+from megarl.report.record import load_metrics
 from megarl.rollout.collector import build_sequences
 from megarl.rollout.rollout_file import RolloutWriter, load_rollouts
 from megarl.run.inputs import load_models, load_specs

@@ -12,8 +12,7 @@ import psutil
 import pytest
 from whole_runs import find_marked, start, train, wait_end, wait_for_iteration, wait_until
 
-from megarl.report.metrics import load_metrics
-from megarl.report.record import State, load_outcome
+from megarl.report.record import State, load_metrics, load_outcome
 from megarl.signals import pick_free_port
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from whole_runs import find_marked, find_scratch
 
-from megarl.report.metrics import load_metrics
+from megarl.report.record import load_metrics
 from megarl.rollout.rollout_file import RolloutWriter
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 

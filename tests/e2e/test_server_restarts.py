@@ -15,7 +15,7 @@ from servers import API_KEY
 
 from megarl.config.load import load_config
 from megarl.interfaces import UNPUBLISHED
-from megarl.report.metrics import load_metrics
+from megarl.report.record import load_metrics
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.collector import Collector, build_tensors
 from megarl.rollout.server import find_loss

@@ -14,7 +14,7 @@ from megarl.models.checkpoint import (
     build_character_tokenizer,
 )
 from megarl.report.evaluation import compute_mean
-from megarl.report.metrics import load_metrics
+from megarl.report.record import load_metrics
 from megarl.rollout.rollout_file import load_rollouts
 from megarl.types import FinishReason, Sample
 

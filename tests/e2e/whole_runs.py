@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from megarl.report.metrics import load_metrics
+from megarl.report.record import load_metrics
 
 MEASURED = ("time/", "perf/", "sync/seconds", "sync/verify_share")
 """Beginnings of the metrics that clocks decide"""

@@ -16,7 +16,7 @@ from megarl.cluster.opened import Cluster
 from megarl.config.load import load_config
 from megarl.config.schema.root import Config
 from megarl.mcore.spec import Role
-from megarl.report.metrics import load_metrics
+from megarl.report.record import load_metrics
 from megarl.report.report import Report, build_report
 from megarl.rollout.client import ServerOffloader
 from megarl.rollout.rollout_file import Journal

@@ -23,7 +23,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "cpu": (3, 1610, ("cpu",)),
     "algo": (2, 2980, ("algo",)),
     "models": (2, 1020, ("models",)),
-    "report": (2, 3290, ("report",)),
+    "report": (2, 3260, ("report",)),
     "task": (2, 4950, ("task",)),
     "files": (1, 730, ("files", "signals")),
     "schema": (1, 1860, ("config.schema", "config.errors", "config.user_code")),

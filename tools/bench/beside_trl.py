@@ -29,7 +29,7 @@ from speed import Result, describe_range, find_medians, take_turns
 
 from megarl.config.load import load_config
 from megarl.models.checkpoint import build_once, build_smollm2_checkpoint, default_cache_dir
-from megarl.report.metrics import load_metrics
+from megarl.report.record import load_metrics
 from megarl.report.report import build_report
 from megarl.run.inputs import load_inputs
 from megarl.run.job import open_components, open_resources

@@ -48,7 +48,7 @@ from megarl.config.load import load_config
 from megarl.config.placement import list_groups
 from megarl.config.schema.root import Config
 from megarl.models.checkpoint import build_once, default_cache_dir, resolve_checkpoint
-from megarl.report.metrics import load_metrics
+from megarl.report.record import load_metrics
 from megarl.report.report import build_report
 from megarl.run.components import TrainerComponents
 from megarl.run.inputs import load_inputs

@@ -7,8 +7,7 @@ import pytest
 from megarl.config.errors import ConfigError
 from megarl.files import load_json_object, naming_file, parse_strict_json
 from megarl.mcore.spec import read_architecture
-from megarl.report.metrics import load_metrics
-from megarl.report.record import load_outcome
+from megarl.report.record import load_metrics, load_outcome
 from megarl.rollout.rollout_file import load_rollouts
 from megarl.run.command import load_run
 from megarl.task.data import read_jsonl

@@ -8,7 +8,7 @@ from fakes.disturbed import RUN, summarize
 from fakes.run import Said, World
 from metric_table import find_metric
 
-from megarl.report.metrics import MetricsWriter
+from megarl.report.record import MetricsWriter
 from megarl.types import Metrics
 
 

@@ -12,7 +12,7 @@ from metric_table import find_metric
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.interfaces import Truncation
-from megarl.report.metrics import load_metrics
+from megarl.report.record import load_metrics
 from megarl.rollout.collector import EvalSet, build_eval_sets
 
 

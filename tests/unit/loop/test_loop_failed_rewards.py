@@ -9,8 +9,8 @@ from fakes.disturbed import RUN, Disturbance, check_disturbed, check_resumed
 from fakes.run import Said, World, reward_length
 
 from megarl.environment import Action, Environment, Step
-from megarl.report.metrics import load_metrics
-from megarl.report.scores import TooManyFailuresError
+from megarl.report.evaluation import TooManyFailuresError
+from megarl.report.record import load_metrics
 from megarl.rollout.rollout_file import load_rollouts
 from megarl.types import Prompt, Response, Score
 

@@ -11,7 +11,7 @@ import pytest
 from fakes.run import World
 
 from megarl.environment import Action, Environment, Step
-from megarl.report.metrics import load_metrics
+from megarl.report.record import load_metrics
 
 FIRST, LAST = 9, 29
 """Iterations that are compared; each is the last before a checkpoint"""

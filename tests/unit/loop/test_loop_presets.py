@@ -15,7 +15,7 @@ from megarl.algo.blocks import NonFiniteError
 from megarl.algo.registry import needs_critic, reuses_logprobs
 from megarl.config.load import list_options
 from megarl.config.schema.algo import needs_reference
-from megarl.report.metrics import load_metrics
+from megarl.report.record import load_metrics
 from megarl.rollout.rollout_file import load_rollouts
 from megarl.rollout.source import NoSignalError
 from megarl.task.data import PromptSampler

@@ -11,7 +11,7 @@ from fakes.disturbed import Disturbance, Killed, stop
 from fakes.run import World, pretrain
 
 from megarl.files import CheckpointError
-from megarl.report.metrics import load_metrics
+from megarl.report.record import load_metrics
 from megarl.signals import Stopped, stopping_on_signals
 from megarl.types import Prompt, Response, Score
 

@@ -23,7 +23,7 @@ from megarl.cluster.calls import WorkerError
 from megarl.config.errors import ConfigError
 from megarl.files import CheckpointError, Folder
 from megarl.interfaces import DeadlineError, SyncError
-from megarl.report.metrics import load_metrics
+from megarl.report.record import load_metrics
 from megarl.rollout.rollout_file import Journal
 from megarl.signals import Stopped, stopping_on_signals
 from megarl.task.reward import AsyncReward

@@ -10,7 +10,7 @@ from fakes.disturbed import Disturbance, Killed, check_disturbed
 from fakes.run import World, load
 
 from megarl.files import CheckpointError
-from megarl.report.metrics import load_metrics
+from megarl.report.record import load_metrics
 from megarl.rollout.rollout_file import NO_GROUPS, load_rollouts
 from megarl.rollout.source import SavedPretraining, SavedSource
 from megarl.trainer import Trainer

@@ -15,7 +15,7 @@ from fakes.run import Said, World, load, load_untimed
 
 from megarl.cluster.calls import WorkerError
 from megarl.interfaces import UNPUBLISHED
-from megarl.report.metrics import load_metrics
+from megarl.report.record import load_metrics
 from megarl.rollout.rollout_file import load_rollouts
 from megarl.signals import Stopped, stopping_on_signals
 from megarl.task.data import PromptSampler

@@ -14,7 +14,7 @@ from megarl.report.charts import (
     needs_log,
     pile_up,
 )
-from megarl.report.metrics import QUARTERS, History
+from megarl.report.record import QUARTERS, History
 
 
 def make_line(iteration: int, **more: float) -> dict[str, float]:

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from page_run import Page
 
-from megarl.report.compare import find_parameters, format_comparison, group_settings, sort_values
-from megarl.report.metrics import History
+from megarl.report.page import find_parameters, format_comparison, group_settings, sort_values
 from megarl.report.record import (
     UNFINISHED,
+    History,
     Outcome,
     RunRecord,
     State,

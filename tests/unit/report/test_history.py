@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.report.metrics import (
+from megarl.report.record import (
     MFU,
     MOST_POINTS,
     History,

@@ -16,9 +16,9 @@ from report_samples import make_sample
 
 from megarl.config.schema.run import LoggerConfig
 from megarl.report.report import build_report
-from megarl.report.terminal import LOG_WIDTH
 from megarl.report.text import (
     INDENT,
+    LOG_WIDTH,
     LONGEST_TEXT,
     MOST_LINES,
     format_sample,

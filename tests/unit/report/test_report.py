@@ -12,8 +12,7 @@ import pytest
 from report_samples import make_sample
 
 from megarl.config.schema.run import LoggerConfig
-from megarl.report.metrics import load_metrics
-from megarl.report.record import load_record
+from megarl.report.record import load_metrics, load_record
 from megarl.report.report import Report, build_report
 
 TEXT_ONLY = LoggerConfig(tensorboard=False, terminal=True, num_logged_samples=2)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.report.scores import (
+from megarl.report.evaluation import (
     LONGEST_REASON,
     TooManyFailuresError,
     check_failures,

@@ -13,7 +13,7 @@ from megarl.config.load import compose_config, load_config
 from megarl.config.schema.run import LoggerConfig
 from megarl.config.values import list_values
 from megarl.report import charts, signs
-from megarl.report.metrics import History, derive_metrics
+from megarl.report.record import History, derive_metrics
 from megarl.report.report import build_report
 from megarl.report.signs import BASELINES, NUM_RATIOS, SIGNS, Watch, list_warnings
 

@@ -4,7 +4,8 @@ import contextlib
 import itertools
 from pathlib import Path
 
-from megarl.report.tokens import TokenFile, format_viewer, load_records
+from megarl.report.page import format_viewer
+from megarl.report.tokens import TokenFile, load_records
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 
 HOSTILE = "</script><script>window.hacked = 1</script><!--<img src=x onerror='window.hacked = 1'>\u202e\x07\ud800[]"
