@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from megarl.config.load import compose_config
-from megarl.config.values import list_values
+from megarl.config.overrides import list_values
 from megarl.report.record import Outcome, State, record_start, write_outcome
 from megarl.report.tokens import TokenFile
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score

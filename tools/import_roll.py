@@ -21,7 +21,7 @@ from megarl.config.checks import find_unused
 from megarl.config.errors import ConfigError
 from megarl.config.load import compose_config, load_config
 from megarl.config.names import import_roll, read_roll_file
-from megarl.config.values import write_value
+from megarl.config.overrides import write_value
 
 
 def main() -> None:

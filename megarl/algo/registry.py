@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 from megarl.algo.advantages import ADVANTAGES
 from megarl.algo.declarations import AdvantageEstimator, PolicyLoss
 from megarl.algo.policy_losses import POLICY_LOSSES
-from megarl.config.errors import ConfigError, find_nearest_key
+from megarl.config.errors import ConfigError, find_nearest_key, load_named
 from megarl.config.schema.algo import AlgoConfig, needs_reference, uses_topr
 from megarl.config.schema.root import Config
-from megarl.config.user_code import load_named
 from megarl.files import check_state
 
 Declaration = TypeVar("Declaration")

@@ -31,7 +31,6 @@ from megarl.config.schema.algo import (
     uses_topr,
 )
 from megarl.config.schema.key import Effect, Key, get_key, show
-from megarl.config.schema.reward_parts import find_score_range, read_parts
 from megarl.config.schema.roles import Dtype, ModelSource, ParallelConfig, TrainedRoleConfig
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import NO_QUANTIZED_WEIGHTS, TrainConfig, check_truncation
@@ -40,6 +39,8 @@ from megarl.config.schema.task import (
     SingleTurnEnvironmentConfig,
     ToolsEnvironmentConfig,
     WeightedRewardConfig,
+    find_score_range,
+    read_parts,
 )
 
 

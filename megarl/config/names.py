@@ -18,9 +18,8 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from megarl.config.errors import ConfigError
-from megarl.config.overrides import list_set_keys
+from megarl.config.overrides import list_set_keys, write_value
 from megarl.config.schema.algo import AlgoConfig
-from megarl.config.values import write_value
 
 FILE = Path(__file__).with_name("names.yaml")
 # YAML's safe loader, in C where PyYAML was built with it: every command reads this file at its start.

@@ -1,12 +1,14 @@
-"""The words of a command line before Hydra sees them: which keys they set, and where configuration files are found.
+"""The words of a command line before Hydra sees them: which keys they set, and where configuration files are found; and
+the values of a configuration by dotted key, as run.json records them and as words give them.
 
 Hydra's key for the latter is `hydra.searchpath`, an override like any other: what passes overrides on (the checks
 before a run, resume=, the processes of a sweep, Slurm jobs) passes the directories on with them.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
@@ -17,7 +19,7 @@ from omegaconf import OmegaConf
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.root import Config
-from megarl.config.schema.task import SCHEMAS
+from megarl.config.schema.task import SCHEMAS, TOYS, DataConfig, RewardConfig
 
 CONF_DIR = (Path(__file__).resolve().parents[1] / "conf").resolve()
 """megarl/conf: a link to conf/ in a checkout, a copy of it where megarl is installed."""
@@ -171,3 +173,59 @@ def _find_dicts(schema: type, prefix: str) -> Iterator[str]:
             yield f"{prefix}{field.name}"
         elif is_dataclass(kind) and isinstance(kind, type):
             yield from _find_dicts(kind, f"{prefix}{field.name}.")
+
+
+def list_values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, plain value) of every leaf (a dict or list counts as one) and the class name of every group."""
+    for field in fields(node):
+        value = getattr(node, field.name)
+        if is_dataclass(value):
+            # The class tells which option of a group it is: two rewards may have the same keys.
+            yield f"{prefix}{field.name}", type(value).__name__
+            yield from list_values(value, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", to_plain(value)
+
+
+def to_plain(value: Any) -> Any:
+    """The value without classes of its own: an enum's value, a group's values by dotted key."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(each) for each in value]
+    return dict(list_values(value)) if is_dataclass(value) else value
+
+
+def write_value(value: Any) -> str:
+    """A value as an override writes it, which Hydra reads back as the same."""
+    value = to_plain(value)
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{write_value(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(write_value, value))}]"
+    if not isinstance(value, str):
+        return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    if re.fullmatch(r"(?!(null|true|false|yes|no|on|off|nan|inf)$)[a-z/][\w./-]*", value, re.IGNORECASE | re.ASCII):
+        return value
+    # A backslash escapes only before a quote and at the end; one before an interpolation keeps it a text.
+    text = re.sub(r"(\\+)(?='|$)", r"\1\1", value.replace("${", "\\${")).replace("'", "\\'")
+    return f"'{text}'"
+
+
+def name_data(config: DataConfig) -> str:
+    """`data=jsonl data.path=train.jsonl`, `data=addition`."""
+    path = getattr(config, "path", None) or ""
+    return f"data={path.removeprefix(TOYS)}" if path.startswith(TOYS) else _name("data", config)
+
+
+def name_reward(config: RewardConfig) -> str:
+    """`reward=function reward.path=my_reward.py:score`."""
+    return _name("reward", config)
+
+
+def _name(group: str, config: object) -> str:
+    kind = next((name for name, schema in SCHEMAS[group].items() if schema is type(config)), "...")
+    path = getattr(config, "path", None)
+    return f"{group}={kind}{f' {group}.path={path}' if path else ''}"

@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megarl.config.brought import MODEL_FILE, RUN_FILE
 from megarl.config.errors import ConfigError
+from megarl.config.load import MODEL_FILE, RUN_FILE
 from megarl.config.schema.roles import Dtype, LoraConfig, LoraLayers, ParallelConfig
 from megarl.files import MANIFEST, CheckpointError, load_json_object, load_manifest, verify_files, write_manifest
 from megarl.mcore import bridge

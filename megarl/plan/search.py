@@ -14,11 +14,11 @@ from typing import Any
 from megarl.config.checks import check_config, check_older_samples
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
+from megarl.config.overrides import write_value
 from megarl.config.placement import list_contradictions, list_groups
 from megarl.config.schema.roles import Offload, Recompute
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import AUTO, SERVERS, Placement, ServerOffload, Transport
-from megarl.config.values import write_value
 from megarl.plan.assumptions import GIB
 from megarl.plan.job import (
     FIRST,

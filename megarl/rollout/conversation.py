@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, describe_error
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import RolloutConfig
 from megarl.config.schema.task import (
@@ -27,7 +27,6 @@ from megarl.config.schema.task import (
     ToolsEnvironmentConfig,
     VerifiersEnvironmentConfig,
 )
-from megarl.config.user_code import describe_error
 from megarl.environment import Action, Environment, EpisodeSetting, Observation, Step
 from megarl.interfaces import Truncation, TurnRequest
 from megarl.report.timeline import RESPONSES, span

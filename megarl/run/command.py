@@ -37,12 +37,11 @@ from megarl.config.load import (
     to_config,
 )
 from megarl.config.names import rewrite_overrides
-from megarl.config.overrides import CONF_DIR, check_words, is_search_path, open_overrides, take_config_dirs
+from megarl.config.overrides import CONF_DIR, check_words, is_search_path, list_values, open_overrides, take_config_dirs
 from megarl.config.placement import check_cluster
 from megarl.config.schema.roles import ModelSource
 from megarl.config.schema.root import Config, register
 from megarl.config.schema.run import AUTO
-from megarl.config.values import list_values
 from megarl.files import RUN_FILE, CheckpointError, load_json_object, locking, write_atomically
 from megarl.report.record import Outcome, State, clear_outcome, load_outcome, write_outcome
 from megarl.report.sinks import check_sinks

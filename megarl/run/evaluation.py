@@ -13,10 +13,10 @@ from omegaconf import OmegaConf
 from megarl.cluster.actors import Servers
 from megarl.cluster.opened import open_ray
 from megarl.config.errors import ConfigError
+from megarl.config.overrides import name_data, name_reward
 from megarl.config.placement import count_gpus, list_groups, place
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import SERVERS, EvaluateConfig, RolloutConfig, get_temperature, list_ks
-from megarl.config.values import name_data, name_reward
 from megarl.cpu.process import settle_threads
 from megarl.interfaces import DeadlineError
 from megarl.mcore.hf import check_files

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from megarl.algo.registry import needs_critic
 from megarl.config.checks import describe_iteration_size
 from megarl.config.errors import ConfigError
+from megarl.config.overrides import name_data, name_reward
 from megarl.config.schema.algo import needs_reference
 from megarl.config.schema.root import Config
-from megarl.config.values import name_data, name_reward
 from megarl.files import load_json_object
 from megarl.mcore.hf import check_checkpoint, check_critic_checkpoint, check_critic_prompt, check_value_range
 from megarl.mcore.spec import ROLE_KEYS, Role, WorkerSpec, check_layout, check_role_fields, read_architecture

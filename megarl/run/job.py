@@ -19,9 +19,10 @@ from megarl.cluster.actors import Servers, Turns, WorkerGroup
 from megarl.cluster.calls import WorkerError
 from megarl.cluster.opened import Cluster, open_ray
 from megarl.cluster.process import Profiler, measure_peaks
-from megarl.config.brought import MODEL_FILE
 from megarl.config.checks import describe_sizes
 from megarl.config.errors import ConfigError
+from megarl.config.load import MODEL_FILE
+from megarl.config.overrides import list_values
 from megarl.config.placement import (
     count_gpus,
     find_server_offload,
@@ -34,7 +35,6 @@ from megarl.config.placement import (
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import SERVERS, Transport
 from megarl.config.schema.task import MultiTurnEnvironmentConfig
-from megarl.config.values import list_values
 from megarl.cpu.process import describe_threads, settle_threads
 from megarl.files import CHECKPOINTS, RUN_FILE, CheckpointError, Folder, check_space, locking, name_checkpoint
 from megarl.interfaces import (

@@ -10,9 +10,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from megarl.config.errors import ConfigError, find_nearest_key
+from megarl.config.errors import ConfigError, describe_error, find_nearest_key
 from megarl.config.schema import task as schema
-from megarl.config.user_code import describe_error
 from megarl.files import parse_json
 from megarl.task.environments import load_rows
 from megarl.task.problems import Located, Problem, ProblemSplits, read_problems

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, describe_error, load_named
 from megarl.config.schema import task as schema
-from megarl.config.user_code import describe_error, load_named
 from megarl.environment import Action, Environment, EpisodeSetting, Observation, Step
 from megarl.task.problems import Problem, ProblemSplits
 from megarl.task.process import load_callable

@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, DescribedError, describe_error
 from megarl.config.schema.task import FunctionRewardConfig
-from megarl.config.user_code import DescribedError, describe_error
 from megarl.files import check_state
 from megarl.task.process import CallError, StartError, call, load_callable
 from megarl.task.reward import ProcessReward

@@ -25,8 +25,7 @@ from typing import Any
 
 import psutil
 
-from megarl.config.errors import ConfigError
-from megarl.config.user_code import DescribedError, load_named
+from megarl.config.errors import ConfigError, DescribedError, load_named
 from megarl.task import confinement
 
 START_DEADLINE_S = 180.0

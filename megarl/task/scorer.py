@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import task as schema
-from megarl.config.schema.reward_parts import read_parts
-from megarl.config.schema.task import RewardConfig, WeightedRewardConfig
+from megarl.config.schema.task import RewardConfig, WeightedRewardConfig, read_parts
 from megarl.task.code import CodeReward
 from megarl.task.data import GYM
 from megarl.task.function import FunctionReward

@@ -1,12 +1,24 @@
-"""The root of the configuration and its registration with Hydra."""
+"""The root of the configuration, its registration with Hydra, and the resolvers of conf/.
+
+`${megarl_run_name:...}`, `algo.clip_high=0.24,seed=2_1f9c0b`, is the folder of one run of a sweep: its swept values, to
+be read, and a digest of what it computes, which follows from the configuration alone: a sweep that is started again,
+with more values or in another order, finds the folders of the runs that it already has.
+
+`${cpu_dtype:${cluster.gpus_per_node}}` is the faster dtype of this machine, for presets of small models.
+"""
 
 import functools
+import hashlib
+import json
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, DictConfig, OmegaConf
 
-from megarl.config.schema import cpu_dtype, run_name, task
+from megarl.config.schema import task
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.key import EVALUATED, GENERATED, NOT_ALONE, TRAINED, WITH_CRITIC, Effect, key
 from megarl.config.schema.roles import CriticConfig, ModelConfig, PolicyConfig, ReferenceConfig
@@ -78,6 +90,49 @@ def register() -> None:
     """Put the schema into Hydra's ConfigStore, once in a process."""
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
-    run_name.register()
-    cpu_dtype.register()
     task.register(store)
+
+
+NOT_COMPUTED = ("hydra", "cluster", "checkpoint", "evaluate", "logger")
+"""Nodes that do not decide what a run learns"""
+LONGEST_READABLE = 100
+DIGITS = 6
+
+
+def name_run(readable: str, composed: DictConfig) -> str:
+    """readable: Hydra's `key=value,key=value`; composed: the whole configuration of the run, resolved here. What
+    computes the same under the same names has the same name."""
+    nodes = {str(key): composed[key] for key in composed if key not in NOT_COMPUTED}
+    plain = {
+        key: OmegaConf.to_container(node, resolve=True, enum_to_str=True) if OmegaConf.is_config(node) else node
+        for key, node in nodes.items()
+    }
+    digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:DIGITS]
+    text = re.sub(r"[^A-Za-z0-9_.=,+-]", "-", readable)[:LONGEST_READABLE].lstrip(".-")
+    return f"{text}_{digest}" if text else digest
+
+
+CPU_INFO = Path("/proc/cpuinfo")
+BFLOAT16 = re.compile(r"^(?:flags|Features)\s*:.*\b(?:avx512_bf16|amx_bf16|bf16)\b", re.MULTILINE)
+
+
+def choose_dtype(gpus_per_node: int) -> str:
+    """`bfloat16` on GPUs and on CPUs that compute with it, else `float32`."""
+    return "bfloat16" if gpus_per_node > 0 or computes_bfloat16() else "float32"
+
+
+def computes_bfloat16() -> bool:
+    """Whether this CPU has instructions for it: without them a product of matrices takes several times as long."""
+    try:
+        return BFLOAT16.search(CPU_INFO.read_text()) is not None
+    except OSError:  # not Linux
+        return False
+
+
+def _resolve_run_name(readable: Any, *, _root_: DictConfig) -> str:
+    return name_run(str(readable), _root_)
+
+
+# With the import: a launcher may have sent a run to another process, in which nobody calls anything before.
+OmegaConf.register_new_resolver("megarl_run_name", _resolve_run_name, replace=True)
+OmegaConf.register_new_resolver("cpu_dtype", choose_dtype, replace=True)

@@ -14,10 +14,9 @@ from megarl.algo.losses import count_minibatch, policy_loss
 from megarl.algo.objective import format_objective
 from megarl.algo.registry import find_advantage, find_policy_loss
 from megarl.algo.targets import compute_targets
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, load_named
 from megarl.config.load import load_config
 from megarl.config.schema.algo import AlgoConfig
-from megarl.config.user_code import load_named
 
 ROOT = Path(__file__).parents[3]
 GUIDE = (ROOT / "docs" / "extending" / "algorithm.md").read_text()

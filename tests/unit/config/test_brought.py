@@ -9,11 +9,18 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from megarl.config.brought import MODEL_FILE, RUN_FILE, RunSettings
 from megarl.config.errors import ConfigError
-from megarl.config.load import complete_overrides, expand_sets, load_config, load_configs
+from megarl.config.load import (
+    MODEL_FILE,
+    RUN_FILE,
+    RunSettings,
+    complete_overrides,
+    expand_sets,
+    load_config,
+    load_configs,
+)
+from megarl.config.overrides import write_value
 from megarl.config.schema.root import Config
-from megarl.config.values import write_value
 from megarl.run.command import check_command_line, check_training, save_run
 
 RUN = (

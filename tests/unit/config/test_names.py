@@ -9,8 +9,7 @@ from megarl.config import names
 from megarl.config.errors import ConfigError
 from megarl.config.load import check_overrides, compose_config, load_config
 from megarl.config.names import ALIASES, NONE, PEER_NAMES, TABLE, rewrite_overrides
-from megarl.config.overrides import find_choices_with, list_open_keys, list_options, write_search_path
-from megarl.config.values import list_values
+from megarl.config.overrides import find_choices_with, list_open_keys, list_options, list_values, write_search_path
 
 OF_A_CHOICE = {"data.path", "data.heldout_path", "data.prompt_field", "data.answer_field", "reward.path", "reward.url"}
 """Keys of a source of data or a kind of reward other than the default ones"""

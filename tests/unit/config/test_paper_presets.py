@@ -10,8 +10,8 @@ import yaml
 from megarl.algo.registry import find_policy_loss, needs_critic
 from megarl.config.checks import find_unused
 from megarl.config.load import list_options, load_config
+from megarl.config.overrides import list_values
 from megarl.config.schema.root import Config
-from megarl.config.values import list_values
 
 DOCS = Path(__file__).parents[3] / "docs" / "algorithms.md"
 ALGOS = list_options("algo")

@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 from megarl.config.checks import find_unused
 from megarl.config.errors import ConfigError
 from megarl.config.load import check_overrides, list_options, load_config
+from megarl.config.overrides import list_values
 from megarl.config.schema.algo import AlgoConfig
-from megarl.config.values import list_values
 
 PRESETS = list_options("algo")
 CRITIC = {"ppo", "vc_ppo", "vapo", "sao", "bpco"}

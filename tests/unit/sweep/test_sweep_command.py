@@ -8,8 +8,7 @@ from hydra import compose, initialize_config_dir
 from megarl.config.errors import ConfigError
 from megarl.config.load import CONF_DIR, check_overrides
 from megarl.config.overrides import open_overrides
-from megarl.config.schema.root import register
-from megarl.config.schema.run_name import name_run
+from megarl.config.schema.root import name_run, register
 from megarl.sweep import complete_arguments
 
 
