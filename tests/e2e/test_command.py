@@ -104,18 +104,3 @@ def test_a_signal_ends_every_process_and_leaves_nothing(short_path):
     assert alive == []
     assert not shared & {entry.inode() for entry in os.scandir("/dev/shm")}
     assert_left_nothing(run, short_path)
-
-
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("algo.clip_hihg=0.3", "error: algo.clip_hihg: no such key; did you mean algo.clip_high?"),
-        ("rollout.sglang={max_runing_requests: 3}", "max_running_requests"),
-    ],
-)
-def test_a_bad_configuration_ends_with_code_2_and_names_the_key(tmp_path, override, expected):
-    run = start_in(tmp_path, override)
-    code, output = wait_end(run, 120)
-    assert code == 2, output
-    assert expected in output
-    assert "Traceback" not in output

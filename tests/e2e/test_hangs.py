@@ -12,17 +12,16 @@ import psutil
 import pytest
 import ray
 import torch
+from loop_parts import build_policy
 
 from megarl.cluster.actors import WorkerGroup
 from megarl.cluster.calls import PendingCall, WorkerError
 from megarl.cluster.opened import Cluster, open_ray
 from megarl.cluster.process import CallState, CallTracker, RankStacks, dump_on_signal, identify, redirect_output
 from megarl.config.placement import DeviceSlot
-from megarl.config.schema.algo import AlgoConfig
-from megarl.config.schema.roles import Dtype, ParallelConfig
+from megarl.config.schema.roles import ParallelConfig
 from megarl.config.schema.run import ClusterConfig
 from megarl.interfaces import DeadlineError
-from megarl.mcore.spec import Role, WorkerSpec
 from megarl.types import Sequences
 
 pytestmark = pytest.mark.slow
@@ -42,18 +41,8 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture
 def group(cluster: Cluster, tiny_checkpoint: Path, tmp_path: Path) -> Iterator[WorkerGroup]:
     """Two tensor-parallel ranks: every forward pass has collectives."""
-    spec = WorkerSpec(
-        role=Role.reference,
-        checkpoint=str(tiny_checkpoint),
-        parallel=ParallelConfig(num_processes=2, tp=2),
-        optimizer=None,
-        dtype=Dtype.float32,
-        algo=AlgoConfig(),
-        temperature=1.0,
-        response_length=8,
-        tokens_per_microbatch=64,
-        deadline_s=DEADLINE_S,
-    )
+    parallel = ParallelConfig(num_processes=2, tp=2)
+    spec = replace(build_policy(tiny_checkpoint), parallel=parallel, deadline_s=DEADLINE_S)
     running = WorkerGroup(spec, tmp_path, cluster, (DeviceSlot(), DeviceSlot()), START_DEADLINE_S)
     assert "in float32" in running.start().result()
     yield running

@@ -1,14 +1,12 @@
 """Whole runs of the command with policy and critic on several processes, as a user starts them."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from whole_runs import train as run_command
 
 from megarl.report.record import load_metrics
 from megarl.types import Metrics
@@ -22,11 +20,7 @@ SMALL = ("train.num_eval_prompts=8", "rollout.response_length=24")
 def train(directory: Path, *overrides: str) -> list[Metrics]:
     """Run `megarl.train` to its end; the metrics of each iteration."""
     fixed = [f"train.num_iterations={NUM_ITERATIONS}", *SMALL, f"hydra.run.dir={directory}/run"]
-    command = [sys.executable, "-m", "megarl.train", *overrides, *fixed]
-    environment = os.environ | {"TMPDIR": str(directory)}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=580, env=environment)
-    assert run.returncode == 0, run.stdout + run.stderr
-    last = run.stdout.strip().splitlines()[-1]
+    last = run_command(*overrides, *fixed, TMPDIR=str(directory)).strip().splitlines()[-1]
     assert re.fullmatch(rf"done: iterations={NUM_ITERATIONS} reward/heldout=0\.\d{{4}} .*", last)
     lines = [line for line in load_metrics(directory / "run" / "metrics.jsonl") if line["iteration"] > 0]
     assert len(lines) == NUM_ITERATIONS

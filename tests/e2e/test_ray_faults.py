@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 DRIVER = Path(__file__).with_name("ray_driver.py")
 RAY_DEADLINE_S = 30.0
 PATIENCE_S = 240.0
+LATE = rf"Ray.* (within|for) {RAY_DEADLINE_S:g} s \(cluster.ray_deadline_s\): store"
 
 
 class Driver:
@@ -81,32 +82,27 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("process", "fault", "message"),
     [
-        (psutil.Process.suspend, rf"Ray.* (within|for) {RAY_DEADLINE_S:g} s \(cluster.ray_deadline_s\): store"),
-        (psutil.Process.kill, r"Ray's process raylet has died: store"),
+        (
+            "raylet",
+            psutil.Process.suspend,
+            LATE,
+        ),
+        ("raylet", psutil.Process.kill, r"Ray's process raylet has died: store"),
+        ("ray::RuntimeEnv", psutil.Process.kill, ""),
     ],
-    ids=["stopped", "killed"],
 )
-def test_a_raylet_that_stops_or_dies_ends_the_run_with_what_was_asked_of_it(
-    fault: Callable[[psutil.Process], None], message: str, start: Callable[..., Driver]
+def test_a_process_of_ray_that_stops_or_dies_ends_the_run_with_what_was_asked_of_it_and_leaves_nothing(
+    process: str, fault: Callable[[psutil.Process], None], message: str, start: Callable[..., Driver]
 ) -> None:
-    driver = start()
+    driver = start(RAY_DEADLINE_S if message else 120.0)
     driver.wait_steps("called")
-    raylet = driver.find("raylet")
-    assert raylet is not None
-    fault(raylet)
+    found = driver.find(process)
+    assert found is not None
+    fault(found)
     assert driver.end() == 1
-    assert re.search(f"RayLostError: {message}", driver.log.read_text()), driver.log.read_text()
-
-
-def test_the_end_of_rays_agent_ends_the_run_and_leaves_nothing(start: Callable[..., Driver]) -> None:
-    driver = start(deadline_s=120.0)
-    driver.wait_steps("called")
-    agent = driver.find("ray::RuntimeEnv")
-    assert agent is not None
-    agent.kill()
-    assert driver.end() == 1
+    assert not message or re.search(f"RayLostError: {message}", driver.log.read_text()), driver.log.read_text()
 
 
 @pytest.mark.parametrize(
@@ -114,7 +110,7 @@ def test_the_end_of_rays_agent_ends_the_run_and_leaves_nothing(start: Callable[.
     [
         *[("gcs_server", signal.SIGTERM), ("gcs_server", signal.SIGQUIT), ("raylet", signal.SIGUSR2)],
         *[("ray::RuntimeEnv", signal.SIGTERM), ("opened", signal.SIGUSR2), ("called", signal.SIGTERM)],
-        ("called", signal.SIGQUIT),
+        *[("called", signal.SIGQUIT), ("called", signal.SIGKILL)],
     ],
 )
 def test_a_signal_at_any_moment_of_a_start_ends_it_by_the_signals_own_code(
@@ -126,13 +122,6 @@ def test_a_signal_at_any_moment_of_a_start_ends_it_by_the_signals_own_code(
     else:
         driver.wait_until(lambda: driver.find(phase), phase)
     os.kill(driver.run.pid, number)
-    # SIGQUIT (Ctrl-backslash) is not waited for: it ends the driver at once.
-    expected = -number if number is signal.SIGQUIT else 128 + number
+    # SIGQUIT (Ctrl-backslash) is not waited for: it ends the driver at once, and so does SIGKILL.
+    expected = -number if number in (signal.SIGQUIT, signal.SIGKILL) else 128 + number
     assert driver.end() == expected, driver.log.read_text()
-
-
-def test_a_driver_that_is_killed_leaves_no_process_and_no_folder(start: Callable[..., Driver]) -> None:
-    driver = start()
-    driver.wait_steps("called")
-    driver.run.kill()
-    assert driver.end() == -signal.SIGKILL

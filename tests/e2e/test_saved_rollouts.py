@@ -2,12 +2,10 @@
 
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from whole_runs import find_marked, find_scratch
+from whole_runs import find_marked, find_scratch, start, wait_end
 
 from megarl.report.record import load_metrics
 from megarl.rollout.rollout_file import RolloutWriter
@@ -39,23 +37,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_without_servers_learns_and_says_that_nothing_was_evaluated(saved, short_path):
     run_dir = short_path / "run"
-    run = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "megarl.train", "model=tiny", "algo=topr", f"rollout.file={saved}"),
-            *("train.num_iterations=4", "train.prompts_per_iteration=12", "train.responses_per_prompt=8"),
-            *(
-                "algo.topr.ratio_level=geometric",
-                "train.num_minibatches=4",
-                "reward.wrong=0",
-                f"hydra.run.dir={run_dir}",
-            ),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+    run = start(
+        *("model=tiny", "algo=topr", f"rollout.file={saved}", f"hydra.run.dir={run_dir}", "reward.wrong=0"),
+        *("train.num_iterations=4", "train.prompts_per_iteration=12", "train.responses_per_prompt=8"),
+        *("algo.topr.ratio_level=geometric", "train.num_minibatches=4"),
     )
-    output, _ = run.communicate(timeout=400)
-    assert run.returncode == 0, output
+    code, output = wait_end(run)
+    assert code == 0, output
     assert output.strip().splitlines()[-1] == f"done: iterations=4 reward/heldout=none run_dir={run_dir}"
     assert (
         f"rollout.file: 192 responses in 24 groups, of 1 rollouts in {saved}; a pass over them takes 2"

@@ -107,10 +107,6 @@ def test_a_key_repeats_bit_by_bit_where_the_prompt_is_in_the_cache(server, tiny_
         assert [ask(key) for key in keys] == first
 
 
-def test_a_key_repeats_bit_by_bit_on_a_server_started_anew(first_responses, second_server, build_engine):
-    assert generate(build_engine(second_server.url)) == first_responses
-
-
 def test_two_servers_sample_the_same_tokens_as_one(first_responses, first_server, second_server, build_engine):
     assert list_tokens(generate(build_engine(first_server.url, second_server.url))) == list_tokens(first_responses)
 

@@ -6,12 +6,12 @@ import copy
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import reference
 import torch
+from algo_cases import samples_as_lists
 from check_layouts import run_layouts
 from layout_runs import Run, build_conversations, build_spec, run_specs
 from tiny_checkpoints import build_samples, build_sequences, compute_padded_kl, write_checkpoint
@@ -83,12 +83,6 @@ def runs(root: Path, models: dict[str, Any]) -> dict[str, Run]:
     )
 
 
-def as_lists(samples: TrainingSamples) -> SimpleNamespace:
-    names = {"old": "old_logprobs", "rollout": "rollout_logprobs", "ref": "ref_logprobs"}
-    names |= {name: name for name in ("mask", "loss_mask", "positive", "advantages", "old_values", "returns")}
-    return SimpleNamespace(**{name: getattr(samples, field).tolist() for name, field in names.items()})
-
-
 def run_rows(samples: TrainingSamples, head: Any) -> tuple[torch.Tensor, ...]:
     """head(tokens, the positions that predict the response, the response) of every row, padded to [B, T]."""
     found = []
@@ -135,7 +129,7 @@ def test_the_policys_gradient_is_that_of_the_generated_tokens_alone(
 
     logprobs, entropy = run_rows(samples, score)
     kl = compute_padded_kl(model, models["qwen3"], samples.sequences, TEMPERATURE)
-    loss = reference.policy_loss(logprobs, entropy, as_lists(samples), ALGO, 32, kl)
+    loss = reference.policy_loss(logprobs, entropy, samples_as_lists(samples), ALGO, 32, kl)
     loss.backward()
     assert run.metrics[-1]["policy/loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert run.metrics[-1]["policy/kl_loss"] > 1e-4
@@ -152,7 +146,7 @@ def test_the_critics_gradient_is_that_of_the_generated_tokens_alone(
     (values,) = run_rows(
         samples, lambda tokens, places, _: ((model(tokens).last_hidden_state[0, places] @ head.T).squeeze(1),)
     )
-    loss = reference.critic_loss(values, as_lists(samples), ALGO)
+    loss = reference.critic_loss(values, samples_as_lists(samples), ALGO)
     loss.backward()
     assert run.metrics[-1]["critic/loss"] == pytest.approx(loss.item(), rel=1e-5)
     expected = {f"model.{name}": p.grad for name, p in model.named_parameters()} | {"score.weight": head.grad}

@@ -1,9 +1,7 @@
-"""The optimizer's state in a checkpoint: before the first step, from one Adam to another, in buckets."""
+"""The optimizer's state in a checkpoint: before the first step, and from one Adam to another."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import lazy_adam
 import pytest
@@ -11,7 +9,7 @@ import torch
 from layout_runs import build_spec, launch, working
 from tiny_checkpoints import build_samples, write_checkpoint
 
-from megarl.config.schema.roles import Dtype, OptimizerConfig
+from megarl.config.schema.roles import Dtype
 from megarl.mcore.spec import Role, WorkerSpec
 
 pytestmark = pytest.mark.slow
@@ -59,32 +57,6 @@ def save_and_load(rank: int, world_size: int, spec: WorkerSpec, is_lazy: bool, r
     return result
 
 
-def save_in_buckets(rank: int, world_size: int, checkpoint: Path, scratch: Path) -> dict[str, Any]:
-    """All tensors of a checkpoint after two steps whose gradients are reduced in one bucket or in many."""
-    from megatron.core import dist_checkpointing
-
-    from megarl.mcore import model
-
-    results = {}
-    for name, size in (("one", None), ("many", 1000)):
-        # Without a clip: its norm is summed in another order.
-        optimizer = OptimizerConfig(lr=1e-2, eps=1e-3, clip_grad=0.0, overlap_grad_reduce=size is not None)
-        spec = build_spec(Role.policy, checkpoint, "dp2", optimizer=optimizer)
-        config = partial(model.DistributedDataParallelConfig, bucket_size=size)
-        patched = mock.patch.object(model, "DistributedDataParallelConfig", config)
-        with patched, working(spec, rank, world_size, scratch / name) as worker:
-            worker.update(build_samples(), ROWS * 2)
-            worker.save(scratch / name)
-            num_buckets = sum(len(buffer.buckets) for buffer in worker.model[0].buffers)
-        if rank == 0:
-            torch.distributed.init_process_group("gloo", init_method=f"file://{scratch}/.{name}", rank=0, world_size=1)
-            plain = dist_checkpointing.load_plain_tensors(f"{scratch}/{name}")
-            torch.distributed.destroy_process_group()
-            tensors = {key: value for key, value in plain.items() if isinstance(value, torch.Tensor)}
-            results[name] = {"num_buckets": num_buckets, "tensors": tensors}
-    return results
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Experts have an optimizer of their own, which Megatron chains to the other."""
@@ -118,17 +90,3 @@ def test_one_adam_continues_what_the_other_wrote(runs: dict[str, Any]) -> None:
     found, expected = runs["lazy"]["other"], runs["torch"]["stepped"]
     assert found["loaded"] == expected["saved"]
     assert found["after"] == [pytest.approx(expected["metrics"][0], rel=1e-4)]
-
-
-def test_a_checkpoint_is_the_same_whatever_the_buckets_of_gradients(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "qwen3")
-    found = launch(2, save_in_buckets, tmp_path / "qwen3")
-    one, many = found["one"]["tensors"], found["many"]["tensors"]
-    assert found["one"]["num_buckets"] == 1 < found["many"]["num_buckets"]
-    assert one.keys() == many.keys()
-    assert all(torch.equal(tensor, many[key]) for key, tensor in one.items())
-    weights = {key for key in one if not key.startswith("optimizer.")}
-    for key in weights:
-        # In float32 the optimizer's copy is the weight itself.
-        assert torch.equal(many[f"optimizer.state.param.{key}"], many[key]), key
-        assert many[f"optimizer.state.exp_avg.{key}"].abs().max() > 0, key

@@ -64,6 +64,17 @@ def run_ways(rank: int, world_size: int, specs: dict[str, WorkerSpec], scratch: 
     return results
 
 
+def load_states(rank: int, world_size: int, names: list[str], scratch: Path) -> list[dict[str, torch.Tensor]]:
+    """All tensors of what these runs have saved."""
+    from megatron.core import dist_checkpointing
+
+    init = f"file://{scratch}/.states"
+    torch.distributed.init_process_group("gloo", init_method=init, rank=rank, world_size=world_size)
+    found = [dist_checkpointing.load_plain_tensors(str(scratch / "runs" / f"{name}-state")) for name in names]
+    torch.distributed.destroy_process_group()
+    return [{key: x for key, x in state.items() if isinstance(x, torch.Tensor)} for state in found]
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ways")
@@ -96,6 +107,16 @@ def test_overlapped_communication_and_offloading_change_no_bit(runs: dict[str, A
     is_on = "on: overlap_grad_reduce, overlap_param_gather" in found["describe"][0]
     assert is_on == (WAYS[way][1] == OVERLAP)
     assert (found["num_buckets"][0] > 3) == way.endswith("buckets")
+
+
+def test_a_checkpoint_is_the_same_whatever_the_buckets_of_gradients(root: Path, runs: dict[str, Any]) -> None:
+    one, many = launch(1, load_states, ["policy-plain", "policy-buckets"], scratch=root)
+    assert one.keys() == many.keys()
+    assert all(torch.equal(tensor, many[key]) for key, tensor in one.items())
+    for key in {key for key in one if not key.startswith("optimizer.")}:
+        # In float32 the optimizer's copy is the weight itself.
+        assert torch.equal(many[f"optimizer.state.param.{key}"], many[key]), key
+        assert many[f"optimizer.state.exp_avg.{key}"].abs().max() > 0, key
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "critic"])

@@ -181,6 +181,11 @@ def f64(x):
     return torch.tensor(x, dtype=torch.float64)
 
 
+def close(found: torch.Tensor, expected: object, tol: float = 1e-9) -> None:
+    """Found are the expected numbers, which may be lists, up to `tol`."""
+    torch.testing.assert_close(found.double(), torch.as_tensor(expected, dtype=torch.float64), rtol=tol, atol=tol)
+
+
 def one_row(advantages, ratios, positive=False, **optional):
     """One response whose log-probs are log(0.5 * ratio) and whose old ones are log 0.5."""
     n = len(advantages)

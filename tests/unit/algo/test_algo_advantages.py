@@ -3,17 +3,13 @@
 import pytest
 import reference
 import torch
-from algo_cases import f64
+from algo_cases import close, f64
 
 from megarl.algo.advantages import compute_gae, compute_group_relative, compute_rloo
 from megarl.algo.blocks import NonFiniteError, compute_discounted_sums
 from megarl.config.schema.algo import AdvantageStd, StdOf
 
 ALL = torch.ones(1, 3, dtype=torch.bool)
-
-
-def close(found, expected, tol=1e-9):
-    torch.testing.assert_close(found, f64(expected), rtol=tol, atol=tol)
 
 
 def test_gae_by_hand():

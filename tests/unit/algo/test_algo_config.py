@@ -21,18 +21,8 @@ from omegaconf import OmegaConf
 
 from megarl.algo.losses import count_minibatch, policy_loss
 from megarl.algo.objective import format_objective
-from megarl.algo.registry import needs_critic
 from megarl.algo.targets import compute_targets
-from megarl.config.schema.algo import (
-    AdvantageStd,
-    AlgoConfig,
-    KLEstimator,
-    LossAggMode,
-    MismatchCorrection,
-    StdOf,
-    needs_entropy,
-    needs_reference,
-)
+from megarl.config.schema.algo import AdvantageStd, AlgoConfig, KLEstimator, LossAggMode, MismatchCorrection, StdOf
 
 pytestmark = pytest.mark.filterwarnings("ignore:length-adaptive")
 
@@ -80,14 +70,6 @@ def test_a_presets_targets_loss_and_gradient_equal_the_reference(name):
     torch.testing.assert_close(loss, theirs)
     torch.testing.assert_close(found, torch.nan_to_num(wanted))
     assert float(found.abs().sum()) > 0
-
-
-def test_what_a_preset_needs():
-    assert [n for n in NAMES if needs_critic(load_preset(n)[0])] == ["bpco", "ppo", "sao", "vapo", "vc_ppo"]
-    with_reference = [n for n in NAMES if needs_reference(load_preset(n)[0])]
-    assert with_reference == ["grpo", "reinforce_pp", "reinforce_pp_baseline", "rloo"]
-    assert not any(needs_entropy(load_preset(n)[0]) for n in NAMES)
-    assert needs_entropy(configure(entropy_coef=0.01))
 
 
 @pytest.mark.parametrize("value", ["adaptive", "0.9", "1"])

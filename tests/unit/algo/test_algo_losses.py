@@ -1,7 +1,6 @@
 """Policy and critic losses: golden values by hand, and what they refuse."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -57,25 +56,6 @@ def test_a_mismatch_weight_of_a_long_sequence_does_not_overflow():
     config = configure(mismatch__correction=MismatchCorrection.tis).mismatch
     found = compute_mismatch_weight(torch.tensor([2000.0, -2000.0]), config)
     assert found.tolist() == [2.0, 0.0]
-
-
-def test_tokens_that_are_too_stale_have_returns_and_no_gradient():
-    e = make_experience([0, 0], [3, 4], [1.0, 0.0], [False, False], 0, holes=False)
-    too_stale = torch.zeros_like(e.mask)
-    too_stale[1, :2] = True
-    config = configure(advantage="gae")
-    fresh, rows, _ = whole(e, config)
-    samples, _, targets = whole(replace(e, too_stale=too_stale), config)
-    assert torch.equal(samples.returns, fresh.returns)
-    counts = count_minibatch(samples)
-    assert (counts.num_tokens, counts.num_critic_tokens, counts.num_critic_sequences) == (5, 5, 2)
-    lp = perturbed(e, 0)[0]
-    values = e.values.double().nan_to_num().requires_grad_()
-    policy_loss(at_responses(samples, rows, lp), None, targets, config, counts, LIMIT).loss.backward()
-    critic_loss(at_responses(samples, rows, values), targets, config, counts).loss.backward()
-    for gradient in (lp.grad, values.grad):
-        assert float(gradient[1, :2].abs().sum()) == 0.0
-        assert float(gradient[1, 2:4].abs().min()) > 0.0
 
 
 def test_a_minibatch_with_nothing_to_learn_has_a_loss_of_zero_that_can_be_differentiated():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import reference
 import torch
-from algo_cases import as_lists, configure, experiences, f64, make_experience, norm, some, start_kl
+from algo_cases import as_lists, close, configure, experiences, f64, make_experience, norm, some, start_kl
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,10 +22,6 @@ from megarl.algo.statistics import RunningMoments, merge_moments
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema.algo import KLEstimator
-
-
-def close(found, expected, tol=1e-9):
-    torch.testing.assert_close(found, f64(expected), rtol=tol, atol=tol)
 
 
 def test_the_full_kl_comes_from_the_models_and_not_from_log_probs():

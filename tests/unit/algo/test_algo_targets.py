@@ -111,6 +111,7 @@ def test_neither_a_truncated_response_nor_a_token_that_is_too_stale_has_a_loss_a
     unfiltered, _ = compute_targets(e, configure(advantage="gae"), 0.0)
     samples, metrics = compute_targets(dataclasses.replace(e, too_stale=too_stale), algo, 0.0)
     torch.testing.assert_close(samples.advantages, unfiltered.advantages)
+    torch.testing.assert_close(samples.returns, unfiltered.returns)
     assert metrics["policy/dropped_frac"] == pytest.approx(5 / 7)
     assert samples.loss_mask.int().tolist() == [[0, 1, 1, 0], [0, 0, 0, 0]]
     assert samples.critic_mask.int().tolist() == [[0, 1, 1, 0], [0, 1, 1, 1]]

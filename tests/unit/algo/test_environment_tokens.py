@@ -21,9 +21,7 @@ from megarl.algo.registry import needs_critic
 from megarl.algo.rewards import update_reward_moments
 from megarl.algo.statistics import RunningMoments
 from megarl.algo.targets import compute_targets
-from megarl.config.schema.algo import (
-    uses_topr,
-)
+from megarl.config.schema.algo import uses_topr
 from megarl.types import Sequences
 
 pytestmark = pytest.mark.filterwarnings("ignore:length-adaptive")

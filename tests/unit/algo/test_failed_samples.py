@@ -4,16 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from algo_cases import (
-    NAMES,
-    configure,
-    experiences,
-    load_preset,
-    make_experience,
-    some,
-    start_kl,
-    with_failures,
-)
+from algo_cases import NAMES, configure, experiences, load_preset, make_experience, some, start_kl, with_failures
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algo_cases import configure, experiences, few, perturbed, response_positions, some, whole
+from algo_cases import configure, experiences, perturbed, response_positions, some, whole
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algo.losses import count_minibatch, policy_loss
 from megarl.algo.policy_losses import POLICY_LOSSES
-from megarl.algo.targets import compute_targets, measure_old_logprobs
 from megarl.config.schema.algo import KLEstimator, LossAggMode, MismatchCorrection, RatioLevel
 
 READING = sorted(name for name, loss in POLICY_LOSSES.items() if not loss.ratio_to_rollout)
@@ -55,16 +54,3 @@ def test_loss_gradient_and_metrics_are_those_with_the_log_probs_of_a_pass(
     assert outputs[0].old_logprobs is None
     assert torch.equal(outputs[1].old_logprobs[targets.mask], logprobs.detach()[targets.mask])
     assert not outputs[1].old_logprobs.requires_grad
-
-
-@few
-@given(experience=experiences())
-def test_targets_without_old_logprobs_and_their_metrics_afterwards_are_those_with_them(experience):
-    config = configure(kl__in_loss=True, kl__loss_estimator=KLEstimator.k3)
-    samples, metrics = compute_targets(experience, config, 0.0)
-    before = replace(experience, old_logprobs=experience.rollout_logprobs)
-    without, found = compute_targets(before, config, 0.0, has_old_logprobs=False)
-    assert without.old_logprobs is None
-    assert torch.equal(without.advantages, samples.advantages)
-    assert not any(name.startswith("mismatch/") or name == "kl/mean" for name in found)
-    assert found | measure_old_logprobs(experience, config) == metrics

@@ -31,14 +31,6 @@ def conversation(rewards=(1.0,), turn_rewards=(0.3,)):
     return dataclasses.replace(e, mask=own.expand(n, 6), scored=own.expand(n, 6), turn_rewards=placed, values=values)
 
 
-def advantages(e, algo, **keys):
-    return compute_targets(e, algo, 0.0, **keys)[0].advantages
-
-
-def close(found, expected):
-    torch.testing.assert_close(found, f64(expected), rtol=1e-9, atol=1e-9)
-
-
 def test_the_critics_outcomes_have_the_turns_rewards():
     # With lambda 1 the middle state's outcome is its return: 0.7 and -0.2 after the first turns' 0.3 and 0.2.
     e = conversation(rewards=(1.0, 0.0), turn_rewards=(0.3, 0.2))

@@ -228,17 +228,6 @@ def test_values_that_are_not_finite_end_the_run(tmp_path: Path) -> None:
             trainer.run()
 
 
-def test_responses_of_other_weights_than_the_trainers_end_the_run(tmp_path: Path) -> None:
-    with World().open_trainer(tmp_path, ["algo=grpo"]) as trainer:
-        trainer.fleet.publish(0)
-        trainer.train(1)
-        trainer.fleet.version = trainer.iteration
-        with pytest.raises(
-            RuntimeError, match="weight version 0; the trainer's is 1: the servers missed a weight sync"
-        ):
-            trainer.source.take(2)
-
-
 @pytest.mark.parametrize("surrogate", ["dis", "dppo"])
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_without_a_reader_the_policy_does_not_score_and_updates_as_if_it_had(
@@ -266,16 +255,6 @@ def test_without_a_reader_the_policy_does_not_score_and_updates_as_if_it_had(
         assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
         for name in ("policy/loss", "policy/clip_frac", "policy/grad_norm"):
             assert [line[name] for line in metrics[0]] == [line[name] for line in metrics[1]]
-
-
-@pytest.mark.parametrize("more", ["algo.kl.in_reward=true", "algo.topr.positive_loss_coef=1"])
-def test_the_policy_scores_where_something_reads_its_logprobs(more: str, tmp_path: Path) -> None:
-    world = World()
-    given = ["algo=lite_ppo", "algo.surrogate=dis", more, "train.num_iterations=1"]
-    with world.open_trainer(tmp_path, given) as trainer:
-        trainer.run()
-    assert ("policy", "logprobs") in world.log
-    assert "mismatch/kl" in load_metrics(tmp_path / "metrics.jsonl")[1]
 
 
 @pytest.mark.parametrize("algo", list_options("algo"))

@@ -25,7 +25,6 @@ from megarl.types import Experience, Metrics, Rollout, TrainingSamples
 DEADLINE_S = 30.0
 TWO_SERVERS = ("algo=ppo", "rollout.num_servers=2", "train.num_iterations=2", "train.eval_every=2")
 STALE = ("algo=grpo", "rollout.max_staleness=1", "algo.mismatch.correction=tis")
-METRICS = ("reward/mean", "policy/loss", "critic/loss", "mismatch/kl", "sync/bytes", "reward/heldout")
 
 
 def get_servers(trainer: Trainer) -> FakeServers:

@@ -9,13 +9,7 @@ import torch
 
 from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig, RandomModelConfig
 from megarl.mcore import model
-from megarl.mcore.layers import (
-    Kernels,
-    build_fast_fields,
-    check_fast_fields,
-    find_kernels,
-    resolve_overlap,
-)
+from megarl.mcore.layers import Kernels, build_fast_fields, check_fast_fields, find_kernels, resolve_overlap
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
 from megarl.plan.job import describe_random

@@ -9,13 +9,7 @@ from hypothesis import strategies as st
 
 from megarl.config.schema.algo import ReplayConfig, SamplingBy
 from megarl.rollout.collector import build_tensors
-from megarl.rollout.source import (
-    NoSignalError,
-    ReplayBuffer,
-    collect_groups_with_signal,
-    has_signal,
-    join_groups,
-)
+from megarl.rollout.source import NoSignalError, ReplayBuffer, collect_groups_with_signal, has_signal, join_groups
 from megarl.types import FinishReason, Prompt, Response, Sample, Score
 
 

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from generation import build_collector
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.rollout.engine import OnEventLoop
 from megarl.rollout.rollout_file import (
     Journal,
     Limits,
@@ -23,7 +21,6 @@ from megarl.rollout.rollout_file import (
     name_group,
     save_samples,
 )
-from megarl.task.scorer import Scorer
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 
 
@@ -278,36 +275,3 @@ def test_what_is_superfluous_or_dropped_is_removed_and_nothing_else(tmp_path, ke
     assert {path.stem for path in tmp_path.iterdir()} == left
     groups = sorted(tuple(map(int, name.split("-")[1:])) for name in left if name.startswith("group"))
     assert journal.list_groups(0) == groups
-
-
-class CountingEngine(OnEventLoop):
-    """Answers each prompt with its first token, and counts the calls."""
-
-    num_servers, num_slots, depends_on_batch, num_calls = 1, 8, True, 0
-
-    async def generate_turns(self, requests, take):
-        self.num_calls += 1
-        for i, request in enumerate(requests):
-            take(i, Response(request.token_ids[:1], "x", (-0.5,), (True,), (0,), FinishReason.stop))
-
-    async def drop_cached_prefixes(self): ...
-
-
-def test_a_collector_does_not_sample_or_score_again_what_the_journal_holds(tmp_path):
-    engine, verdicts = CountingEngine(), iter([0.25, 0.5, 0.75, 1.0])
-
-    def build():
-        scorer = Scorer(lambda _prompt, _response: Score(next(verdicts), True))
-        return build_collector(engine, scorer=scorer, journal=Journal(tmp_path))
-
-    first = build().sample(PROMPTS, 2, key="iteration-1/round-1")
-    assert [sample.score.reward for sample in first] == [0.25, 0.5, 0.75, 1.0]
-    assert build().sample(PROMPTS, 2, key="iteration-1/round-1") == first
-    assert engine.num_calls == 1
-
-
-def test_samples_of_other_weights_than_the_trainers_do_not_stay_in_the_journal(tmp_path):
-    collector = build_collector(CountingEngine(), journal=Journal(tmp_path))
-    with pytest.raises(RuntimeError, match="weight version 0; the trainer's is 3"):
-        collector.sample(PROMPTS, 2, weight_version=3, key="pretraining-1")
-    assert list(tmp_path.iterdir()) == []

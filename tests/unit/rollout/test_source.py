@@ -19,14 +19,7 @@ from hypothesis import strategies as st
 from megarl.config.load import load_config
 from megarl.config.schema.algo import SamplingBy
 from megarl.rollout.rollout_file import Journal
-from megarl.rollout.source import (
-    CompleteGroup,
-    GroupScheduler,
-    GroupSource,
-    GroupState,
-    IterationBatch,
-    has_signal,
-)
+from megarl.rollout.source import CompleteGroup, GroupScheduler, GroupSource, GroupState, IterationBatch, has_signal
 from megarl.task.data import PromptSampler
 from megarl.types import Prompt, Sample
 

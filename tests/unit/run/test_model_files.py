@@ -17,13 +17,7 @@ from megarl.mcore.spec import Role
 from megarl.models.checkpoint import load_tokenizer
 from megarl.models.families import FAMILIES
 from megarl.rollout.rollout_file import RolloutWriter
-from megarl.run.inputs import (
-    build_critic_prompt,
-    load_inputs,
-    load_models,
-    load_saved_rollouts,
-    load_specs,
-)
+from megarl.run.inputs import build_critic_prompt, load_inputs, load_models, load_saved_rollouts, load_specs
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 
 KEY, FIRST, HEAD = "model.layers.0.mlp.down_proj.weight", "lm_head.weight", "score.weight"

@@ -15,22 +15,8 @@ from megarl.cpu import process as threads
 from megarl.cpu.process import list_threads
 from megarl.files import CheckpointError
 from megarl.rollout.source import SourceState
-from megarl.run.checkpoint import (
-    TrainerState,
-    cut_files,
-    load_trainer_state,
-    measure_files,
-    save_trainer_state,
-)
-from megarl.run.command import (
-    MAY_CHANGE,
-    check_changes,
-    list_values,
-    load_run,
-    may_change,
-    save_run,
-    take_resume,
-)
+from megarl.run.checkpoint import TrainerState, cut_files, load_trainer_state, measure_files, save_trainer_state
+from megarl.run.command import MAY_CHANGE, check_changes, list_values, load_run, may_change, save_run, take_resume
 
 OVERRIDES = ["algo=vapo", "algo.clip_high=0.3", "+model.megatron.x=1"]
 

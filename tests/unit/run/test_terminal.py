@@ -13,14 +13,7 @@ import pytest
 
 from megarl.config.schema.run import LoggerConfig
 from megarl.report.report import build_report
-from megarl.signals import (
-    STOPPING_SIGNALS,
-    Stopped,
-    deferring_stops,
-    is_library,
-    show_warnings,
-    stopping_on_signals,
-)
+from megarl.signals import STOPPING_SIGNALS, Stopped, deferring_stops, is_library, show_warnings, stopping_on_signals
 
 NOISE = """
 import logging, os, subprocess, sys, warnings
