@@ -1,6 +1,8 @@
 """Random small experiences, and their two forms: megarl's types, and lists for the reference."""
 
+import copy
 import dataclasses
+import functools
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +10,6 @@ from types import SimpleNamespace
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from megarl.algo.blocks import count_generated, split_blocks
 from megarl.algo.diagnostics import CriticSummary
@@ -16,11 +17,10 @@ from megarl.algo.losses import LossCounts, TokenTargets, policy_loss
 from megarl.algo.rewards import KlController
 from megarl.algo.targets import compute_targets
 from megarl.config.checks import check_algo, check_keys
+from megarl.config.load import load_config
 from megarl.config.schema.algo import AlgoConfig, KLConfig, NormScope, RewardNormConfig
-from megarl.config.schema.roles import CriticConfig, PolicyConfig
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import TrainConfig
-from megarl.config.schema.task import RewardConfig
 from megarl.types import Experience, Sequences, TrainingSamples
 
 settings.register_profile("algo", derandomize=True, max_examples=40, suppress_health_check=list(HealthCheck))
@@ -242,21 +242,11 @@ CONF = Path(__file__).parents[3] / "conf" / "algo"
 NAMES = sorted(path.stem for path in CONF.glob("*.yaml"))
 
 
-@dataclasses.dataclass
-class _Root:
-    algo: AlgoConfig = dataclasses.field(default_factory=AlgoConfig)
-    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
-    reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
-    policy: PolicyConfig = dataclasses.field(default_factory=PolicyConfig)
-    critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)
+@functools.cache
+def _load(*overrides: str) -> Config:
+    return load_config(list(overrides))
 
 
 def load_preset(name: str, *overrides: str) -> tuple[AlgoConfig, TrainConfig]:
-    return load_preset_text((CONF / f"{name}.yaml").read_text(), *overrides)
-
-
-def load_preset_text(text: str, *overrides: str) -> tuple[AlgoConfig, TrainConfig]:
-    """As `load_preset`, of a preset that is no file of conf/."""
-    root = OmegaConf.merge(OmegaConf.structured(_Root), OmegaConf.create(text), OmegaConf.from_dotlist(list(overrides)))
-    config = OmegaConf.to_object(root)
+    config = copy.deepcopy(_load(f"algo={name}", *overrides))
     return config.algo, config.train

@@ -39,7 +39,9 @@ def test_a_preset_is_free_of_contradictions_and_holds_only_deltas(name):
     algo, train = load_preset(name)
     assert algo.name == name
     assert find_problems(algo, train.responses_per_prompt, train.num_optimizer_steps) == []
-    plain = OmegaConf.structured(AlgoConfig)
+    preset = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
+    bases = preset.get("defaults", [])
+    plain = OmegaConf.structured(load_preset(*bases)[0] if bases else AlgoConfig)
 
     def walk(node, base, path):
         for key, value in node.items():
@@ -48,7 +50,7 @@ def test_a_preset_is_free_of_contradictions_and_holds_only_deltas(name):
             else:
                 assert getattr(base[key], "name", base[key]) != value, f"{path}.{key} repeats the default"
 
-    walk(OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))["algo"], plain, "algo")
+    walk(preset["algo"], plain, "algo")
 
 
 @pytest.mark.parametrize("name", NAMES)

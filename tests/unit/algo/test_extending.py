@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from algo_cases import build_targets, configure, find_problems, load_preset_text, make_experience
+from algo_cases import build_targets, configure, make_experience
 
 from megarl.algo.advantages import ADVANTAGES
 from megarl.algo.losses import count_minibatch, policy_loss
@@ -65,8 +65,9 @@ def test_the_guides_own_test_passes(folder):
 
 def test_the_guides_preset_trains_with_the_estimator_and_prints_its_formula(folder):
     (folder / "my_estimators.py").write_text(MODULE)
-    algo, train = load_preset_text(PRESET)
-    assert find_problems(algo, train.responses_per_prompt, 1) == []
+    (folder / "algo").mkdir()
+    (folder / "algo" / "median.yaml").write_text(PRESET)
+    algo = load_config([f"hydra.searchpath=[file://{folder}]", "algo=median"]).algo
     assert "advantage   = R - median R of the prompt's 8 responses; 8" in format_objective(algo, 8)
     assert compute_rewards_relative(algo) == [[-1.0, 0.0], [0.0, 0.0], [4.0, 0.0]]
 
