@@ -356,14 +356,8 @@ def name_checkpoint(iteration: int) -> str:
 
 def check_space(directory: Path, num_bytes: int) -> None:
     """Raise CheckpointError where the file system of `directory` has less than `num_bytes` free."""
-    _, free = find_free(directory)
-    if num_bytes > free:
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    if num_bytes > (free := shutil.disk_usage(existing).free):
         text = f"takes about {num_bytes / 2**30:.2f} GiB and its file system has {free / 2**30:.2f} GiB free"
         how = "make room, or lower checkpoint.keep_last, or set checkpoint.save_every=null to train without any"
         raise CheckpointError(f"{directory}: a checkpoint {text}; {how}")
-
-
-def find_free(directory: Path) -> tuple[Path, int]:
-    """The directory or its nearest existing parent, and the free bytes of its file system."""
-    existing = next(path for path in (directory, *directory.parents) if path.exists())
-    return existing, shutil.disk_usage(existing).free

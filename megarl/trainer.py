@@ -30,8 +30,6 @@ class Limit:
     key: str
     reached: str
     """`after 4 minutes`"""
-    go_on: str
-    """The override with which a resumed run goes on"""
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ class Trainer:
                     self.publish_and_evaluate()
                 self.saver.save()
         finally:
-            num_dropped = self.source.close()
+            num_dropped = self.source.groups.close()
         if num_dropped:
             self.report.message(f"{num_dropped} responses that ran ahead of iteration {self.iteration} are dropped")
         is_complete = self.iteration >= self.config.train.num_iterations
@@ -109,7 +107,7 @@ class Trainer:
         reuses = reuses_logprobs(self.config, len(rollout.samples), iteration)
         with self.report.phase("experience"):
             experience, found = self.roles.score(rollout, iteration, reuses_logprobs=reuses)
-        self.source.keep_logprobs(experience.old_logprobs)
+        self.source.groups.keep_logprobs(experience.old_logprobs)
         samples, of_targets = self.algorithm.build_targets(experience, iteration, has_old_logprobs=not reuses)
         metrics |= found | of_targets
         end = None
@@ -181,13 +179,11 @@ def find_limit(train: TrainConfig, minutes: float, num_samples: int, heldout_rew
     goal = train.stop_at_heldout_reward
     if goal is not None and heldout_reward >= goal:
         reached = f"at the held-out reward {heldout_reward:.4f}, of at least {goal:g}"
-        return Limit("train.stop_at_heldout_reward", reached, "train.stop_at_heldout_reward=null")
+        return Limit("train.stop_at_heldout_reward", reached)
     if train.max_minutes is not None and minutes > train.max_minutes:
-        reached = f"after {train.max_minutes:g} minute{'s' * (train.max_minutes != 1)}"
-        return Limit("train.max_minutes", reached, "train.max_minutes=...")
+        return Limit("train.max_minutes", f"after {train.max_minutes:g} minute{'s' * (train.max_minutes != 1)}")
     if train.max_samples is not None and num_samples >= train.max_samples:
-        reached = f"after {num_samples} responses, of at least {train.max_samples}"
-        return Limit("train.max_samples", reached, "train.max_samples=...")
+        return Limit("train.max_samples", f"after {num_samples} responses, of at least {train.max_samples}")
     return None
 
 

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megarl.algo.blocks import allocate_zeros
-from megarl.algo.losses import LossCounts, count_minibatch
-from megarl.cluster.calls import PendingCall, RayLostError, ask, wait_for
+from megarl.algo.losses import count_minibatch
+from megarl.cluster.calls import PendingCall, RayLostError, ask, collect, wait_for
 from megarl.cluster.opened import Cluster
 from megarl.cluster.process import (
     CallState,
@@ -207,19 +207,11 @@ class Sharer:
         return replace(share, positive=samples.positive.numpy(), targets=targets)
 
 
-def count_minibatches(samples: TrainingSamples, minibatches: Sequence[Tensor]) -> list[LossCounts]:
-    """The counts of every minibatch, by which the ranks, which have a part of it each, divide their losses."""
-    return [count_minibatch(samples, rows) for rows in minibatches]
-
-
 T = TypeVar("T")
 
 
-def build_environment() -> dict[str, str]:
-    """What a rank needs in its environment before its first call of CUDA."""
-    # Megatron's order of kernels and communication under tensor parallelism relies on it.
-    name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    return {name: os.environ.get(name, "1")}
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Megatron's order of kernels and communication under tensor parallelism relies on it, before the first call of CUDA"""
 
 
 @ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"watch": 1})  # type: ignore[call-overload]
@@ -234,8 +226,7 @@ class WorkerActor:
         use_interface(self._host)
         use_gpus(gpus)
         agree_on_nccl()
-        for name, value in build_environment().items():
-            os.environ.setdefault(name, value)
+        os.environ.setdefault(CONNECTIONS, "1")
         # Megatron compiles a few small functions: no pool of processes for that in every rank.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         self._gpu = gpus[0].uuid if gpus else None
@@ -319,7 +310,7 @@ class WorkerGroup:
 
     def _start_actors(self, logs: Sequence[Path], slots: Sequence[DeviceSlot]) -> list[ray.ObjectRef[tuple[str, int]]]:
         for log, slot in zip(logs, slots, strict=True):
-            variables = build_environment() if slot.gpus else {}
+            variables = {CONNECTIONS: os.environ.get(CONNECTIONS, "1")} if slot.gpus else {}
             options = WorkerActor.options(**self._cluster.options(slot, variables))  # type: ignore[attr-defined]
             self._actors.append(options.remote(str(log), self._cluster.listen_host, self._cluster.find_gpus(slot)))
         return [actor.identify.remote() for actor in self._actors]
@@ -355,7 +346,8 @@ class WorkerGroup:
         return self._call("reference_kl", merge_rows(sequences), sequences, temperature)
 
     def update(self, samples: TrainingSamples, minibatches: Sequence[Tensor]) -> PendingCall[list[Metrics]]:
-        counts = count_minibatches(samples, minibatches)
+        # By these the ranks, which have a part of each minibatch, divide their losses.
+        counts = [count_minibatch(samples, rows) for rows in minibatches]
         return self._call("update", _take_first, samples, list(minibatches), counts)
 
     def updated_logprobs(self, sequences: Sequences) -> PendingCall[Tensor]:
@@ -602,21 +594,16 @@ class Servers:
         # The first asks whether the owner runs at all, in a thread that does nothing else.
         for method, deadline_s in (("identify", OWNER_DEADLINE_S), ("find_loss", LOSS_DEADLINE_S)):
             others = [number for number in range(len(self._actors)) if number not in lost]
-            refs = {number: getattr(self._actors[number], method).remote() for number in others}
-            if refs:
-                ray.wait(list(refs.values()), num_returns=len(refs), timeout=deadline_s)
-            for number, ref in refs.items():
-                try:
-                    loss = ray.get(ref, timeout=0)
-                    loss = loss if method == "find_loss" else None
-                except ray.exceptions.GetTimeoutError:
-                    loss = f"the process that owns it gave no answer within {deadline_s:g} s"
-                except ray.exceptions.RayActorError:
-                    loss = "the process that owns it has died"
-                except ray.exceptions.RayError as error:
-                    loss = f"the process that owns it failed: {' '.join(str(error).split())}"
-                if loss is not None:
-                    lost[number] = loss
+            answers = collect([getattr(self._actors[number], method).remote() for number in others], deadline_s)
+            for number, answer in zip(others, answers, strict=True):
+                if isinstance(answer, ray.exceptions.GetTimeoutError):
+                    lost[number] = f"the process that owns it gave no answer within {deadline_s:g} s"
+                elif isinstance(answer, ray.exceptions.RayActorError):
+                    lost[number] = "the process that owns it has died"
+                elif isinstance(answer, ray.exceptions.RayError):
+                    lost[number] = f"the process that owns it failed: {' '.join(str(answer).split())}"
+                elif method == "find_loss" and answer is not None:
+                    lost[number] = answer
         return {name: lost[number] for number, name in enumerate(self.names) if number in lost}
 
     def end(self, names: Collection[str]) -> None:

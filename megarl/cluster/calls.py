@@ -263,6 +263,20 @@ def _find_error(ref: ray.ObjectRef[Any]) -> Exception | None:
     return None
 
 
+def collect(refs: Sequence[ray.ObjectRef[Any]], timeout_s: float) -> list[Any]:
+    """Of each, in order, its result or its RayError: GetTimeoutError where it has none within `timeout_s`."""
+    if refs:
+        ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
+
+    def get(ref: ray.ObjectRef[Any]) -> Any:
+        try:
+            return ray.get(ref, timeout=0)
+        except ray.exceptions.RayError as error:
+            return error
+
+    return [get(ref) for ref in refs]
+
+
 def wait_for(refs: Sequence[ray.ObjectRef[Any]], names: Sequence[str], what: str, deadline_s: float) -> list[Any]:
     """The results of `refs` in order. Raises as `PendingCall.wait`."""
     return PendingCall(tuple(refs), tuple(names), what, deadline_s, list).result()

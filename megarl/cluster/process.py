@@ -31,7 +31,7 @@ import ray
 import torch
 from torch.profiler import profile, record_function
 
-from megarl.cluster.calls import WorkerError, ask, wait_for
+from megarl.cluster.calls import WorkerError, ask, collect, wait_for
 from megarl.config.errors import ConfigError
 from megarl.config.placement import format_numbers
 from megarl.config.schema.run import AUTO
@@ -275,18 +275,16 @@ class RankStacks:
 
         It takes at most `ANSWER_S` for all of them together.
         """
-        refs: dict[int, ray.ObjectRef[CallState | None]] = {
-            number: self.actors[number].find_state.remote() for number in numbers
-        }
-        ray.wait(list(refs.values()), num_returns=len(refs), timeout=ANSWER_S)
+        states = collect([self.actors[number].find_state.remote() for number in numbers], ANSWER_S)
         together: dict[tuple[str, tuple[str, ...]], dict[str, float]] = defaultdict(dict)
-        for number, ref in refs.items():
-            try:
-                state = ray.get(ref, timeout=0) or CallState("in no call", 0.0, ())
-            except ray.exceptions.GetTimeoutError:
+        for number, state in zip(numbers, states, strict=True):
+            if isinstance(state, ray.exceptions.GetTimeoutError):
                 state = CallState(self._describe_silent(number), 0.0, ())
-            except ray.exceptions.RayActorError:
+            elif isinstance(state, ray.exceptions.RayActorError):
                 state = CallState("its process has died", 0.0, ())
+            elif isinstance(state, ray.exceptions.RayError):
+                raise state
+            state = state or CallState("in no call", 0.0, ())
             together[state.verb, state.frames][self.names[number]] = state.seconds
         return "\n".join(
             f"{', '.join(ranks)}: {verb}"

@@ -183,15 +183,15 @@ class Source:
         self._components, self._fleet, self._max_failed_frac = components, fleet, config.reward.max_failed_frac
         self._has_turns = isinstance(config.environment, MultiTurnEnvironmentConfig)
         it, say = components, components.report.message
-        self._groups = build_source(config, it.saved, it.engine, it.collector, it.sampler, fleet.ask, say)
-        fleet.forget_groups = self._groups.begin_again
+        self.groups = build_source(config, it.saved, it.engine, it.collector, it.sampler, fleet.ask, say)
+        fleet.forget_groups = self.groups.begin_again
 
     def take(self, iteration: int) -> tuple[Rollout, Metrics]:
         """The groups of one iteration and their metrics. Raises TooManyFailuresError; a resumed run samples those
         responses again."""
         it, version = self._components, self._fleet.version
         with it.report.phase("rollout"):
-            batch = self._groups.take(iteration, version)
+            batch = self.groups.take(iteration, version)
         for samples in batch.sampled:
             self.num_samples += len(samples)
             if it.rollout_file:
@@ -200,7 +200,7 @@ class Source:
         try:
             check_failures(sampled, self._max_failed_frac)
         except TooManyFailuresError:
-            self._groups.close()
+            self.groups.close()
             if it.collector and it.collector.journal:
                 it.collector.journal.drop_failed()
             raise
@@ -212,25 +212,17 @@ class Source:
             metrics |= compute_score_metrics(fresh, with_environment=self._has_turns)
         return join_groups(batch.fresh + batch.replayed, version), metrics
 
-    def keep_logprobs(self, old_logprobs: Tensor) -> None:
-        """The policy's of the rollout taken last, float32 [B, T], for when its samples are replayed."""
-        self._groups.keep_logprobs(old_logprobs)
-
     def state(self) -> dict[str, Any]:
         """The fields of a `TrainerState` that are the source's."""
         reward = self._components.collector.reward_state() if self._components.collector else None
-        return {"num_samples": self.num_samples, "source": self._groups.state(), "reward": reward}
+        return {"num_samples": self.num_samples, "source": self.groups.state(), "reward": reward}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Resume from what `state` gave; other names are ignored."""
         self.num_samples = state["num_samples"]
         if self._components.collector and state["reward"] is not None:
             self._components.collector.load_reward_state(state["reward"])
-        self._groups.restore(state["source"])
-
-    def close(self) -> int:
-        """End what runs ahead; returns how many requested responses are dropped."""
-        return self._groups.close()
+        self.groups.restore(state["source"])
 
 
 @dataclass

@@ -29,11 +29,10 @@ from megarl.rollout.rollout_file import NO_GROUPS, Limits, SavedGroup, SavedGrou
 from megarl.rollout.server import build_command, check_served_class, load_generation_spec
 from megarl.sync.pieces import check_serving_layout
 from megarl.sync.sync import build_probe_tokens
-from megarl.task.data import DataSplits, PromptSampler, build_data
+from megarl.task.data import DataSplits, build_data
 from megarl.task.environments import build_tool_prompt
 from megarl.task.render import CriticPrompt, Renderer, use_chat_template
 from megarl.task.scorer import build_scorer
-from megarl.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,12 +63,6 @@ class Inputs:
     eval_sets: tuple[EvalSet, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     """rollout.stop_token_ids, and the token with which the chat template ends an answer"""
-
-    def build_sampler(self, seed: int) -> PromptSampler[Prompt] | PromptSampler[SavedGroup]:
-        """The order of the prompts, or of the saved groups."""
-        if self.saved_groups is not None:
-            return PromptSampler(self.saved_groups.groups, seed)
-        return PromptSampler(self.data.train, seed)
 
 
 @dataclass(frozen=True)

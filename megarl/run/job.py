@@ -455,7 +455,7 @@ class _Attempts:
             shutil.copyfile(run_dir / RUN_FILE, run_dir / Role.policy.value / MODEL_FILE)
         total, limit = self.config.train.num_iterations, summary.limit
         if limit is not None:
-            go_on = f"; go on with megarl train resume={run_dir} {limit.go_on}" if self.is_saving else ""
+            go_on = f"; go on with megarl train resume={run_dir} {limit.key}=null" if self.is_saving else ""
             report.message(format_limit(limit, summary.num_iterations, total) + go_on)
         lines = load_metrics(run_dir / METRICS_NAME)
         if rewards := [(int(line["iteration"]), line[HELDOUT]) for line in lines if HELDOUT in line]:
@@ -486,7 +486,11 @@ class _Attempts:
                 f" that critic with critic.init={self.run_dir}/critic algo.value_pretrain.enabled=false"
             )
         try:
-            self.inputs.build_sampler(self.config.seed).restore(state.source.sampler)
+            saved, seed = self.inputs.saved_groups, self.config.seed
+            sampler = (
+                PromptSampler(self.inputs.data.train, seed) if saved is None else PromptSampler(saved.groups, seed)
+            )
+            sampler.restore(state.source.sampler)
         except ValueError as error:
             raise CheckpointError(f"{self.run_dir}: the data have changed: {error}") from error
         cut_files(self.run_dir, state.sizes)

@@ -11,7 +11,8 @@ import torch
 from layout_runs import build_spec, collect, evaluate, launch_each
 from tiny_checkpoints import build_samples, write_checkpoint
 
-from megarl.cluster.actors import Share, Sharer, count_minibatches
+from megarl.algo.losses import count_minibatch
+from megarl.cluster.actors import Share, Sharer
 from megarl.config.schema.roles import ParallelConfig
 from megarl.mcore.batch import build_batch
 from megarl.mcore.microbatches import pack
@@ -51,7 +52,7 @@ def train_share(worker: Any, directory: Path, samples: TrainingSamples, minibatc
         if is_share:
             given = sharer.share(samples, minibatches)[number].unfold()
             sequences = sharer.share(samples.sequences)[number].unfold()
-            counts = count_minibatches(samples, minibatches)
+            counts = [count_minibatch(samples, rows) for rows in minibatches]
         evaluation = evaluate(worker, sequences)
         metrics = worker.update(given, minibatches, counts)
         results.append({"evaluation": evaluation, "metrics": metrics, "checksums": collect(worker.checksum())})

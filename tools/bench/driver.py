@@ -34,8 +34,9 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.algo.blocks import allocate_zeros
 from megarl.algo.diagnostics import compute_batch_metrics
+from megarl.algo.losses import count_minibatch
 from megarl.algo.targets import compute_targets
-from megarl.cluster.actors import Sharer, count_minibatches, merge_rows
+from megarl.cluster.actors import Sharer, merge_rows
 from megarl.config.load import load_config
 from megarl.config.schema.roles import ParallelConfig
 from megarl.config.schema.root import Config
@@ -188,7 +189,8 @@ def share_batch(samples: TrainingSamples, config: Config, checkpoint: Path, num_
     minibatches, lines = split_minibatches(config, samples.sequences.num_samples, 1), []
     for role, own in ((Role.critic, samples.for_critic()), (Role.policy, samples.for_policy())):
         sharer = Sharer(build_spec(config, role, checkpoint, num_ranks))
-        count_minibatches(own, minibatches)
+        for rows in minibatches:
+            count_minibatch(own, rows)
         largest = max(map(count_bytes, sharer.share(own, minibatches)))
         clock.lap("shares")
         lines.append(f"{role.value}, {num_ranks} data-parallel ranks: a rank is sent {largest / 1e9:.3f} GB")

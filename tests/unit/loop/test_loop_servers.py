@@ -166,7 +166,7 @@ def test_at_staleness_one_an_iteration_learns_from_two_versions_each_with_its_ow
             # The present policy is that of the tokens that are not behind, and of no others.
             assert gap[behind == 0].max() < 1e-5
             assert iteration == 1 or gap[behind == 1].max() > 1e-3
-        assert trainer.source.close() == 0
+        assert trainer.source.groups.close() == 0
         inputs = load([*STALE, "logger.save_rollouts=true", "train.num_iterations=4"])[1]
     # The prompts are those of a run that waits.
     saved = list(load_rollouts(tmp_path / "rollouts.jsonl"))
@@ -218,7 +218,7 @@ def test_a_straggler_delays_nobody_and_its_tokens_that_are_older_than_allowed_ar
                 assert metrics["rollout/too_stale_frac"] == pytest.approx(float(frac))
             if iteration == 2:
                 published.set()
-        assert trainer.source.close() == 0
+        assert trainer.source.groups.close() == 0
     taken = list_numbers(tmp_path)
     assert 0 in taken[2] + taken[3]
     assert sorted(number for numbers in taken for number in numbers) == list(range(4 * 6))

@@ -189,7 +189,7 @@ def test_a_run_that_a_limit_ends_says_how_it_goes_on_and_where_its_model_is(save
     )
     assert (outcome.state, outcome.why) == (State.done, why)
     assert why in "".join(format_run_page(load_run(tmp_path)))
-    go_on = f"; go on with megarl train resume={tmp_path} train.max_samples=..." if saved else ""
+    go_on = f"; go on with megarl train resume={tmp_path} train.max_samples=null" if saved else ""
     assert lines[0].endswith(f"ended after 48 responses, of at least 30 (train.max_samples): 2 of 50 iterations{go_on}")
     assert "held-out reward: " in lines[1]
     model = tmp_path / "policy"
