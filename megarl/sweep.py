@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ OUTPUT = "output.log"
 LONGEST_TAIL = 20_000
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
+_say = partial(print, flush=True)
 
 
 def run_process(command: Sequence[str], log: Path, stop_deadline_s: float) -> int:
@@ -146,10 +148,6 @@ def read_outcome(run_dir: Path) -> Outcome | None:
     except ValueError as error:
         _say(str(error))
         return None
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
 
 
 # A sweep's jobs on Slurm.

@@ -6,7 +6,6 @@
 import errno
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -86,13 +85,11 @@ def _train(config: Config, run_dir: Path) -> Results:
 class _CallableModule(ModuleType):
     """Lets `megarl.train(...)` be a function although `python -m megarl.train` needs a module of this name."""
 
-    def __call__(
-        self, config: Config | Sequence[str] = (), run_dir: str | Path | None = None, **options: Any
-    ) -> "Summary":
+    def __call__(self, *given: Any, **options: Any) -> "Summary":
         """`megarl.api.train`."""
         from megarl.api import train
 
-        return train(config, run_dir, **options)
+        return train(*given, **options)
 
 
 sys.modules[__name__].__class__ = _CallableModule

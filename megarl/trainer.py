@@ -68,11 +68,6 @@ class Trainer:
         self.commit(self.first, {})
 
     @property
-    def version(self) -> int:
-        """Of the weights that the servers have."""
-        return self.fleet.version
-
-    @property
     def iteration(self) -> int:
         """The last iteration whose update is done."""
         return self.state.iteration

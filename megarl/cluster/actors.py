@@ -383,10 +383,6 @@ class WorkerGroup:
         paths = [(directory / f"{self.role}-{rank}.json.gz",) for rank in range(self.num_ranks)]
         return self._send_each("end_profile", paths, f"{self.role}.end_profile", self._spec.deadline_s, list)
 
-    def checksum(self) -> PendingCall[list[str]]:
-        """SHA-256 of every rank's parameters, in rank order."""
-        return self._call("checksum", list)
-
     def ask_peaks(self) -> list["ray.ObjectRef[int]"]:
         """Bytes of memory, for `measure_peaks`."""
         return [actor.find_peak.remote() for actor in self._actors]

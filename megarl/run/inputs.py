@@ -25,7 +25,7 @@ from megarl.models.checkpoint import (
 from megarl.models.families import list_unknown_keys
 from megarl.rollout.collector import EvalSet, build_eval_sets
 from megarl.rollout.conversation import Conversation, add_turn_end, build_conversation, check_conversation
-from megarl.rollout.rollout_file import NO_GROUPS, Limits, SavedGroup, SavedGroups, find_groups
+from megarl.rollout.rollout_file import NO_GROUPS, Limits, SavedGroups, find_groups
 from megarl.rollout.server import build_command, check_served_class, load_generation_spec
 from megarl.sync.pieces import check_serving_layout
 from megarl.sync.sync import build_probe_tokens

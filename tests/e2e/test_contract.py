@@ -48,7 +48,7 @@ def trainer(
 def publish(trainer: Trainer) -> int:
     """The present weights as the next version."""
     trainer.fleet.publish(next(VERSIONS))
-    return trainer.version
+    return trainer.fleet.version
 
 
 def list_prompts(trainer: Trainer, num: int) -> tuple[Prompt, ...]:
@@ -69,7 +69,7 @@ def generate(trainer: Trainer, num: int = 6, temperature: float = 1.0, key: str 
 def build_rollout(trainer: Trainer, groups: list[list[Response]]) -> Rollout:
     prompts = list_prompts(trainer, len(groups))
     samples = (Sample(p, r, Score(0.0, False), i) for i, p in enumerate(prompts) for r in groups[i])
-    return Rollout(tuple(samples), trainer.version)
+    return Rollout(tuple(samples), trainer.fleet.version)
 
 
 def build_samples(trainer: Trainer) -> TrainingSamples:
@@ -136,7 +136,7 @@ def test_responses_have_an_entry_for_each_token_and_end_with_the_eos_token_or_at
         assert (response.finish_reason.value == "stop") == stopped
         assert stopped or num == longest
         assert 2 not in response.token_ids[:-1]
-        assert response.weight_versions.versions == (trainer.version,)
+        assert response.weight_versions.versions == (trainer.fleet.version,)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

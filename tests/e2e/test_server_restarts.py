@@ -90,7 +90,7 @@ def split_starts(log: Path) -> list[str]:
 def compute_logprob_gap(trainer) -> float:
     """Largest |rollout_logprobs - old_logprobs| over fresh responses of all servers."""
     prompts, sample = trainer.components.sampler.next_batch(8), trainer.components.collector.sample
-    number, version = trainer.config.train.responses_per_prompt, trainer.version
+    number, version = trainer.config.train.responses_per_prompt, trainer.fleet.version
     samples = trainer.fleet.ask(lambda: sample(prompts, number, weight_version=version, key="gap"))
     tensors = build_tensors(Rollout(samples, version))
     old = trainer.components.policy.logprobs(tensors.sequences, 1.0).result()

@@ -13,8 +13,8 @@ PACKAGE = ROOT / "megarl"
 
 ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "cli": (8, 870, ("cli", "train", "api", "plan.command", "plan.doctor")),
-    "run": (7, 2690, ("run", "trainer", "sweep")),
-    "cluster": (6, 1720, ("cluster",)),
+    "run": (7, 2670, ("run", "trainer", "sweep")),
+    "cluster": (6, 1710, ("cluster",)),
     "plan": (6, 2100, ("plan",)),
     "sync": (5, 2160, ("sync",)),
     "mcore": (4, 4560, ("mcore",)),
@@ -25,7 +25,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "models": (2, 1020, ("models",)),
     "report": (2, 3260, ("report",)),
     "task": (2, 4950, ("task",)),
-    "files": (1, 730, ("files", "signals")),
+    "files": (1, 720, ("files", "signals")),
     "schema": (1, 1820, ("config.schema", "config.errors")),
     "types": (1, 710, ("types", "interfaces", "environment")),
 }

@@ -183,7 +183,7 @@ class RecordingTrainer(Trainer):
             replace(sample, age=age, first_old_logprobs=row[: len(sample.response)].numpy())
             for sample, row in zip(rollout.samples, self.first_old_logprobs, strict=True)
         ]
-        return Rollout(tuple(samples), self.version)
+        return Rollout(tuple(samples), self.fleet.version)
 
     def _score(self, rollout: Rollout, iteration: int, **keys: Any) -> tuple[Experience, Metrics]:
         experience, metrics = self._parts[1](rollout, iteration, **keys)

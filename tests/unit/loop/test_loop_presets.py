@@ -66,7 +66,7 @@ def test_every_preset_trains_with_the_roles_it_needs_and_no_other(algo: str, tmp
 def test_the_last_evaluation_is_the_summary_and_is_of_the_last_weights(tmp_path: Path) -> None:
     with World().open_trainer(tmp_path, ["algo=grpo", "train.num_iterations=3", "train.eval_every=2"]) as trainer:
         summary = trainer.run()
-        assert trainer.version == summary.num_iterations == 3
+        assert trainer.fleet.version == summary.num_iterations == 3
         again = trainer.components.collector.collect_greedy(trainer.components.heldout, weight_version=3)
     rewards = [sample.score.reward for sample in again.samples]
     assert summary.heldout_reward == pytest.approx(sum(rewards) / len(rewards))

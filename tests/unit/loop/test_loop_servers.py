@@ -180,7 +180,7 @@ def test_no_group_is_begun_more_than_its_staleness_ahead_and_each_is_learned_fro
     with staleness_of_one(tmp_path, "train.num_iterations=5") as (trainer, world):
         begun: list[tuple[int, int]] = []
         world.on_token = lambda key, number: (
-            begun.append((get_number(key), trainer.version)) if number == 0 and get_number(key) >= 0 else None
+            begun.append((get_number(key), trainer.fleet.version)) if number == 0 and get_number(key) >= 0 else None
         )
         trainer.run()
     assert len(begun) == 5 * 6 * 4
