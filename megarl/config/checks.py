@@ -85,17 +85,10 @@ Effects = Sequence[tuple[Effect, Place]]
 """Those of a key and of the groups above it, each with the place where it is declared"""
 
 
-def check_keys(config: Config) -> Iterator[str]:
-    """One message per value out of its range, and per value without effect that is an error whoever set it."""
-    yield from check_node(config, config, "")
-
-
-def check_node(config: Config, node: object, path: str) -> Iterator[str]:
-    """The same of one group, and of a part of reward=weighted as if it were the group at this path."""
-    yield from _check_node(Place(config, node, path), ())
-
-
-def _check_node(place: Place, above: Effects) -> Iterator[str]:
+def check_keys(place: Place, above: Effects = ()) -> Iterator[str]:
+    """One message per value of the node out of its range, and per value without effect that is an error whoever set it;
+    of a part of reward=weighted as if it were the group at its path.
+    """
     for each in fields(place.node):
         stated, value = get_key(each), getattr(place.node, each.name)
         name = f"{place.path}.{each.name}".lstrip(".")
@@ -105,7 +98,7 @@ def _check_node(place: Place, above: Effects) -> Iterator[str]:
         parts = {name: value} if not isinstance(value, Mapping) else {f"{name}.{it}": value[it] for it in value}
         groups = {path: node for path, node in parts.items() if is_dataclass(node)}
         for path, node in groups.items():
-            yield from _check_node(Place(place.config, node, path), effects)
+            yield from check_keys(Place(place.config, node, path), effects)
         if groups:
             continue
         if (reason := _find_reason(effects)) is None:
@@ -175,7 +168,7 @@ def check_parts(config: Config) -> Iterator[str]:
             yield from error.problems
         else:
             for part in parts:
-                yield from check_node(config, part.config, f"reward.parts.{part.name}")
+                yield from check_keys(Place(config, part.config, f"reward.parts.{part.name}"))
 
 
 TOYS = ("tiny", "tiny_moe")
@@ -210,7 +203,7 @@ def check_config(config: Config) -> list[str]:
     if unknown:
         return unknown
     # What follows takes numbers to be in their ranges, and divides by them.
-    return list(check_keys(config)) or [
+    return list(check_keys(Place(config, config, ""))) or [
         *_check_train(config),
         *check_parts(config),
         *_check_model(config),

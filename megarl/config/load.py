@@ -31,6 +31,7 @@ from megarl.config.overrides import (
     find_hidden_files,
     is_search_path,
     list_config_dirs,
+    list_leaves,
     list_options,
     list_set_keys,
     list_values,
@@ -343,14 +344,8 @@ def check_overrides(overrides: Sequence[str], command: str = "train") -> None:
 
 def list_keys(config: DictConfig) -> list[str]:
     """Every dotted key of a composed configuration, groups included."""
-    return list(_walk(OmegaConf.to_container(config, resolve=False), ""))
-
-
-def _walk(tree: Any, prefix: str) -> Iterator[str]:
-    if isinstance(tree, dict):
-        for name, child in tree.items():
-            yield f"{prefix}{name}"
-            yield from _walk(child, f"{prefix}{name}.")
+    leaves = [key.split(".") for key, _ in list_leaves(OmegaConf.to_container(config, resolve=False))]
+    return list(dict.fromkeys(".".join(parts[:size]) for parts in leaves for size in range(1, len(parts) + 1)))
 
 
 def _compose(overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
@@ -419,10 +414,8 @@ def _read_experiments(overrides: Sequence[str]) -> tuple[dict[str, str], set[str
         if isinstance(tree, dict):
             entries = [entry for entry in tree.pop("defaults", ()) if isinstance(entry, dict)]
             groups |= {str(key).removeprefix("override").strip().lstrip("/") for entry in entries for key in entry}
-            keys = list(_walk(tree, ""))
-            leaves = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
             source = f"conf/experiment/{path.name}" if folder == CONF_DIR else str(path)
-            found |= {key: f"{key} (from {source})" for key in leaves}
+            found |= {key: f"{key} (from {source})" for key, _ in list_leaves(tree)}
     return found, groups
 
 

@@ -6,7 +6,7 @@ What ROLL means was read in its PPOConfig, RLVRConfig and functionals.py (releas
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import prod
 from pathlib import Path
@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from megarl.config.errors import ConfigError
-from megarl.config.overrides import list_set_keys, write_value
+from megarl.config.overrides import list_leaves, list_set_keys, write_value
 from megarl.config.schema.algo import AlgoConfig
 
 FILE = Path(__file__).with_name("names.yaml")
@@ -291,13 +291,7 @@ def read_roll_file(path: Path) -> dict[str, Any]:
         raise ValueError("an interpolation like ${oc.env:NAME} reads something else than the file: write its value")
     if "actor_train" not in root or "actor_infer" not in root or "custom_envs" in root:
         raise ValueError("a file of ROLL's RLVR pipeline has actor_train and actor_infer, and no custom_envs")
-    return dict(_walk(OmegaConf.to_container(root, resolve=True), ""))
-
-
-def _walk(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, child in tree.items():
-        is_node = isinstance(child, dict) and child
-        yield from _walk(child, f"{prefix}{name}.") if is_node else [(f"{prefix}{name}", child)]
+    return dict(list_leaves(OmegaConf.to_container(root, resolve=True)))
 
 
 def import_roll(given: Values) -> list[Outcome]:

@@ -134,14 +134,15 @@ def list_set_keys(override: str) -> list[str]:
         return []
     if value.lstrip().startswith("{"):
         parsed = OverridesParser.create().parse_override(override).value()
-        return [f"{key}.{name}" for name in _walk(parsed)] if isinstance(parsed, dict) else []
+        return [name for name, _ in list_leaves(parsed, f"{key}.")] if isinstance(parsed, dict) else []
     return [key] if "." in key or key == "seed" else []
 
 
-def _walk(tree: dict[Any, Any]) -> Iterator[str]:
+def list_leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of all that the dictionary and those within it have; an empty one is a value."""
     for key, child in tree.items():
-        name = str(getattr(key, "text", key))
-        yield from (f"{name}.{rest}" for rest in _walk(child)) if isinstance(child, dict) and child else [name]
+        name = f"{prefix}{getattr(key, 'text', key)}"
+        yield from list_leaves(child, f"{name}.") if isinstance(child, dict) and child else [(name, child)]
 
 
 @cache
@@ -214,18 +215,10 @@ def write_value(value: Any) -> str:
     return f"'{text}'"
 
 
-def name_data(config: DataConfig) -> str:
-    """`data=jsonl data.path=train.jsonl`, `data=addition`."""
-    path = getattr(config, "path", None) or ""
-    return f"data={path.removeprefix(TOYS)}" if path.startswith(TOYS) else _name("data", config)
-
-
-def name_reward(config: RewardConfig) -> str:
-    """`reward=function reward.path=my_reward.py:score`."""
-    return _name("reward", config)
-
-
-def _name(group: str, config: object) -> str:
+def name_choice(group: str, config: DataConfig | RewardConfig) -> str:
+    """`data=jsonl data.path=train.jsonl`, `data=addition`, `reward=function reward.path=my_reward.py:score`."""
     kind = next((name for name, schema in SCHEMAS[group].items() if schema is type(config)), "...")
-    path = getattr(config, "path", None)
+    path = getattr(config, "path", None) or ""
+    if path.startswith(TOYS):
+        return f"{group}={path.removeprefix(TOYS)}"
     return f"{group}={kind}{f' {group}.path={path}' if path else ''}"

@@ -154,7 +154,10 @@ class _Charts:
         """Heading and cards; nothing where no chart has values."""
         named = [(chart, name_metrics(chart, self.history.names)) for chart in found]
         cards = [self.format_chart(chart, metrics) for chart, metrics in named if metrics]
-        if cards := [*cards, *map(_format_picture, pictures)]:
+        for each in pictures:
+            head = f"{escape(each.title)} <span>{escape(each.x)}</span>"
+            cards.append(_format_card(head, draw_curves(each.curves), each.curves, escape(each.note)))
+        if cards:
             yield f'<h2 id="{title.lower().replace(" ", "-")}">{escape(title)}</h2>'
             yield f'<div class="grid-of-charts">{"".join(cards)}</div>'
 
@@ -182,12 +185,6 @@ def _format_card(head: str, svg: str, curves: Sequence[Curve], note: str, attrib
         keys.append(f'<span class="g{curve.group}">{key}</span>')
     noted = f'<p class="note">{note}</p>' if note else ""
     return f'<div class="card"{attributes}><h3>{head}</h3>{svg}<div class="keys">{"".join(keys)}</div>{noted}</div>'
-
-
-def _format_picture(picture: Picture) -> str:
-    svg = draw_curves(picture.curves)
-    head = f"{escape(picture.title)} <span>{escape(picture.x)}</span>"
-    return _format_card(head, svg, picture.curves, escape(picture.note))
 
 
 def _format_head(run: RunRecord) -> Iterator[str]:

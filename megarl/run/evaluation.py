@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from megarl.cluster.actors import Servers
 from megarl.cluster.opened import open_ray
 from megarl.config.errors import ConfigError
-from megarl.config.overrides import name_data, name_reward
+from megarl.config.overrides import name_choice
 from megarl.config.placement import count_gpus, list_groups, place
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import SERVERS, EvaluateConfig, RolloutConfig, get_temperature, list_ks
@@ -168,8 +168,8 @@ def _load_set(name: str, config: Config, tokenizer: "PreTrainedTokenizerBase", v
         prompts = build_evaluation_set(*given, name=name, path=path, num_problems=number, notes=notes, **said)
     open_scorer = partial(build_scorer, config.reward)
     with contextlib.closing(open_scorer()) as scorer:
-        data = name_data(config.data) if path is None else f"evaluate.paths.{name}={path}"
-        scorer.check(prompts[:1], chosen=f"{name_reward(config.reward)} with {data}")
+        data = name_choice("data", config.data) if path is None else f"evaluate.paths.{name}={path}"
+        scorer.check(prompts[:1], chosen=f"{name_choice('reward', config.reward)} with {data}")
     conversation = build_conversation(config, tokenizer, vocab_size)
     notes += check_conversation(conversation, prompts[:1])
     reads, failed = reads_answers(config.reward), config.reward.max_failed_frac

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.algo.registry import needs_critic
 from megarl.config.checks import describe_iteration_size
 from megarl.config.errors import ConfigError
-from megarl.config.overrides import name_data, name_reward
+from megarl.config.overrides import name_choice
 from megarl.config.schema.algo import needs_reference
 from megarl.config.schema.root import Config
 from megarl.files import load_json_object
@@ -108,7 +108,8 @@ def _add_prompts(config: Config, inputs: Inputs) -> Inputs:
     sets = build_eval_sets(config, tokenizer, tools, vocab_size)
     first = data.train[0], data.heldout[0]
     with contextlib.closing(build_scorer(config.reward)) as scorer:
-        scorer.check(first, config.reward.wrong, f"{name_reward(config.reward)} with {name_data(config.data)}")
+        chosen = f"{name_choice('reward', config.reward)} with {name_choice('data', config.data)}"
+        scorer.check(first, config.reward.wrong, chosen)
     conversation = build_conversation(config, tokenizer, vocab_size)
     turns = check_conversation(conversation, first)
     if inputs.critic_prompt is not None:

@@ -19,7 +19,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "sync": (5, 2160, ("sync",)),
     "mcore": (4, 4560, ("mcore",)),
     "rollout": (4, 3950, ("rollout",)),
-    "config": (3, 2310, ("config",)),
+    "config": (3, 2280, ("config",)),
     "cpu": (3, 1610, ("cpu",)),
     "algo": (2, 2980, ("algo",)),
     "models": (2, 1020, ("models",)),

@@ -16,7 +16,7 @@ from megarl.algo.diagnostics import CriticSummary
 from megarl.algo.losses import LossCounts, TokenTargets, policy_loss
 from megarl.algo.rewards import KlController
 from megarl.algo.targets import compute_targets
-from megarl.config.checks import check_algo, check_keys
+from megarl.config.checks import Place, check_algo, check_keys
 from megarl.config.load import load_config
 from megarl.config.schema.algo import AlgoConfig, KLConfig, NormScope, RewardNormConfig
 from megarl.config.schema.root import Config
@@ -220,7 +220,10 @@ def with_gaps(gaps, ages, lengths):
 
 def find_problems(algo: AlgoConfig, responses_per_prompt: int = 1, optimizer_steps: int = 1) -> list[str]:
     """What is wrong with the values of the group `algo`."""
-    return [*check_keys(Config(algo=algo)), *check_algo(algo, responses_per_prompt, optimizer_steps)]
+    return [
+        *check_keys(Place(config := Config(algo=algo), config, "")),
+        *check_algo(algo, responses_per_prompt, optimizer_steps),
+    ]
 
 
 def start_kl(config: KLConfig) -> KlController:
