@@ -48,10 +48,6 @@ import json, torch
 gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
 print(json.dumps([torch.version.cuda, [(gpu.name, gpu.total_memory / 1e9) for gpu in gpus]]))
 """
-# Servers with rollout.offload preload it instead of importing it.
-LOAD_MEMORY_SAVER = (
-    "import sys; from megarl.rollout.server import find_preload_problem; sys.exit(find_preload_problem())"
-)
 CUDA_MODULES = ("megatron.core", "transformer_engine.pytorch", "sgl_kernel", "flashinfer", "apex")
 FOR_CUDA = ("sglang-kernel", "flashinfer-python", "triton", "torchvision")
 """Packages that SGLang imports on a GPU; on a CPU there are stand-ins"""
@@ -104,7 +100,7 @@ def find_machine() -> Machine:
         # torch first, which loads NCCL for Transformer Engine.
         names = [name for name in CUDA_MODULES if importlib.util.find_spec(name.split(".")[0])]
         programs = {name: f"import torch, {name}" for name in names}
-        problems |= run_programs(programs | ({"torch_memory_saver": LOAD_MEMORY_SAVER} if gpus else {}))[1]
+        problems |= run_programs(programs)[1]
     # Where SGLang (kernels/jit/utils/compile/toolchain.py) and FlashInfer look.
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = shutil.which(f"{home}/bin/nvcc" if home else "nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")

@@ -166,12 +166,9 @@ class SGLangClient:
             return self._http.get(path, timeout=deadline_s).status_code == 200
         return False
 
-    def load_model_info(self) -> dict[str, Any]:
-        return dict(self._call("/model_info", method="GET"))
-
     def load_weight_version(self) -> int:
         """The weight version that the server reports. Raises RequestError where it is not a number."""
-        reported = self.load_model_info()["weight_version"]
+        reported = self._call("/model_info", method="GET")["weight_version"]
         if not reported.removeprefix("-").isdecimal():
             raise RequestError(f"{self.url} reports weight version {reported!r}; a number was expected")
         return int(reported)

@@ -323,8 +323,9 @@ def load_parser(
 ) -> Callable[..., Answer]:
     """The function text -> {"parser", "calls": [[name, arguments as JSON], ...], "num_malformed"}.
 
-    tools: their schemas. parser: SGLang's name; None: as `find_parser` finds it for the chat template `template` and
-    the tokenizer's added `tokens`. Raises ValueError for a parser that SGLang does not have, or where none is found.
+    tools: their schemas. parser: SGLang's name; None: as its servers find it for the chat template `template`
+    and the tokenizer's added `tokens`. Raises ValueError for a parser that SGLang does not have, or where there is
+    none.
     """
     from megarl.cpu.serving import STANDINS  # The server reads a chat template with what stands here.
 
@@ -334,12 +335,19 @@ def load_parser(
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
     from sglang.srt.parser.reasoning_parser import ReasoningParser
-    from sglang.srt.parser.template_detection import detect_reasoning_parser, detect_reasoning_pattern
+    from sglang.srt.parser.template_detection import (
+        detect_reasoning_parser,
+        detect_reasoning_pattern,
+        detect_tool_call_parser,
+    )
 
     vocabulary = SimpleNamespace(get_vocab=lambda: dict.fromkeys(tokens, 0))
     forced, toggle = detect_reasoning_pattern(template)
     reasoning = detect_reasoning_parser(template, vocabulary, toggle, forced)
-    name = parser or find_parser(template, vocabulary, forced, toggle)
+    name = parser or detect_tool_call_parser(template, vocabulary, toggle, forced)
+    if name is None and template is not None:
+        # SGLang does not know Qwen2.5's, Hermes' and Llama 3's, which are told by the tags that they write.
+        name = "hermes" if "<tool_call>" in template else "llama3" if "ipython" in template else None
     known = FunctionCallParser.ToolCallParserEnum
     if name not in known:
         found = f"found {name!r}; it must be" if name else "found null, and the chat template does not tell it; name"
@@ -362,21 +370,6 @@ def load_parser(
         return {"parser": name, "calls": calls, "num_malformed": num_malformed}
 
     return read
-
-
-def find_parser(template: str | None, vocabulary: Any, forced: bool, toggle: Any) -> str | None:
-    """SGLang's name of the tool-call parser for a chat template, as its servers find it.
-
-    They do not know Qwen2.5's, Hermes' and Llama 3's templates, which are told by the tags that they write.
-    """
-    from sglang.srt.parser.template_detection import detect_tool_call_parser
-
-    found: str | None = detect_tool_call_parser(template, vocabulary, toggle, forced)
-    if found is not None or template is None:
-        return found
-    if "<tool_call>" in template:
-        return "hermes"
-    return "llama3" if "ipython" in template else None
 
 
 T = TypeVar("T")

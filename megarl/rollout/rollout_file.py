@@ -110,9 +110,11 @@ def from_record(record: Mapping[str, Any], **changes: Any) -> Sample:
 
 
 def _form(**fields: Any) -> Any:
-    """What an object of exactly these keys must be; pydantic checks it."""
+    """What an object of exactly these keys must be; pydantic checks it. A pair: the type, and what a missing key is."""
     config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-    definitions: dict[str, Any] = {name: (kind, ...) for name, kind in fields.items()}
+    definitions: dict[str, Any] = {
+        name: kind if isinstance(kind, tuple) else (kind, ...) for name, kind in fields.items()
+    }
     return create_model("Form", __config__=config, **definitions)
 
 
@@ -134,19 +136,14 @@ _LINE = _form(
         turns=list[_form(start=_WHOLE, end=_WHOLE, text=str, reward=float, details=_NUMBERS)],  # type: ignore[misc]
     ),
     score=_form(reward=float, correct=bool, details=_NUMBERS, answer=str | None, failure=str | None),
+    group_number=(_WHOLE | None, None),
 )
-"""A line, but for group_number"""
 
 
 def _to_sample(record: Any) -> Sample:
     """The sample of a line. Raises ValueError, naming key and value, for what `RolloutWriter` does not write."""
-    own = (
-        {name: value for name, value in record.items() if name != "group_number"}
-        if isinstance(record, dict)
-        else record
-    )
     try:
-        _LINE.model_validate(own)
+        _LINE.model_validate(record)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name, found = ".".join(map(str, first["loc"])), repr(first["input"])
@@ -305,6 +302,8 @@ class SavedGroup:
     """Bytes of the file before it"""
     num_bytes: int
     num_samples: int
+    rollout: int
+    """Number of its rollout, from 0"""
 
 
 @dataclass(frozen=True)
@@ -328,7 +327,7 @@ class SavedGroups:
         return sum(group.num_samples for group in self.groups)
 
 
-NO_GROUPS = SavedGroups(Path(), (SavedGroup("", "", 0, 0, 0),), 0, 0, False, (), ())
+NO_GROUPS = SavedGroups(Path(), (SavedGroup("", "", 0, 0, 0, 0),), 0, 0, False, (), ())
 """Where nothing but the critic learns, from algo.value_pretrain.rollouts; nobody takes the one group"""
 
 
@@ -357,7 +356,14 @@ def find_groups(path: Path, limits: Limits, wrong: float = 0.0) -> SavedGroups:
                 own = [line for line, _ in members]
                 text = b"".join(line.text for line in own)
                 groups.append(
-                    SavedGroup(hashlib.sha256(text).hexdigest(), own[0].where, own[0].start, len(text), len(own))
+                    SavedGroup(
+                        hashlib.sha256(text).hexdigest(),
+                        own[0].where,
+                        own[0].start,
+                        len(text),
+                        len(own),
+                        counts["rollouts"] - 1,
+                    )
                 )
     saved = SavedGroups(
         *(path, tuple(groups), counts["rollouts"], counts["failed"], counts["turns"] > 1, tuple(prompts.values())),

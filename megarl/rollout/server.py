@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.run import RolloutConfig
@@ -148,10 +146,18 @@ class GenerationSpec:
 
 def load_generation_spec(checkpoint: Path) -> GenerationSpec:
     """Read config.json and generation_config.json, of both of which servers take the end-of-sequence tokens. Raises
-    ConfigError naming file and key.
+    ConfigError naming file and key, also where the server would load a class of the family that does not generate.
     """
     file, generation = checkpoint / "config.json", checkpoint / "generation_config.json"
     config = load_json(file)
+    family, found = FAMILIES.get(str(config.get("model_type"))), config.get("architectures")
+    if family is not None and found != [usual := f"{family.hf_class}ForCausalLM"]:
+        raise ConfigError(
+            [
+                f"{file}: architectures is {found!r}; servers choose the class by it, and to generate it must be"
+                f' "architectures": ["{usual}"]'
+            ]
+        )
     vocab_size = config.get("vocab_size")
     if type(vocab_size) is not int:
         raise ConfigError([f"{file}: vocab_size is {vocab_size!r}; a number was expected"])
@@ -204,19 +210,6 @@ def load_family_options(checkpoint: Path) -> dict[str, Any]:
     return {} if family is None else dict(family.server_options)
 
 
-def check_served_class(checkpoint: Path) -> None:
-    """Raise ConfigError where the server would load a class of the family that does not generate."""
-    config = load_json(checkpoint / "config.json")
-    family, found = FAMILIES.get(str(config.get("model_type"))), config.get("architectures")
-    if family is not None and found != [usual := f"{family.hf_class}ForCausalLM"]:
-        raise ConfigError(
-            [
-                f"{checkpoint / 'config.json'}: architectures is {found!r}; servers choose the class by it, and"
-                f' to generate it must be "architectures": ["{usual}"]'
-            ]
-        )
-
-
 def load_json(file: Path) -> dict[str, Any]:
     """The object in a file. Raises ConfigError naming the file."""
     try:
@@ -228,27 +221,10 @@ def load_json(file: Path) -> dict[str, Any]:
 MODELS = Path(__file__).parent / "models"
 GUARD = Path(__file__).parents[1] / "signals.py"
 TRACKER_WARNINGS = "ignore::UserWarning:multiprocessing.resource_tracker"
-GPU_DEVICES = Path("/dev/nvidiactl"), Path("/dev/dxg")
-"""Of NVIDIA's driver on Linux, and in WSL"""
-LOG_TAIL_LINES = 25
+LONGEST_TMPDIR = 42
+"""Bytes of TMPDIR with which unix sockets in a scratch folder, torch's above all, keep to 107 bytes of path"""
 WEIGHT_LOADER = "megarl.sync.receiver.receive"
 """The function that servers call for the requests of a weight sync"""
-LONGEST_SOCKET_PATH = 107
-"""Bytes of a unix socket's path, without the final zero of sockaddr_un"""
-LONGEST_IN_SCRATCH = "abcdefgh/torch-shm-dir-abcdef/manager.sock"
-"""The random end of a scratch folder's name, and the longest socket in it: torch's; SGLang's are /tmpabcdefgh"""
-FLOAT32_ON_GPU = {
-    # The RMSNorm of sgl_kernel is compiled for 16-bit numbers alone; this is SGLang's switch for PyTorch's operations.
-    "SGLANG_FORCE_FUSED_OP_BACKEND": "torch",
-    # Triton would round the float32 numbers of a product to TF32, whose fraction has 10 bits.
-    "TRITON_F32_DEFAULT": "ieee",
-}
-"""What a server with rollout.dtype=float32 needs on a GPU, where the job's environment has none"""
-ON_GPU = {
-    # An idle server would end over what it takes for a leak, which the aborts and flushes of a rollout may look like.
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "false"
-}
-"""The settings of servers on GPUs, where the job's environment has none"""
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables of torch's allocator, by their old and their new name"""
 
@@ -280,7 +256,16 @@ class GpuServing:
         return options
 
     def prepare(self, environment: dict[str, str], config: RolloutConfig) -> dict[str, str]:
-        environment = ON_GPU | (FLOAT32_ON_GPU if config.dtype is Dtype.float32 else {}) | environment
+        # What the job's environment has of these settings stays.
+        # An idle server would end over what it takes for a leak, which the aborts and flushes of a rollout may look
+        # like.
+        environment.setdefault("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE", "false")
+        if config.dtype is Dtype.float32:
+            # The RMSNorm of sgl_kernel is compiled for 16-bit numbers alone; this is SGLang's switch for PyTorch's
+            # operations.
+            environment.setdefault("SGLANG_FORCE_FUSED_OP_BACKEND", "torch")
+            # Triton would round the float32 numbers of a product to TF32, whose fraction has 10 bits.
+            environment.setdefault("TRITON_F32_DEFAULT", "ieee")
         if config.offload is not None:
             prepare_memory_saver(environment)
         return environment
@@ -288,7 +273,8 @@ class GpuServing:
 
 @functools.cache
 def find_serving() -> GpuServing | CpuServing:
-    if not any(path.exists() for path in GPU_DEVICES):
+    # Of NVIDIA's driver on Linux, and in WSL.
+    if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
         return CpuServing()  # without the seconds that the import of torch takes
     import torch
 
@@ -386,33 +372,13 @@ def prepare_memory_saver(environment: dict[str, str]) -> None:
             environment[name] = ",".join(kept)
 
 
-def find_preload_problem() -> str | None:
-    """What the dynamic loader says of torch_memory_saver in a server's environment; None: it loads, or is not there."""
-    spec = importlib.util.find_spec("torch_memory_saver")
-    if spec is None or spec.origin is None:
-        return None
-    import torch
-
-    package, major = Path(spec.origin).parent, str(torch.version.cuda).partition(".")[0]
-    pattern = f"torch_memory_saver_hook_mode_preload_cu{major}.*so"
-    library = next((found for place in (package, package.parent) for found in place.glob(pattern)), None)
-    if library is None:
-        return f"it has no library for CUDA {major}"
-    environment = dict(os.environ)
-    prepare_memory_saver(environment)
-    done = subprocess.run(["true"], env=environment | {"LD_PRELOAD": str(library)}, capture_output=True, text=True)
-    # A library that is not found is left out with a word on stderr; one that it needs and lacks ends the program.
-    return done.stderr.strip() or f"exit code {done.returncode}" if done.returncode or done.stderr else None
-
-
 def make_scratch() -> Path:
     """A new folder for the server's temporary files, which this user alone can read: in TMPDIR or, where a socket's
     path in it would be too long, in /tmp.
     """
-    prefix, parent = f"megarl-sglang-{os.getpid()}-", tempfile.gettempdir()
-    if len(os.fsencode(f"{parent}/{prefix}{LONGEST_IN_SCRATCH}")) > LONGEST_SOCKET_PATH:
-        parent = "/tmp"
-    return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    parent = tempfile.gettempdir()
+    fits = len(os.fsencode(parent)) <= LONGEST_TMPDIR
+    return Path(tempfile.mkdtemp(prefix=f"megarl-sglang-{os.getpid()}-", dir=parent if fits else "/tmp"))
 
 
 def write_private(path: Path, text: str) -> Path:
@@ -536,12 +502,12 @@ class SGLangServer:
         Raises ServerError at once where it exits, DeadlineError where it is late; both show the end of the log.
         """
         deadline = time.monotonic() + deadline_s
-        with httpx.Client(timeout=2.0, trust_env=False) as client:
+        client = SGLangClient(self.url, vocab_size=1, deadline_s=2.0, api_key=self.api_key)
+        with contextlib.closing(client):
             while True:
                 self.check_alive()
-                with contextlib.suppress(httpx.HTTPError):
-                    if client.get(f"{self.url}/health_generate").status_code == 200:
-                        return
+                if client.is_healthy(2.0, generating=True):
+                    return
                 if time.monotonic() > deadline:
                     waited = f"SGLang server {self.url} gave no healthy answer within {deadline_s:g} s"
                     raise DeadlineError(f"{waited}; {self._describe_log()}")
@@ -579,7 +545,7 @@ class SGLangServer:
         return f"the end of its log {self.log_file}:\n{read_tail(self.log_file)}"
 
 
-def read_tail(file: Path, num_lines: int = LOG_TAIL_LINES) -> str:
+def read_tail(file: Path, num_lines: int = 25) -> str:
     """The last lines of a text file; where it does not exist, a sentence that says so."""
     if not file.is_file():
         return f"({file} does not exist)"

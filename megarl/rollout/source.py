@@ -5,22 +5,21 @@ import random
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count, groupby, islice
-from pathlib import Path
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megarl.config.schema.algo import ReplayConfig, SamplingBy, uses_topr
+from megarl.config.schema.algo import ReplayConfig, SamplingBy, ValuePretrainConfig, uses_topr
 from megarl.config.schema.root import Config
 from megarl.report.evaluation import describe_failures
 from megarl.rollout.collector import Collector, check_versions, compute_staleness
 from megarl.rollout.engine import SGLangEngine
-from megarl.rollout.rollout_file import Journal, SavedGroups, name_group, read_group, read_rollouts
+from megarl.rollout.rollout_file import Journal, SavedGroups, name_group, read_group
 from megarl.task.data import PromptSampler
 from megarl.types import Metrics, Prompt, Rollout, Sample
 
@@ -408,29 +407,19 @@ class IterationBatch:
 class SavedPretraining:
     """The rollouts of algo.value_pretrain.rollouts in order, repeated endlessly, for the iterations up to 0."""
 
-    def __init__(self, config: Config, say: Callable[[str], None]):
+    def __init__(self, settings: ValuePretrainConfig, saved: SavedGroups, say: Callable[[str], None]):
         """say: called with a message at the end of each pass over the file."""
-        self._settings, self._say = config.algo.value_pretrain, say
-        self._rollouts: Iterator[Rollout] = iter(())
-        self._num_taken = -1
+        self._settings, self._saved, self._say = settings, saved, say
 
     def take(self, iteration: int) -> list[Group]:
-        """The groups of this iteration. Raises as `read_rollouts`."""
-        step = self._settings.count_step(iteration)
-        if self._num_taken != step - 1:
-            self._rollouts = islice(self._repeat(), step - 1, None)
-        self._num_taken = step
-        return split_groups(next(self._rollouts).samples)
-
-    def _repeat(self) -> Iterator[Rollout]:
-        path = Path(str(self._settings.rollouts)).expanduser()
-        for number in count(1):
-            for rollout, _ in read_rollouts(path):
-                yield rollout
+        """The groups of this iteration. Raises RuntimeError where the file has changed since it was validated."""
+        num_passes, number = divmod(self._settings.count_step(iteration) - 1, self._saved.num_rollouts)
+        if num_passes and number == 0:
             self._say(
-                f"pass {number} over the rollouts of {path} is complete; from here on explained variance is of"
-                " responses that the critic has learned from"
+                f"pass {num_passes} over the rollouts of {self._saved.path} is complete; from here on explained"
+                " variance is of responses that the critic has learned from"
             )
+        return [read_group(self._saved.path, group) for group in self._saved.groups if group.rollout == number]
 
 
 class GroupSource:
@@ -661,15 +650,16 @@ class SavedSource:
 def build_source(
     config: Config,
     saved: SavedGroups | None,
+    saved_pretraining: SavedGroups | None,
     engine: SGLangEngine | None,
     collector: Collector | None,
     sampler: PromptSampler[Prompt] | None,
     with_servers: Callable[[Callable[[], Any]], Any],
     say: Callable[[str], None],
 ) -> GroupSource | SavedSource:
-    """Where the groups of each iteration come from: a file, or what generates."""
-    settings = config.algo.value_pretrain
-    pretraining = SavedPretraining(config, say) if settings.num_steps > 0 and settings.rollouts is not None else None
+    """Where the groups of each iteration come from: a file, or what generates. saved_pretraining: those of value
+    pretraining, where they come from a file."""
+    pretraining = SavedPretraining(config.algo.value_pretrain, saved_pretraining, say) if saved_pretraining else None
     if saved is not None:
         return SavedSource(saved, config.train.num_prompts, config.seed, pretraining)
     assert engine

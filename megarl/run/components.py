@@ -59,6 +59,8 @@ class TrainerComponents:
     heldout: Sequence[Prompt] = ()
     saved: SavedGroups | None = None
     """What rollout.file has; None: responses are generated"""
+    saved_pretraining: SavedGroups | None = None
+    """What algo.value_pretrain.rollouts has"""
     rollout_file: RolloutWriter | None = None
     """With logger.save_rollouts"""
     token_file: TokenFile | None = None
@@ -183,7 +185,9 @@ class Source:
         self._components, self._fleet, self._max_failed_frac = components, fleet, config.reward.max_failed_frac
         self._has_turns = isinstance(config.environment, MultiTurnEnvironmentConfig)
         it, say = components, components.report.message
-        self.groups = build_source(config, it.saved, it.engine, it.collector, it.sampler, fleet.ask, say)
+        self.groups = build_source(
+            *(config, it.saved, it.saved_pretraining, it.engine, it.collector, it.sampler, fleet.ask, say)
+        )
         fleet.forget_groups = self.groups.begin_again
 
     def take(self, iteration: int) -> tuple[Rollout, Metrics]:

@@ -42,7 +42,7 @@ from megarl.rollout.conversation import (
     check_conversation,
 )
 from megarl.rollout.engine import SGLangEngine
-from megarl.rollout.server import build_command, check_served_class, load_generation_spec
+from megarl.rollout.server import build_command, load_generation_spec
 from megarl.run.components import Recovery
 from megarl.signals import get_terminal
 from megarl.task.data import build_data, build_evaluation_set, draw
@@ -129,7 +129,6 @@ def load_evaluation_inputs(configs: Mapping[str, Config]) -> EvaluationInputs:
 
     config = next(iter(configs.values()))
     checkpoint = resolve_checkpoint(config.model, default_cache_dir())
-    check_served_class(checkpoint)
     if problems := check_files(checkpoint):
         raise ConfigError([f"model.path: {problem}" for problem in problems])
     # Raises for unknown options; the real command is built where the server starts.

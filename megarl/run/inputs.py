@@ -26,7 +26,7 @@ from megarl.models.families import list_unknown_keys
 from megarl.rollout.collector import EvalSet, build_eval_sets
 from megarl.rollout.conversation import Conversation, add_turn_end, build_conversation, check_conversation
 from megarl.rollout.rollout_file import NO_GROUPS, Limits, SavedGroups, find_groups
-from megarl.rollout.server import build_command, check_served_class, load_generation_spec
+from megarl.rollout.server import build_command, load_generation_spec
 from megarl.sync.pieces import check_serving_layout
 from megarl.sync.sync import build_probe_tokens
 from megarl.task.data import DataSplits, build_data
@@ -83,7 +83,6 @@ def load_inputs(config: Config) -> Inputs:
     """
     models = load_models(config)
     if config.has_servers:
-        check_served_class(models.checkpoint)
         # Raises for unknown options; the real command is built where the server starts.
         build_command(config.rollout, models.checkpoint, host=config.cluster.listen_host, port=0, seed=config.seed)
     specs, tokenizer = load_specs(config, models), load_tokenizer(models.checkpoint)

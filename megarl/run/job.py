@@ -287,6 +287,7 @@ def build_components(
         reference=roles.get(Role.reference),
         report=report,
         saved=inputs.saved_groups,
+        saved_pretraining=inputs.saved_rollouts,
         token_file=token_records,
         critic_prompt=inputs.critic_prompt,
     )

@@ -11,7 +11,7 @@ from fakes.run import World, load
 
 from megarl.files import CheckpointError
 from megarl.report.record import load_metrics
-from megarl.rollout.rollout_file import NO_GROUPS, load_rollouts
+from megarl.rollout.rollout_file import NO_GROUPS, Limits, find_groups, load_rollouts
 from megarl.rollout.source import SavedPretraining, SavedSource
 from megarl.trainer import Trainer
 from megarl.types import TrainingSamples
@@ -142,9 +142,11 @@ def test_value_pretraining_repeats_its_file_in_order_and_goes_on_in_it_wherever_
     said: list[str] = []
     config, _ = load(["algo=vapo", "algo.value_pretrain.steps=9", f"algo.value_pretrain.rollouts={saved}"])
     expected = [[s.prompt.id for s in rollout.samples] for rollout in load_rollouts(saved)]
+    groups = find_groups(saved, Limits(1000, 1000, 1000))
     assert len(expected) == len(set(map(tuple, expected))) > 1
     for first in range(-8, 1):
-        source = SavedSource(NO_GROUPS, 1, 1, SavedPretraining(config, said.append))
+        pretraining = SavedPretraining(config.algo.value_pretrain, groups, said.append)
+        source = SavedSource(NO_GROUPS, 1, 1, pretraining)
         for iteration in range(first, 1):
             taken = [s.prompt.id for group in source.take(iteration, 0).fresh for s in group]
             assert taken == expected[(iteration + 8) % len(expected)]

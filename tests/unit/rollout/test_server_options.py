@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl import serve
+from megarl import cli
 from megarl.config.errors import ConfigError
 from megarl.config.schema.roles import Dtype, RandomModelConfig
 from megarl.config.schema.run import RolloutConfig, ServerOffload
@@ -24,7 +24,7 @@ from megarl.rollout.server import (
     ServerError,
     SGLangServer,
     build_command,
-    check_served_class,
+    load_generation_spec,
     load_options,
     make_scratch,
 )
@@ -34,7 +34,7 @@ SRT = Path(importlib.util.find_spec("sglang").origin).with_name("srt")
 FLOAT32 = {"dtype": Dtype.float32}
 GRAPHS = "cuda_graph_backend_prefill"
 SHARED = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"
-(LEAK_CHECK,) = server.ON_GPU
+LEAK_CHECK = "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE"
 
 
 def serve_on(monkeypatch: pytest.MonkeyPatch, cuda: bool) -> None:
@@ -137,7 +137,7 @@ def test_a_model_in_whose_path_sglang_would_not_find_files_is_served_through_a_l
 def test_a_model_whose_class_does_not_generate_is_refused_with_the_class_that_does(tmp_path, classes):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "architectures": classes}))
     with pytest.raises(ConfigError, match=r'architectures is .*"architectures": \["Qwen3ForCausalLM"\]'):
-        check_served_class(tmp_path)
+        load_generation_spec(tmp_path)
     (tmp_path / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"not a checkpoint directory: it has no config.json"):
         SGLangServer(RolloutConfig(kv_cache_tokens=1), tmp_path, log_file=tmp_path / "log", seed=1)
@@ -229,7 +229,7 @@ def test_a_port_taken_meanwhile_is_an_error_that_names_it(tmp_path):
     assert (made.is_alive(), made.exit_status) == (False, None)
 
 
-@pytest.mark.parametrize("num_characters", [8, 33, 34, 35, 200])
+@pytest.mark.parametrize("num_characters", [8, 30, 31, 32, 33, 34, 35, 200])
 def test_every_socket_of_a_server_fits_its_scratch_folder_however_long_tmpdir_is(num_characters, monkeypatch):
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         parent = Path(short) / ("x" * num_characters)
@@ -239,7 +239,7 @@ def test_every_socket_of_a_server_fits_its_scratch_folder_however_long_tmpdir_is
         try:
             assert scratch.parent in (parent, Path("/tmp"))
             assert scratch.parent == parent or num_characters > 8
-            longest = scratch / server.LONGEST_IN_SCRATCH.partition("/")[2]
+            longest = scratch / "torch-shm-dir-abcdef/manager.sock"  # torch's; SGLang's are /tmpabcdefgh
             longest.parent.mkdir()
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(str(longest))
@@ -250,7 +250,11 @@ def test_every_socket_of_a_server_fits_its_scratch_folder_however_long_tmpdir_is
 def test_a_server_by_hand_takes_messages_and_keeps_its_weights(tmp_path):
     checkpoint = build_random_checkpoint(RandomModelConfig(), tmp_path)
     words = [str(checkpoint), "--port=0", "--dtype=float32", f"--log={tmp_path / 'server.log'}"]
-    made = serve.build_server(serve.read_arguments(words), tmp_path)
+    made, _ = cli._build_server(words, tmp_path)
     of_rollouts = build_command(made.config, checkpoint, host=made.host, port=made.port, seed=1)
-    assert set(of_rollouts) - set(made._command) == {word for words in serve.LEFT_OUT for word in words}
+    assert set(of_rollouts) - set(made._command) == {
+        "--skip-tokenizer-init",
+        "--custom-weight-loader",
+        server.WEIGHT_LOADER,
+    }
     assert [word for word in of_rollouts if word in made._command] == made._command
