@@ -435,12 +435,13 @@ class _Attempts:
     def attempt(self) -> Summary:
         """Train from the newest checkpoint, or from the start where there is none."""
         found, report, run_dir = self.find_state(), self.report, self.run_dir
-        journal = Journal(run_dir / JOURNAL)
-        given = self.config, self.inputs, self.resources, run_dir, report, journal if self.is_saving else None
+        journal = Journal(run_dir / JOURNAL) if self.is_saving else None
+        given = self.config, self.inputs, self.resources, run_dir, report, journal
         with open_components(*given) as components:
             named = {Role.policy.value: components.policy, Role.critic.value: components.critic}
             roles = {name: role for name, role in named.items() if role is not None}
-            with contextlib.closing(self.build_saver(roles, journal)) as saver:
+            saved = self.config.checkpoint, self.folder, roles, self.inputs.specs, report, self.forget
+            with contextlib.closing(LoopSaver(*saved) if self.is_saving else LoopSaver()) as saver:
                 trainer = Trainer(self.config, components, saver, self.started)
                 if found is not None:
                     state, directory = found
@@ -487,11 +488,9 @@ class _Attempts:
                 f" that critic with critic.init={self.run_dir}/critic algo.value_pretrain.enabled=false"
             )
         try:
-            saved, seed = self.inputs.saved_groups, self.config.seed
-            sampler = (
-                PromptSampler(self.inputs.data.train, seed) if saved is None else PromptSampler(saved.groups, seed)
-            )
-            sampler.restore(state.source.sampler)
+            saved = self.inputs.saved_groups
+            drawn: Sequence[Any] = self.inputs.data.train if saved is None else saved.groups
+            PromptSampler(drawn, self.config.seed).restore(state.source.sampler)
         except ValueError as error:
             raise CheckpointError(f"{self.run_dir}: the data have changed: {error}") from error
         cut_files(self.run_dir, state.sizes)
@@ -499,14 +498,11 @@ class _Attempts:
         self.report.message(f"resuming from {directory}")
         return state, directory
 
-    def build_saver(self, roles: Mapping[str, TrainBackend], journal: Journal) -> LoopSaver:
-        def forget(through: int) -> None:
-            num_groups = count_taken_groups(self.folder.path / name_checkpoint(through))
-            journal.forget(through, num_groups, self.config.algo.value_pretrain.count_step(through))
-
-        if not self.is_saving:
-            return LoopSaver()
-        return LoopSaver(self.config.checkpoint, self.folder, roles, self.inputs.specs, self.report, forget)
+    def forget(self, through: int) -> None:
+        """Have the journal forget what the checkpoint of this iteration has learned from."""
+        num_groups = count_taken_groups(self.folder.path / name_checkpoint(through))
+        step = self.config.algo.value_pretrain.count_step(through)
+        Journal(self.run_dir / JOURNAL).forget(through, num_groups, step)
 
 
 def is_loss(error: BaseException | None) -> bool:
