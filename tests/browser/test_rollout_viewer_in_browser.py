@@ -68,7 +68,7 @@ def test_hostile_texts_of_prompts_tokens_answers_and_failures_stay_text(look, pa
     for shown in (failed, wrong):
         assert "<img src=x onerror='window.hacked = 1'>\\u202e\\u0007" in shown
         assert "\u202e" not in shown
-    assert found["results"][-3:] == [True, 0, 2]
+    assert found["results"][-3:] == [True, 0, 1]
 
 
 def test_tokens_are_coloured_by_the_sign_of_their_advantage_and_observations_are_grey(look, page):

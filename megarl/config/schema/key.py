@@ -26,10 +26,10 @@ class Key:
 
     low: float = -inf
     high: float = inf
-    is_above: bool = False
-    """`low` itself is out of the range."""
-    is_below: bool = False
-    """`high` itself is out of the range."""
+    above: float = -inf
+    """As `low`, and out of the range itself"""
+    below: float = inf
+    """As `high`, and out of the range itself"""
     why: str = ""
     """Where the bounds come from; empty where nobody would ask."""
     effects: tuple[Effect, ...] = ()
@@ -45,42 +45,31 @@ class Key:
     """A text that is a part of the run's folder."""
 
     def contains(self, number: float) -> bool:
-        low = number > self.low if self.is_above else number >= self.low
-        return isfinite(number) and low and (number < self.high if self.is_below else number <= self.high)
+        return isfinite(number) and self.low <= number <= self.high and self.above < number < self.below
 
     def describe_range(self) -> str:
-        text = "a finite number"
-        if isfinite(self.low):
-            text = f"above {self.low:g}" if self.is_above else f"{self.low:g} or more"
-        if isfinite(self.high):
-            high = str(int(self.high)) if self.high == int(self.high) else f"{self.high:g}"
-            text += (" and " if isfinite(self.low) else " ") + (f"below {high}" if self.is_below else f"at most {high}")
-        return text + (f" ({self.why})" if self.why else "")
+        named = {"above {}": self.above, "{} or more": self.low, "below {}": self.below, "at most {}": self.high}
+        found = [text.format(_write(bound)) for text, bound in named.items() if isfinite(bound)]
+        start = "" if isfinite(max(self.above, self.low)) else "a finite number "
+        return f"{start}{' and '.join(found)}".rstrip() + (f" ({self.why})" if self.why else "")
+
+
+def _write(number: float) -> str:
+    return str(int(number)) if number == int(number) else f"{number:g}"
 
 
 def key(
     default: Any = MISSING,
     *,
     factory: Callable[[], Any] | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    low: float = -inf,
-    high: float = inf,
     when: Effect | tuple[Effect, ...] = (),
     despite: Effect | tuple[Effect, ...] = (),
     kw_only: bool = False,
     **facts: Any,
 ) -> Any:
-    """The field of a schema; above and below are bounds that are out of the range themselves, facts those of `Key`."""
-    found = Key(
-        low if above is None else above,
-        high if below is None else below,
-        above is not None,
-        below is not None,
-        effects=(when,) if isinstance(when, Effect) else when,
-        despite=(despite,) if isinstance(despite, Effect) else despite,
-        **facts,
-    )
+    """The field of a schema; facts: those of `Key`."""
+    effects, without = ((each,) if isinstance(each, Effect) else each for each in (when, despite))
+    found = Key(effects=effects, despite=without, **facts)
     values = {"default": default} if factory is None else {"default_factory": factory}
     return field(**values, kw_only=kw_only, metadata={_METADATA: found})
 
