@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from megarl.cpu.serving import Lockstep
 from megarl.interfaces import DeadlineError, Truncation, TurnRequest
 from megarl.report.timeline import RESPONSES, span
 from megarl.rollout.client import ConnectionLostError
-from megarl.rollout.conversation import Conversation, Episode, EpisodeRequest, EpisodeRunner, Sampling, draw_seed
+from megarl.rollout.conversation import Episode, EpisodeRequest, EpisodeRunner, Sampling, draw_seed
 from megarl.rollout.engine import (
     ATTEMPT_PAUSE_S,
     MAX_ATTEMPTS,
@@ -180,7 +180,7 @@ class Collector:
         with a key; what it holds already is not sampled again.
         """
         self._engine = engine
-        self._scorer = scorer
+        self.scorer = scorer
         self._runner = runner
         self._seed = seed
         self._sampling = Sampling(temperature)
@@ -193,14 +193,6 @@ class Collector:
         self._num_under_way = [0] * engine.num_servers
         self.num_running = 0
         """Episodes that have begun and are not scored yet; may be read from any thread"""
-
-    def reward_state(self) -> Any:
-        """As `AsyncReward.state`."""
-        return self._scorer.state()
-
-    def load_reward_state(self, state: Any) -> None:
-        """As `AsyncReward.load_state`."""
-        self._scorer.load_state(state)
 
     def sample(
         self,
@@ -346,27 +338,11 @@ class Collector:
         if episode.failure is not None:
             return Score(0.0, False, failure=episode.failure)
         with span("score", process=RESPONSES, track="rewards", prompt=episode.prompt.id):
-            score = await self._scorer.score(episode.prompt, episode.response)
+            score = await self.scorer.score(episode.prompt, episode.response)
         rewards = [turn.reward for turn in episode.response.turns]
         if score.failure is not None or not any(rewards):
             return score
         return replace(score, reward=score.reward + math.fsum(rewards))
-
-
-def build_collector(
-    config: Config, engine: SGLangEngine, scorer: Scorer, conversation: Conversation | None, **options: Any
-) -> Collector:
-    """The collector of a training run. conversation: what answers the policy; None with environment=single_turn.
-    options: journal and eval_sets of `Collector`."""
-    return Collector(
-        engine,
-        scorer,
-        EpisodeRunner(config.rollout.response_length, conversation),
-        seed=config.seed,
-        temperature=config.rollout.temperature,
-        in_lockstep=config.rollout.max_staleness == 0,
-        **options,
-    )
 
 
 def check_versions(samples: Sequence[Sample], weight_version: int | None = None, *, may_be_older: bool = False) -> None:

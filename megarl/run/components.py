@@ -218,14 +218,14 @@ class Source:
 
     def state(self) -> dict[str, Any]:
         """The fields of a `TrainerState` that are the source's."""
-        reward = self._components.collector.reward_state() if self._components.collector else None
+        reward = self._components.collector.scorer.state() if self._components.collector else None
         return {"num_samples": self.num_samples, "source": self.groups.state(), "reward": reward}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Resume from what `state` gave; other names are ignored."""
         self.num_samples = state["num_samples"]
         if self._components.collector and state["reward"] is not None:
-            self._components.collector.load_reward_state(state["reward"])
+            self._components.collector.scorer.load_state(state["reward"])
         self.groups.restore(state["source"])
 
 

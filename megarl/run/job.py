@@ -57,7 +57,8 @@ from megarl.report.record import Outcome, State, load_metrics, record_start, wri
 from megarl.report.report import Report, build_report
 from megarl.report.text import LOG_NAME, append_log, format_heldout
 from megarl.rollout.client import ServerOffloader
-from megarl.rollout.collector import build_collector
+from megarl.rollout.collector import Collector
+from megarl.rollout.conversation import EpisodeRunner
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.rollout_file import FILE_NAME, JOURNAL, Journal, RolloutWriter, SavedGroups
 from megarl.run.checkpoint import (
@@ -296,11 +297,17 @@ def build_components(
     writer = RolloutWriter(run_dir / FILE_NAME) if logger.save_rollouts else None
     if writer is not None:
         stack.callback(writer.close)
-    options = {"journal": journal, "eval_sets": inputs.eval_sets}
     return replace(
         components,
         engine=it.engine,
-        collector=build_collector(config, it.engine, it.scorer, inputs.conversation, **options),
+        collector=Collector(
+            *(it.engine, it.scorer, EpisodeRunner(config.rollout.response_length, inputs.conversation)),
+            seed=config.seed,
+            temperature=config.rollout.temperature,
+            in_lockstep=config.rollout.max_staleness == 0,
+            journal=journal,
+            eval_sets=inputs.eval_sets,
+        ),
         sync=it.sync,
         sampler=PromptSampler(inputs.data.train, config.seed),
         heldout=inputs.data.heldout[: config.train.num_eval_prompts],

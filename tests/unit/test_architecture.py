@@ -18,7 +18,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "plan": (6, 2100, ("plan",)),
     "sync": (5, 2160, ("sync",)),
     "mcore": (4, 4560, ("mcore",)),
-    "rollout": (4, 3900, ("rollout",)),
+    "rollout": (4, 3880, ("rollout",)),
     "config": (3, 2280, ("config",)),
     "cpu": (3, 1610, ("cpu",)),
     "algo": (2, 2980, ("algo",)),
