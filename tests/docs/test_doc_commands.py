@@ -299,10 +299,15 @@ def test_a_command_prints_what_is_shown(
 @pytest.mark.parametrize(
     "block", [b for b in BLOCKS if b.language == "python" and not b.reason], ids=lambda block: block.name
 )
-def test_a_python_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_block_runs_and_prints_what_its_comments_say(
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_files(block.file, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     exec(compile(block.text, block.name, "exec"), {"__name__": "example"})
+    printed = capsys.readouterr().out.replace("000", "")  # the numbers of a tensor as a comment has them
+    for expected in re.findall(r"^ *print\(.*\)  # ((?:algo\.|\d).*)$", block.text, re.MULTILINE):
+        assert expected in printed
 
 
 def test_the_blocks_that_are_not_run_are_counted() -> None:

@@ -1,9 +1,7 @@
-"""megarl.api in a script or notebook; the blocks of docs/python-api.md."""
+"""megarl.api in a script or notebook."""
 
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hydra import compose as hydra_compose
@@ -14,11 +12,6 @@ from megarl.api import compose, train
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.run.command import save_run
-
-ROOT = Path(__file__).resolve().parents[3]
-BLOCKS = re.findall(r"^```python( run)?\n(.*?)^```", (ROOT / "docs/python-api.md").read_text(), re.M | re.S)
-TRAINS = "megarl.train("
-"""In the block that would train the default job"""
 
 
 def test_composing_gives_what_the_command_line_does_and_leaves_hydra_as_it_was(tmp_path):
@@ -53,13 +46,3 @@ def test_a_field_that_was_set_wrongly_and_another_runs_folder_are_refused_before
     save_run(tmp_path / "run", compose("seed=1"), [])
     with pytest.raises(ConfigError, match="seed: the run has 1, now 2"):
         train(compose("seed=2"), tmp_path / "run")
-
-
-@pytest.mark.parametrize("number", [n for n, (is_run, code) in enumerate(BLOCKS) if not is_run and TRAINS not in code])
-def test_the_blocks_of_the_page_run(number, capsys):
-    code = BLOCKS[number][1]
-    exec(compile(code, f"docs/python-api.md block {number}", "exec"), {"__name__": "__main__"})
-    printed = capsys.readouterr().out
-    for expected in re.findall(r"# (algo\..*)$", code, re.M):
-        assert expected in printed
-    assert "compute_gae" not in code or "0.8000, 0.5000, 0.1000" in printed

@@ -1,4 +1,4 @@
-"""Checkpoint directories: random ones, SmolLM2, and those found by path."""
+"""Checkpoint directories: random ones, SmolLM2, those found by path, and those downloaded by their name on the hub."""
 
 import importlib.util
 import json
@@ -6,14 +6,16 @@ import shutil
 import threading
 from dataclasses import replace
 
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.roles import ModelConfig, ModelSource, RandomModelConfig
 from megarl.models import checkpoint
-from megarl.models.checkpoint import build_once, load_tokenizer, resolve_checkpoint
+from megarl.models.checkpoint import NEEDED_FILES, build_once, find_checkpoint, load_tokenizer, resolve_checkpoint
 from megarl.models.families import FAMILIES
 
 SMALL = RandomModelConfig(num_layers=1, hidden_size=32, ffn_size=48, num_heads=2, num_kv_heads=1, alphabet="ab0=")
@@ -208,3 +210,48 @@ def test_smollm2_becomes_a_bfloat16_checkpoint_with_its_chat_template(tmp_path):
     with torch.no_grad():
         output = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :]
     assert "Paris" in tokenizer.decode(output)
+
+
+FILES = ("config.json", "model.safetensors", "tokenizer.json")
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The calls of snapshot_download; `found["error"]` ends those that may download."""
+    calls, found, cache = [], {"error": None}, tmp_path / "snapshot"
+
+    def download(name, *, local_files_only=False, allow_patterns):
+        calls.append((name, local_files_only, tuple(allow_patterns)))
+        if local_files_only and not cache.exists():
+            raise LocalEntryNotFoundError("not in the cache")
+        if found["error"] is not None:
+            raise found["error"]
+        cache.mkdir(exist_ok=True)
+        for file in FILES:
+            (cache / file).write_text("{}")
+        return str(cache)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    return calls, found
+
+
+def test_a_name_that_is_not_in_the_cache_is_downloaded_once_without_what_is_not_needed(hub, capsys):
+    calls, _ = hub
+    for _ in range(2):
+        assert sorted(file.name for file in find_checkpoint("owner/small", "model.path").iterdir()) == list(FILES)
+    own = ("owner/small", True, NEEDED_FILES)
+    assert calls == [own, ("owner/small", False, NEEDED_FILES), own]
+    assert capsys.readouterr().out.count("model.path: owner/small is not in the Hugging Face cache") == 1
+
+
+def test_where_nothing_may_be_downloaded_the_command_is_said(hub, monkeypatch):
+    _, found = hub
+    found["error"] = OSError("no network")
+    with pytest.raises(
+        ConfigError, match=r"could not be downloaded \(no network\); .*`hf download owner/small` does it"
+    ):
+        find_checkpoint("owner/small", "model.path")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"HF_HUB_OFFLINE forbids to download it; .* `hf download owner/small`"):
+        find_checkpoint("owner/small", "model.path")

@@ -1,6 +1,7 @@
-"""tokens.jsonl: which responses are written, what a line holds, and how large it may become."""
+"""tokens.jsonl: which responses are written, what a line holds, how large it may become, and what the viewer shows."""
 
 import contextlib
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from page_run import write_tokens
 
 from megarl.report import tokens as token_file
-from megarl.report.tokens import TokenFile, TokenTexts, choose_samples
+from megarl.report.page import format_viewer
+from megarl.report.tokens import TokenFile, TokenTexts, choose_samples, load_records
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score, Turn
 
 
@@ -91,3 +94,23 @@ def test_tokens_that_together_make_a_character_have_its_text_at_the_last_of_them
     texts = TokenTexts(lambda ids: b"".join(pieces[i] for i in ids).decode("utf-8", "replace"))
     assert texts.list_texts([0, 1, 2, 3, 4]) == ["a", "", "", "€", " b"]
     assert texts.list_texts([1, 0]) == ["\N{REPLACEMENT CHARACTER}", "a"]
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+    write_tokens(tmp_path, 3)
+    path = tmp_path / "tokens.jsonl"
+    path.write_bytes(path.read_bytes()[:-10])
+    assert [record["iteration"] for record in load_records(tmp_path, 1_000_000)] == [1, 1, 2, 2, 3]
+
+
+def test_records_never_have_more_bytes_than_allowed_and_show_the_whole_run(tmp_path: Path) -> None:
+    write_tokens(tmp_path, 400, text="<")
+    frame = len(format_viewer(load_records(tmp_path, 1_000_000)[:1]).encode())
+    for room in (3_000, 30_000, 90_000):
+        records = load_records(tmp_path, room)
+        assert len(format_viewer(records).encode()) <= frame + room
+        iterations = [record["iteration"] for record in records]
+        assert iterations == sorted(iterations)
+        assert iterations[-1] == 400
+    assert iterations[0] < 30
+    assert max(after - before for before, after in itertools.pairwise(iterations)) < 60

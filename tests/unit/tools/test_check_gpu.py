@@ -1,4 +1,4 @@
-"""tools/check_gpu.py: its verdicts, checks that crash or are late, and planted faults that it finds."""
+"""tools/check_gpu.py: its verdicts, checks that crash or are late, planted faults that it finds, peaks of memory."""
 
 import json
 import os
@@ -21,6 +21,7 @@ from megarl.plan.memory import estimate_stages
 from megarl.tools.gpu import serving, sizes, training
 from megarl.tools.gpu.lines import Verdict, conclude, fail, judge, skip
 from megarl.tools.gpu.machine import Machine
+from megarl.tools.gpu.measured import measuring_peaks
 from megarl.tools.gpu.setting import CPU, CUDA, SMALL, Setting, describe_random, list_tensors
 
 tool = load_tool("check_gpu.py")
@@ -165,3 +166,25 @@ def test_a_perturbed_gradient_a_tensor_that_differs_in_a_bit_and_log_probs_of_an
     own = torch.full((2, 3), -2.0)
     for other, verdict in ((own, Verdict.holds), (own + 0.01, Verdict.fails)):
         assert {line.verdict for line in serving.compare("greedy", other, own, Dtype.float32)} == {verdict}
+
+
+MB = 10**6
+
+
+def allocate(megabytes: int) -> torch.Tensor:
+    return torch.zeros(megabytes * MB, dtype=torch.uint8)
+
+
+def test_each_phase_has_the_most_that_was_held_in_it_and_what_earlier_phases_left() -> None:
+    outside = allocate(50)
+    with measuring_peaks() as meter:
+        with meter.phase("first"):
+            kept = allocate(10)
+            passing = allocate(30)
+            del passing
+        with meter.phase("idle"):
+            pass
+        with meter.phase("last"):
+            more = allocate(5)
+    assert meter.peaks == {"first": 40 * MB, "idle": 10 * MB, "last": 15 * MB}
+    assert len(outside) + len(kept) + len(more) == 65 * MB
