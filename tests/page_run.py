@@ -1,5 +1,5 @@
-"""A folder as a run leaves it, with metrics that follow from the iteration, for the tests of its page, and the page
-read again."""
+"""A folder as a run leaves it, with metrics that follow from the iteration, for the tests of its page, a scored
+response, and the page read again."""
 
 import contextlib
 import json
@@ -77,6 +77,20 @@ def write_tokens(folder: Path, num_iterations: int = 40, *, text: str = "an answ
     with contextlib.closing(TokenFile(folder / "tokens.jsonl", 2, lambda ids: text * len(ids))) as file:
         for iteration in range(1, num_iterations + 1):
             file.write(iteration, Rollout(tuple(samples), iteration - 1), range(2), {})
+
+
+def make_sample(text: str, *, name: str = "task-1", correct: bool = True) -> Sample:
+    """A scored response, as the terminal and the report print it."""
+    token_ids = tuple(range(len(text)))
+    response = Response(
+        token_ids=token_ids,
+        text=text,
+        rollout_logprobs=tuple(0.0 for _ in token_ids),
+        generated=tuple(True for _ in token_ids),
+        weight_versions=tuple(0 for _ in token_ids),
+        finish_reason=FinishReason.stop,
+    )
+    return Sample(Prompt(name, "2+2=", (1, 2), "4"), response, Score(float(correct), correct, {"format": 0.5}), 0)
 
 
 VOID = {"meta", "input", "br", "line", "circle", "polyline", "polygon", "rect"}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report_samples import make_sample
+from page_run import make_sample
 
 from megarl.config.schema.run import LoggerConfig
 from megarl.report.report import build_report

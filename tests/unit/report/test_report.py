@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from report_samples import make_sample
+from page_run import make_sample
 
 from megarl.config.schema.run import LoggerConfig
 from megarl.report.record import load_metrics, load_record
