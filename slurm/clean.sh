@@ -19,23 +19,16 @@ list_marked() (
 
 are_gone() { [[ -z $(list_marked "$1") ]]; }
 
-# Kill those of these names (/proc/PID/comm).
-kill_named() {
-  local pid name
-  for pid in $(list_marked "$1"); do
-    name=$(cat "/proc/$pid/comm" 2>/dev/null) || continue
-    [[ " ${*:2} " != *" $name "* ]] || kill -KILL "$pid" 2>/dev/null || true
-  done
-}
-
-# Kill them all.
+# Kill those of the names that follow the mark (/proc/PID/comm), or without names all, until none is left.
 kill_marked() {
-  local marked
+  local mark=$1 pid
+  shift
   for _ in 1 2 3; do
-    mapfile -t marked < <(list_marked "$1")
-    ((${#marked[@]})) || return 0
-    kill -KILL "${marked[@]}" 2>/dev/null || true
-    wait_until 2 are_gone "$1" || true
+    for pid in $(list_marked "$mark"); do
+      (($# == 0)) || [[ " $* " == *" $(cat "/proc/$pid/comm" 2>/dev/null) "* ]] || continue
+      kill -KILL "$pid" 2>/dev/null || true
+    done
+    if (($#)) || wait_until 2 are_gone "$mark"; then return 0; fi
   done
 }
 

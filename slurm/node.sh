@@ -4,10 +4,6 @@
 # SIGUSR2 from train.sh ends it; SIGUSR1 too, and Ray's own logs are kept in MEGARL_LOG_DIR/ray-NODE. With SIGTERM, from
 # scancel or a preemption, Slurm asks every process of the job to end: the driver writes a checkpoint with the processes
 # that Ray holds here, which do not see the signal, and this ends after the driver.
-#
-# From train.sh: MEGARL_HOME, MEGARL_PYTHON, MEGARL_NODES, MEGARL_JOB_DIR (a folder of the job that nodes share),
-# MEGARL_LOG_DIR, MEGARL_OBJECT_STORE_MB, MEGARL_INTERFACE; MEGARL_RAY_ADDRESS, except on the first node, which writes it to
-# MEGARL_JOB_DIR/address.
 # shellcheck disable=SC2329 # trap calls the function by its name
 set -euo pipefail
 # shellcheck source=slurm/clean.sh
@@ -38,19 +34,16 @@ end() {
     # Its workers end where it is gone, and servers clean up where their worker is. Its agents would wait for SIGTERM.
     kill -KILL "$ray" 2>/dev/null || true
     wait "$ray" 2>/dev/null || true
-    kill_named "$scratch" raylet gcs_server ray::DashboardA ray::RuntimeEnv
+    kill_marked "$scratch" raylet gcs_server ray::DashboardA ray::RuntimeEnv
     wait_until "$END_S" are_gone "$scratch" || echo "$SLURMD_NODENAME: Ray did not end within $END_S s; killed"
   fi
   kill_marked "$scratch"
-  [[ $over != USR1 ]] || keep_logs
+  if [[ $over == USR1 ]]; then
+    rm -rf "$MEGARL_LOG_DIR/ray-$SLURMD_NODENAME"
+    cp -rL "$scratch/session_latest/logs" "$MEGARL_LOG_DIR/ray-$SLURMD_NODENAME" 2>/dev/null || true
+  fi
   rm -rf "$scratch"
   remove_left_over
-}
-
-keep_logs() {
-  local to=$MEGARL_LOG_DIR/ray-$SLURMD_NODENAME
-  rm -rf "$to"
-  cp -rL "$scratch/session_latest/logs" "$to" 2>/dev/null || true
 }
 
 # Whether the driver is there: on the first node itself, elsewhere by the first node's Ray, which ends after it.

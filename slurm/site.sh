@@ -2,22 +2,19 @@
 # What differs from site to site, sourced by train.sh on the first node. Copy it, or name another file in MEGARL_SITE.
 # A value that the environment of sbatch already has stays.
 
-# --- where Python is: one of three ---------------------------------------------------------------------------------
-# A virtual environment that every node sees (tools/install/install.sh cuda makes .venv), or a container: `pyxis` starts
-# IMAGE through srun --container-image (pyxis and enroot), `apptainer` through apptainer exec. Each step of the job, three
-# looks and three that stay, gets at the image anew: a FILE.sqsh or FILE.sif is at hand where a registry's is fetched.
+# Python is in a virtual environment that every node sees (tools/install/install.sh cuda makes .venv), or in a
+# container: `pyxis` starts IMAGE through srun --container-image (pyxis and enroot), `apptainer` through apptainer exec.
+# Each of six steps gets at the image anew: a FILE.sqsh or FILE.sif is at hand where a registry's is fetched.
 # MEGARL_KEEP_CONTAINER=1: with pyxis all steps share one container by its name, where the site lets a job keep it.
 MEGARL_CONTAINER=${MEGARL_CONTAINER:-none} # none, pyxis or apptainer
 MEGARL_IMAGE=${MEGARL_IMAGE:-}             # registry#name:tag or FILE.sqsh; FILE.sif
 MEGARL_KEEP_CONTAINER=${MEGARL_KEEP_CONTAINER:-}
-if [[ $MEGARL_CONTAINER == none ]]; then
-  if [[ -x $MEGARL_HOME/.venv/bin/python ]]; then
-    MEGARL_PYTHON=${MEGARL_PYTHON:-$MEGARL_HOME/.venv/bin/python}
-  else
-    MEGARL_PYTHON=${MEGARL_PYTHON:-$(command -v python3)} # megarl is installed
-  fi
-else
+if [[ $MEGARL_CONTAINER != none ]]; then
   MEGARL_PYTHON=${MEGARL_PYTHON:-/opt/megarl/.venv/bin/python} # inside, as slurm/Dockerfile has it
+elif [[ -x $MEGARL_HOME/.venv/bin/python ]]; then
+  MEGARL_PYTHON=${MEGARL_PYTHON:-$MEGARL_HOME/.venv/bin/python}
+else
+  MEGARL_PYTHON=${MEGARL_PYTHON:-$(command -v python3)} # megarl is installed
 fi
 # Further directories to be seen inside, SRC:DST with commas between, such as those of models and data. The code, the
 # folder of the job, /tmp and /dev/shm always are: driver and workers share files there.
@@ -25,29 +22,21 @@ MEGARL_MOUNTS=${MEGARL_MOUNTS:-}
 # Seconds that a look at the nodes, and Ray's start, may take, unpacking the image included (300):
 # export MEGARL_PREFLIGHT_S=900 MEGARL_HEAD_S=900
 
-# --- modules ---------------------------------------------------------------------------------------------------------
-# The toolkit of the CUDA that torch is built for (cuda-toolkit in tools/install/cuda.lock), or another of its major
-# version: SGLang compiles kernels with its nvcc. A container has it.
+# Outside of a container: the toolkit of the CUDA that torch is built for (cuda-toolkit in tools/install/cuda.lock), or
+# another of its major version; SGLang compiles kernels with its nvcc.
 # module purge; module load cuda/13.0
 
-# --- network ---------------------------------------------------------------------------------------------------------
-# The interface over which Ray, gloo and NCCL's bootstrap talk; empty: the one of the default route.
+# The interface over which Ray, gloo and NCCL's bootstrap talk, that one alone; empty: the one of the default route.
 MEGARL_INTERFACE=${MEGARL_INTERFACE:-}
-if [[ -n $MEGARL_INTERFACE ]]; then
-  export NCCL_SOCKET_IFNAME="=$MEGARL_INTERFACE" # that one alone, not all whose names begin so
-fi
-# InfiniBand:  export NCCL_IB_TIMEOUT=22 NCCL_IB_RETRY_CNT=7; each node sets NCCL_IB_HCA to its active InfiniBand ports
-#              unless it is set here (slurm/node.sh)
+[[ -z $MEGARL_INTERFACE ]] || export NCCL_SOCKET_IFNAME="=$MEGARL_INTERFACE"
+# InfiniBand:  export NCCL_IB_TIMEOUT=22 NCCL_IB_RETRY_CNT=7; each node sets NCCL_IB_HCA to its active ports unless it
+#              is set here (slurm/node.sh)
 # RoCE:        export NCCL_IB_GID_INDEX=3 NCCL_IB_TC=106
 # NVLink SHARP: export NCCL_NVLS_ENABLE=1 NCCL_CUMEM_ENABLE=1
-# Says at the start which of them NCCL uses:
-export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN} # INFO says at the start which of them NCCL uses
 
-# --- caches of compiled kernels --------------------------------------------------------------------------------------
-# On each node's own disk: a shared one is locked and written by all nodes at once. It stays after the job.
+# Compiled kernels, on each node's own disk: a shared one is locked and written by all nodes at once. They stay.
 export MEGARL_KERNEL_CACHE=${MEGARL_KERNEL_CACHE:-/tmp/megarl-kernels-$(id -u)}
-
-# --- models ----------------------------------------------------------------------------------------------------------
 # A cache of the Hugging Face hub that every node sees; model.path names a model in it, or a directory.
 # export HF_HOME=/shared/huggingface
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} # nodes without a way out do not wait for one

@@ -1,17 +1,11 @@
 #!/usr/bin/env bash
-# sbatch --signal=B:USR1@3000 slurm/train.sh algo=vapo model=qwen32b [overrides]   train over the nodes of one job; how
-#                                                               early the signal must come megarl.tools.plan says
-# sbatch --nodes=2 slurm/train.sh resume=RUN_DIR                resume a run
-# sbatch slurm/train.sh --command=evaluate model=... data=...   another command: train or evaluate
-# slurm/train.sh --submit [--nodes=N ...] [...]                 check that first, then sbatch
-# slurm/train.sh --local [--nodes=N --gpus-per-node=N] [...]    print what that would do, and do nothing
+# sbatch --signal=B:USR1@3000 slurm/train.sh algo=vapo model=qwen32b [overrides]   train; `megarl plan` says how early
+# sbatch --nodes=2 slurm/train.sh resume=RUN_DIR                                 resume a run
+# sbatch slurm/train.sh --command=evaluate model=... data=...                    evaluate
+# slurm/train.sh --submit|--local [--nodes=N --gpus-per-node=N ...] [...]   check that first; then sbatch, or print alone
 # slurm/train.sh --attach JOBID [COMMAND ...]                   a shell beside a running job's driver, in its Ray
 #
-# The run's folder is runs/slurm_JOBID (ARRAYJOB_TASK) under the directory of sbatch, or hydra.run.dir=DIR. Before the
-# time limit (--signal) a checkpoint is written and the job is requeued, as it is when a node is lost; it resumes from
-# there. `scancel --signal=USR1 --batch JOBID` asks for that at any time, `scancel JOBID` ends the job. What differs from
-# site to site is in slurm/site.sh (or MEGARL_SITE=FILE).
-#
+# docs/slurm.md says when a job is requeued and how it resumes. What differs from site to site is in slurm/site.sh.
 #SBATCH --job-name=megarl
 #SBATCH --nodes=8
 #SBATCH --gpus-per-node=8
@@ -150,7 +144,8 @@ run_driver() {
   driver=$!
   while is_running "$driver"; do
     nap
-    forward
+    # What the job was asked to do, to the driver, once there is one.
+    if [[ -n $stop && $forwarded != "$stop" ]] && signal_steps driver "$stop"; then forwarded=$stop; fi
     [[ $stop != TERM ]] || patience=5
     [[ $stop != USR1 || -n $limit ]] || limit=$(find_time_limit)
     if [[ -z $lost ]] && ! has_nodes; then
@@ -167,24 +162,6 @@ run_driver() {
   code=0
   wait "$driver" || code=$?
   say "the driver has ended with code $code"
-}
-
-# What the job was asked to do, to the driver, once there is one.
-forward() {
-  if [[ -n $stop && $forwarded != "$stop" ]] && signal_steps driver "$stop"; then
-    forwarded=$stop
-  fi
-}
-
-make_job_dir() {
-  # Each job's own: another may be at work in the run's folder, which the run itself then refuses.
-  job_dir=$MEGARL_JOB_DIR
-  mkdir -p "$run_dir/logs/slurm"
-  rm -rf "$job_dir"
-  mkdir -p "$run_dir/.slurm"
-  mkdir -m 700 "$job_dir"
-  # Whoever has the token can run code in this Ray, which listens on the network.
-  (umask 077; od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$job_dir/token")
 }
 
 set_environment() {
@@ -210,15 +187,6 @@ load_site() {
   source "$MEGARL_HOME/slurm/clean.sh"
 }
 
-# How every step is started. Steps are single processes that do not speak MPI, whose plugin may be missing.
-# Outside of the container, which may take minutes to unpack, each node says where it is in the network.
-build_steps() {
-  step=(srun --overlap --mpi=none --cpu-bind=none --export=ALL)
-  # shellcheck disable=SC2016 # the node's values
-  touch_nodes=("${step[@]}" --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}"
-    bash -c 'echo "MEGARL_NODE $SLURMD_NODENAME ${SLURM_TOPOLOGY_ADDR:-}"')
-}
-
 # Nodes of one switch are neighbours, those of the first node's come first: ranks are placed in this order.
 # $1: the lines of touch_nodes.
 order_nodes() {
@@ -240,9 +208,14 @@ order_nodes() {
 
 # How commands get into the container, and the commands.
 build_commands() {
-  # A run's own name may have commas, as those of a sweep.
-  local mounts
-  build_steps
+  local mounts all doctor what node_sh
+  # Steps are single processes that do not speak MPI, whose plugin may be missing.
+  step=(srun --overlap --mpi=none --cpu-bind=none --export=ALL)
+  all=(--nodes="${#nodes[@]}" --ntasks="${#nodes[@]}")
+  # Outside of the container, which may take minutes to unpack, each node says where it is in the network.
+  # shellcheck disable=SC2016 # the node's values
+  touch_nodes=("${step[@]}" "${all[@]}" bash -c 'echo "MEGARL_NODE $SLURMD_NODENAME ${SLURM_TOPOLOGY_ADDR:-}"')
+  # The run's parent: its own name may have commas, as those of a sweep.
   mounts="$code_dir,$(dirname "$run_dir"),$PWD,/tmp,/dev/shm${MEGARL_MOUNTS:+,$MEGARL_MOUNTS}"
   inside=()
   case $MEGARL_CONTAINER in
@@ -258,16 +231,16 @@ build_commands() {
   [[ $MEGARL_CONTAINER == none || -n $MEGARL_IMAGE ]] || fail "MEGARL_IMAGE: empty, with MEGARL_CONTAINER=$MEGARL_CONTAINER ($site)"
   driver_mark=driver-$SLURM_JOB_ID
   on_head=("${step[@]}" --nodes=1 --ntasks=1 --nodelist="${nodes[0]}")
-  on_all=("${step[@]}" --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}")
   on_others=("${step[@]}" --nodes=$((${#nodes[@]} - 1)) --ntasks=$((${#nodes[@]} - 1))
     --nodelist="$(IFS=,; echo "${nodes[*]:1}")")
+  doctor=("${inside[@]}" "$MEGARL_PYTHON" -m megarl.plan.doctor) what=("--command=$command" "${arguments[@]}")
+  check_job=("${on_head[@]}" "${doctor[@]}" --job "${what[@]}")
+  check_nodes=("${step[@]}" "${all[@]}" "${doctor[@]}" --node "${what[@]}")
+  compare_nodes=("${on_head[@]}" "${doctor[@]}" --compare "${what[@]}")
   # One node's Ray that ends ends all.
-  ray=(--job-name=ray --kill-on-bad-exit=1)
-  check_job=("${on_head[@]}" "${inside[@]}" "$MEGARL_PYTHON" -m megarl.plan.doctor --job "--command=$command" "${arguments[@]}")
-  check_nodes=("${on_all[@]}" "${inside[@]}" "$MEGARL_PYTHON" -m megarl.plan.doctor --node "--command=$command" "${arguments[@]}")
-  compare_nodes=("${on_head[@]}" "${inside[@]}" "$MEGARL_PYTHON" -m megarl.plan.doctor --compare "--command=$command" "${arguments[@]}")
-  start_head=("${on_head[@]}" "${ray[@]}" "${inside[@]}" bash "$MEGARL_HOME/slurm/node.sh")
-  start_others=("${on_others[@]}" "${ray[@]}" "${inside[@]}" bash "$MEGARL_HOME/slurm/node.sh")
+  node_sh=(--job-name=ray --kill-on-bad-exit=1 "${inside[@]}" bash "$MEGARL_HOME/slurm/node.sh")
+  start_head=("${on_head[@]}" "${node_sh[@]}")
+  start_others=("${on_others[@]}" "${node_sh[@]}")
   start_driver=("${on_head[@]}" --job-name=driver "${inside[@]}" env "MEGARL_MARK=$driver_mark" "$MEGARL_PYTHON" -m megarl.${command/#evaluate/cli evaluate} "${arguments[@]}")
 }
 
@@ -394,11 +367,9 @@ give_up() {
 
 # An evaluation is started again by the command that it was started with.
 tell_again() {
-  if [[ -f $run_dir/run.json ]]; then
-    echo "sbatch slurm/train.sh resume=$run_dir"
-  else
-    echo "the same again, hydra.run.dir=$run_dir"
-  fi
+  local again="the same again, hydra.run.dir="
+  [[ ! -f $run_dir/run.json ]] || again="sbatch slurm/train.sh resume="
+  echo "$again$run_dir"
 }
 
 # End Ray on all nodes; where it failed (code $1) Ray's own logs are kept.
@@ -436,7 +407,12 @@ mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 read_arguments "$@"
 set_environment
 build_commands
-make_job_dir
+job_dir=$MEGARL_JOB_DIR # each job's own: another may be at work in the run's folder, which the run itself then refuses
+rm -rf "$job_dir"
+mkdir -p "$run_dir/logs/slurm" "$run_dir/.slurm"
+mkdir -m 700 "$job_dir"
+# Whoever has the token can run code in this Ray, which listens on the network.
+(umask 077; od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$job_dir/token")
 say "job $job, start $((${SLURM_RESTART_COUNT:-0} + 1)), on ${nodes[*]}: megarl.$command ${arguments[*]}"
 count_start
 check
