@@ -17,7 +17,6 @@ from megarl.config.load import load
 from megarl.config.overrides import check_words, take_config_dirs
 from megarl.config.placement import list_contradictions
 from megarl.config.schema.root import Config
-from megarl.plan.assumptions import LONGEST_SIGNAL_S
 from megarl.run.command import EXIT_BAD_CONFIG, end_with_closed_pipe
 
 DOES_NOT_FIT = 1
@@ -81,8 +80,7 @@ def check_hardware_is_known(config: Config) -> None:
 
 def show_search(arguments: Sequence[str], config: Config, mean: float | None) -> int:
     """Print the fastest plans, on-policy and with responses generated ahead; the exit code."""
-    from megarl.plan.job import find_models
-    from megarl.plan.search import search
+    from megarl.plan.job import find_models, search
     from megarl.plan.tables import list_found
 
     models, any_fits = find_models(config), False
@@ -101,9 +99,8 @@ def show(config: Config, mean: float | None) -> int:
     # Only now: importing torch and Megatron takes seconds that a wrong key need not wait for.
     from rich.console import Console
 
-    from megarl.plan.job import build_plan, find_models
-    from megarl.plan.search import find_change
-    from megarl.plan.tables import describe_losses, find_signal, list_tables
+    from megarl.plan.job import build_plan, find_change, find_models
+    from megarl.plan.tables import LONGEST_SIGNAL_S, describe_losses, find_signal, list_tables
 
     models = find_models(config)
     plan = build_plan(config, models, mean)

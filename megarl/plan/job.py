@@ -1,6 +1,12 @@
-"""A job's plan: memory of every GPU and node in each phase, bytes of a sync, seconds, and what does not fit."""
+"""A job's plan: memory of every GPU and node in each phase, bytes of a sync, seconds, and what does not fit.
 
+Changes of a job are neighbours of the present point. One that does not fit goes to the first that fits, or to the one
+that lacks least; the search goes, from each division of the cluster's GPUs, to the fastest until none is faster.
+"""
+
+import copy
 import functools
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,25 +15,28 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megarl.algo.registry import needs_critic
+from megarl.config.checks import check_config, check_older_samples
 from megarl.config.errors import ConfigError
-from megarl.config.placement import check_cluster
+from megarl.config.load import load_config
+from megarl.config.overrides import write_value
+from megarl.config.placement import check_cluster, list_contradictions, list_groups
 from megarl.config.schema.algo import needs_full_kl, needs_reference
 from megarl.config.schema.roles import (
     CriticConfig,
     Dtype,
     ModelSource,
+    Offload,
     ParallelConfig,
     PolicyConfig,
     RandomModelConfig,
+    Recompute,
     ReferenceConfig,
     Trainable,
     TrainedRoleConfig,
 )
 from megarl.config.schema.root import Config
-from megarl.config.schema.run import SERVERS
+from megarl.config.schema.run import AUTO, SERVERS, Placement, ServerOffload, Transport
 from megarl.mcore.spec import (
     StageParameters,
     check_layout,
@@ -37,8 +46,10 @@ from megarl.mcore.spec import (
 from megarl.models.architecture import Architecture
 from megarl.models.checkpoint import SPECIAL_TOKENS, default_cache_dir, resolve_checkpoint
 from megarl.models.families import build_random_fields, parse_architecture
-from megarl.plan.assumptions import GIB, HOST_PROCESS_GIB, SERVER_GIB
 from megarl.plan.memory import (
+    GIB,
+    HOST_PROCESS_GIB,
+    SERVER_GIB,
     GpuPlan,
     MicroBatch,
     RoleJob,
@@ -55,8 +66,42 @@ from megarl.plan.memory import (
 from megarl.plan.seconds import Seconds, Transfer, describe_work, estimate_seconds, estimate_transfer
 from megarl.sync.pieces import check_serving_layout
 
-PUBLISHED: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text())
-"""Fields of config.json by the name on the hub, as in model.path"""
+SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("vocab_size", "max_position_embeddings", "tie_word_embeddings"),
+)
+QWEN2 = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_theta": 1e6}
+QWEN3 = {**QWEN2, "model_type": "qwen3", "head_dim": 128}
+
+
+def _publish(family: Mapping[str, Any], *sizes: int, **others: Any) -> dict[str, Any]:
+    return {**family, **dict(zip(SIZES, sizes, strict=True)), **others}
+
+
+PUBLISHED = {
+    "Qwen/Qwen2.5-32B": _publish(QWEN2, 5120, 27648, 64, 40, 8, 152064, 131072, False, rms_norm_eps=1e-05),
+    "Qwen/Qwen2.5-7B": _publish(QWEN2, 3584, 18944, 28, 28, 4, 152064, 131072, False),
+    "Qwen/Qwen2-7B-Instruct": _publish(QWEN2, 3584, 18944, 28, 28, 4, 152064, 32768, False),
+    "Qwen/Qwen2.5-0.5B-Instruct": _publish(QWEN2, 896, 4864, 24, 14, 2, 151936, 32768, True),
+    "Qwen/Qwen3-0.6B": _publish(QWEN3, 1024, 3072, 28, 16, 8, 151936, 40960, True),
+    "Qwen/Qwen3-8B": _publish(QWEN3, 4096, 12288, 36, 32, 8, 151936, 40960, False),
+    "Qwen/Qwen3-32B": _publish(QWEN3, 5120, 25600, 64, 64, 8, 151936, 40960, False),
+    "meta-llama/Llama-3.1-8B-Instruct": {
+        **_publish(QWEN2, *(4096, 14336, 32, 32, 8, 128256, 131072, False), model_type="llama", rms_norm_eps=1e-05),
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            **{"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"},
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "Qwen/Qwen3-235B-A22B": {
+        **_publish(QWEN3, *(4096, 12288, 94, 64, 4, 151936, 40960, False), model_type="qwen3_moe", num_experts=128),
+        **{"num_experts_per_tok": 8, "moe_intermediate_size": 1536, "norm_topk_prob": True},
+    },
+}
+"""Fields of config.json that determine sizes and layers, as published, by the name on the hub, as in model.path: a job
+is planned without the model's files.
+"""
 DEFAULT_MODULES = ("core_attn",)
 """Modules that Megatron recomputes under recompute=selective (transformer_config.py, recompute_modules)"""
 SAMPLE_BYTES = 64
@@ -134,11 +179,10 @@ def build_jobs(config: Config, models: PlannedModels, on_gpu: bool) -> dict[str,
 
     Raises ConfigError for a layout that does not divide its model, and for replay of routes that it does not have.
     """
-    jobs = {"policy": _build_job(config, "policy", config.policy, models.policy, on_gpu)}
-    if needs_critic(config.algo):
-        jobs["critic"] = _build_job(config, "critic", config.critic, models.critic, on_gpu)
-    if needs_reference(config.algo):
-        jobs["reference"] = _build_job(config, "reference", config.reference, models.policy, on_gpu)
+    nodes: dict[str, TrainedRoleConfig | ReferenceConfig] = {"policy": config.policy}
+    nodes |= {"critic": config.critic} if needs_critic(config.algo) else {}
+    nodes |= {"reference": config.reference} if needs_reference(config.algo) else {}
+    jobs = {name: _build_job(config, name, node, models, on_gpu) for name, node in nodes.items()}
     problems = list(check_serving_layout(models.policy, config.rollout.tp)) if config.has_servers else []
     for name, job in jobs.items():
         problems += check_layout(job.arch, job.parallel, f"{name}.parallel", config.model.megatron)
@@ -150,7 +194,7 @@ def build_jobs(config: Config, models: PlannedModels, on_gpu: bool) -> dict[str,
 
 
 def _build_job(
-    config: Config, name: str, node: TrainedRoleConfig | ReferenceConfig, arch: Architecture, on_gpu: bool
+    config: Config, name: str, node: TrainedRoleConfig | ReferenceConfig, models: PlannedModels, on_gpu: bool
 ) -> RoleJob:
     batch, num_microbatches = find_microbatch(config, node.parallel, find_longest(config, is_critic=name == "critic"))
     saving, fp8 = Saving(), False
@@ -160,7 +204,7 @@ def _build_job(
         saving = Saving(node.recompute, node.recompute_method, node.recompute_num_layers, modules)
     return RoleJob(
         name=name,
-        arch=arch,
+        arch=models.critic if name == "critic" else models.policy,
         parallel=node.parallel,
         dtype=node.dtype,
         is_trained=isinstance(node, TrainedRoleConfig),
@@ -377,3 +421,299 @@ def _find_problems(
     has = config.cluster.hardware.host_memory_gib
     if host > has * GIB:
         yield f"the fullest node takes {ceil(host / GIB)} GiB of host memory of {has:g}"
+
+
+MAX_CHANGES = 4
+"""Changes that are made one after the other for a job that does not fit"""
+FRACTIONS = (0.2, 0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.82, 0.84, 0.86, 0.88, 0.9, 0.92, 0.94)
+"""rollout.sglang.mem_fraction_static"""
+FRACTION, MODULES = "rollout.sglang.mem_fraction_static", "model.megatron.recompute_modules"
+FACTORS = (1, 2, 4, 8)
+SHAPE = ("cluster.placement", ".parallel.", "rollout.tp")
+"""Parts of the keys that make two plans of a search different"""
+NUM_BEST = 10
+NO_JOB = (float("inf"),)
+LEAST_LEFT, SHARE_LEFT = 4 * GIB, 1 / 16
+"""Memory that a plan of the search leaves of each GPU, for what it has not foreseen: the smaller one of these"""
+
+Values = dict[str, Any]
+"""Values by dotted key"""
+
+
+@dataclass(frozen=True)
+class Change:
+    overrides: tuple[str, ...]
+    """As on the command line"""
+    plan: JobPlan
+    """The plan of the changed job, which fits"""
+
+
+def check_plan(config: Config, models: PlannedModels) -> list[str]:
+    """Why the job does not fit, as messages of a ConfigError, the last with a change that would make it fit; else [].
+
+    The check at the start of every job. Memory is planned on clusters whose hardware is known (cluster.hardware);
+    elsewhere only batches are checked.
+    """
+    if config.cluster.hardware.gpu is None:
+        return check_batches(config, build_jobs(config, models, on_gpu=False))
+    try:
+        plan = build_plan(config, models)
+    except ConfigError as error:
+        return list(error.problems)
+    if not plan.problems:
+        return []
+    change = find_change(config, models, plan)
+    advice = f"it fits with {' '.join(change.overrides)}" if change else "none of the changes that were tried helps"
+    return [
+        *plan.problems,
+        f"cluster.hardware: the job does not fit {config.cluster.hardware.gpu}; {advice};"
+        " cluster.hardware.gpu=null starts it without a plan",
+    ]
+
+
+def find_change(config: Config, models: PlannedModels, plan: JobPlan) -> Change | None:
+    """The overrides with which the job fits, plan being its plan; None where no change that is tried here helps."""
+    made: Values = {}
+    known = set(list_contradictions(config))
+    for _ in range(MAX_CHANGES):
+        near = (made | values for values in _list_changes(apply(config, made), plan))
+        better: Values | None = None
+        for values in near if plan.problems else ():
+            after = _try(apply(config, values), models, known)
+            if after is not None and _lack(after) < _lack(plan):
+                better, plan = values, after
+                if not plan.problems:
+                    break
+        made = better or made
+    for key in list(made):
+        # A later change may have made an earlier one superfluous.
+        fewer = {other: value for other, value in made.items() if other != key}
+        after = _try(apply(config, fewer), models, known)
+        if after is not None and not after.problems:
+            made, plan = fewer, after
+    return None if plan.problems else Change(_write(config, made), plan)
+
+
+def _lack(plan: JobPlan) -> tuple[int, float, float]:
+    """How far a plan is from one that fits."""
+    return (len(plan.problems), max(0.0, -plan.left), plan.host_bytes) if plan.problems else (0, 0.0, 0.0)
+
+
+def _write(config: Config, values: Values) -> tuple[str, ...]:
+    """The overrides of values that are not the configuration's own."""
+    return tuple(f"{key}={write_value(each)}" for key, each in values.items() if read_value(config, key) != each)
+
+
+def _try(config: Config, models: PlannedModels, known: set[str], mean_response: float | None = None) -> JobPlan | None:
+    """The plan of a changed job; None where its keys contradict each other, unless that was known before."""
+    if check_config(config) or not known.issuperset(list_contradictions(config)):
+        return None
+    try:
+        return build_plan(config, models, mean_response)
+    except ConfigError:
+        return None
+
+
+def apply(config: Config, values: Values) -> Config:
+    """A copy of the configuration with these values; what they do not touch is shared with it."""
+    for key, value in values.items():
+        config = _replace(config, key.split("."), value)
+    return config
+
+
+def _replace(node: Any, path: Sequence[str], value: Any) -> Any:
+    changed, (name, *rest) = copy.copy(node), path
+    new = _replace(_get(node, name), rest, value) if rest else value
+    if isinstance(changed, dict):
+        changed[name] = new
+    else:
+        setattr(changed, name, new)
+    return changed
+
+
+def _get(node: Any, name: str) -> Any:
+    return node.get(name) if isinstance(node, dict) else getattr(node, name)
+
+
+def read_value(config: Config, key: str) -> Any:
+    """The value of a dotted key; None where it is not set."""
+    node: Any = config
+    for name in key.split("."):
+        node = _get(node, name)
+    return node
+
+
+def _list_changes(config: Config, plan: JobPlan) -> Iterator[Values]:
+    """The neighbours of a job that does not fit, the least intrusive first. Some contradict other keys."""
+    rollout, cluster, roles = config.rollout, config.cluster, list(plan.jobs)
+    yield from ({"rollout.num_servers": number} for number in range(rollout.num_servers - 1, 0, -1))
+    store = cluster.object_store_mb - ceil(plan.host_bytes / GIB - cluster.hardware.host_memory_gib) * 1024
+    if 1024 <= store < cluster.object_store_mb:
+        yield {"cluster.object_store_mb": store}
+    yield from (values for role in roles for values in _list_steps(config, [role]))
+    for factor in FACTORS[1:]:
+        yield {"rollout.tp": rollout.tp * factor, "rollout.num_servers": max(1, rollout.num_servers // factor)}
+    offloads = {f"{role}.offload": Offload.all for role in roles}
+    together = {"cluster.placement": Placement.colocated, "rollout.transport": Transport.colocated, **offloads}
+    placements: list[Values] = [{"cluster.placement": Placement.split}, {"cluster.placement": Placement.apart}]
+    yield from (*placements, placements[0] | offloads, together, {**together, FRACTION: 0.5})
+    yield from _list_steps(config, roles)
+    yield _list_nodes(config, 1 + plan.last_gpu // cluster.gpus_per_node)
+    yield from (values | _list_nodes(config, 2 * cluster.num_nodes) for values in placements)
+    for group, factor in itertools.product([*([role] for role in roles), roles], FACTORS[1:]):
+        parallel = getattr(config, group[0]).parallel
+        more = ceil(parallel.num_processes * (factor - 1) / cluster.gpus_per_node)
+        for tp in (parallel.tp, parallel.tp * factor):
+            larger = _size(group, num_processes=parallel.num_processes * factor, tp=tp)
+            yield from (larger, larger | _list_nodes(config, cluster.num_nodes + more))
+
+
+def _list_nodes(config: Config, number: int) -> Values:
+    """The values for this number of nodes, and those that a job of several nodes needs."""
+    return {"cluster.num_nodes": number} | ({"cluster.listen_host": AUTO} if config.cluster.num_nodes == 1 else {})
+
+
+def _list_steps(config: Config, roles: Sequence[str]) -> Iterator[Values]:
+    """The neighbours of a job with other settings and layouts of these roles, on the same GPUs."""
+    parallel, trained = getattr(config, roles[0]).parallel, [role for role in roles if role != "reference"]
+    kinds: list[Values] = []
+    for kind in (Recompute.full, Recompute.selective, Recompute.none) if trained else ():
+        modules = {MODULES: ["mlp"]} if kind is Recompute.selective else {}
+        kinds.append({f"{role}.recompute": kind for role in trained} | modules)
+    length = ceil(find_longest(config) / parallel.cp)
+    sizes: list[Values] = [{"train.tokens_per_microbatch": number * length} for number in (8, 4, 2, 1)]
+    yield from (*kinds, *sizes, *(kind | size for kind, size in itertools.product(kinds, sizes)))
+    yield from ({f"{role}.offload": offload for role in roles} for offload in (Offload.all, None))
+    now = float(config.rollout.sglang.get("mem_fraction_static") or 0.87)
+    yield from ({FRACTION: fraction} for fraction in sorted(FRACTIONS, key=lambda other: abs(other - now)))
+    present = {axis: getattr(parallel, axis) for axis in ("cp", "tp", "pp", "ep", "vpp")}
+    larger = {axis: size * 2 for axis, size in present.items() if axis != "vpp" or size == 1}
+    smaller = {axis: size // 2 for axis, size in present.items() if size > 1}
+    yield from (_size(roles, **{axis: size}) for axis, size in [*larger.items(), *smaller.items()])
+    for one, other in itertools.product(larger, smaller):
+        if one != other:
+            yield _size(roles, **{one: larger[one], other: smaller[other]})
+
+
+def _size(roles: Sequence[str], **sizes: int) -> Values:
+    """The values that give the roles other sizes of their layouts."""
+    sequence = {"sp": sizes["tp"] > 1} if "tp" in sizes else {}
+    return {f"{role}.parallel.{name}": size for role in roles for name, size in (sizes | sequence).items()}
+
+
+def search(
+    arguments: Sequence[str], models: PlannedModels, mean_response: float | None = None, staleness: int = 0
+) -> list[Change]:
+    """The fastest plans that fit, each with another placement, layout or servers, the fastest first.
+
+    arguments: of the command line; keys that it sets keep their values. Every plan is that of a job which was loaded
+    with the arguments and the plan's overrides. staleness: rollout.max_staleness.
+    """
+    base = load_config(arguments)
+    start: Values = {"rollout.max_staleness": staleness}
+    if staleness and any(check_older_samples(base.algo, "")):
+        start["algo.mismatch.correction"] = type(base.algo.mismatch.correction)["tis"]
+    given = tuple(text.split("=")[0].lstrip("+") for text in arguments if "." in text.split("=")[0] and "=" in text)
+    config, reserve = apply(base, start), min(LEAST_LEFT, SHARE_LEFT * base.cluster.hardware.memory_gib * GIB)
+    scores: dict[str, tuple[float, ...]] = {}
+    best: dict[str, tuple[tuple[float, ...], Values]] = {}
+
+    def score(values: Values) -> tuple[float, ...]:
+        """What it lacks, then its seconds; infinite where it is no job, or changes what the command line sets."""
+        name = _name(values)
+        if name not in scores:
+            scores[name] = NO_JOB
+            set_before = [key for key in values if any(f"{key}.".startswith(f"{own}.") for own in given)]
+            if all(read_value(base, key) == values[key] for key in set_before):
+                plan = _try(apply(config, values), models, set(), mean_response)
+                if plan is not None:
+                    lacks = len(plan.problems), max(0.0, reserve - plan.left)
+                    scores[name] = found = (*lacks, plan.seconds.iteration)
+                    shape = _name(values, SHAPE)
+                    if lacks == (0, 0.0) and (shape not in best or found < best[shape][0]):
+                        best[shape] = found, values
+        return scores[name]
+
+    roles = [group.name for group in list_groups(config) if group.name != SERVERS]
+    as_it_is: list[Values] = [{}]
+    for layouts in (as_it_is, *list_layouts(config, models, roles)):
+        fastest = min(layouts, key=score)
+        present: Values | None = None
+        while score(fastest) != NO_JOB and fastest != present:
+            present = fastest
+            near = (_end_stages(config, models, present | step) for step in _list_steps(apply(config, present), roles))
+            fastest = min((present, *near), key=score)
+    fastest_first = sorted(best.values(), key=lambda each: each[0])
+    found: dict[frozenset[str], Change] = {}
+    for _, values in fastest_first:
+        change = _load(arguments, base, start | values, models, mean_response)
+        if change is not None:
+            # What the command line asks for may be reached from another point, too.
+            found.setdefault(frozenset(change.overrides), change)
+        if len(found) == NUM_BEST:
+            break
+    return list(found.values())
+
+
+def _name(values: Values, keys: Sequence[str] = ("",)) -> str:
+    """The values of the keys that have one of these parts."""
+    return str(sorted((key, str(value)) for key, value in values.items() if any(part in key for part in keys)))
+
+
+def _end_stages(config: Config, models: PlannedModels, values: Values) -> Values:
+    """With the layers of the first and last stage, which also have embedding and output layer, where the stages cannot
+    all have as many: at most as many as the others.
+    """
+    pp, num_layers = values.get("policy.parallel.pp", config.policy.parallel.pp), models.policy.num_layers
+    ends = [n for n in range(num_layers // pp, 0, -1) if pp > 2 and (num_layers - 2 * n) % (pp - 2) == 0]
+    number = ends[0] if ends and num_layers % pp else None
+    if number is None and not config.model.megatron.get(FIRST):
+        return values
+    return values | {f"model.megatron.{key}": number for key in (FIRST, LAST)}
+
+
+def _load(
+    arguments: Sequence[str], base: Config, values: Values, models: PlannedModels, mean_response: float | None
+) -> Change | None:
+    """The plan of the job that the overrides make; None where a check of the configuration refuses them."""
+    if values.get("policy.recompute") is not Recompute.selective:
+        values = {key: value for key, value in values.items() if key != MODULES}
+    overrides = _write(base, values)
+    try:
+        config = load_config([*arguments, *overrides])
+        plan = build_plan(config, models, mean_response)
+    except ConfigError:
+        return None
+    return None if plan.problems or list_contradictions(config) else Change(overrides, plan)
+
+
+def list_layouts(config: Config, models: PlannedModels, roles: Sequence[str]) -> Iterator[list[Values]]:
+    """Where the search begins: for each division of all GPUs (placements, how many each role has, how many generate)
+    simple layouts of the roles and sizes of the servers.
+
+    Servers take turns with the roles only where these wait for them, that is without staleness. With rollout.file
+    there are none.
+    """
+    total, has_servers = config.cluster.num_nodes * config.cluster.gpus_per_node, config.has_servers
+    step = max(config.cluster.gpus_per_node, total // 16) if total > config.cluster.gpus_per_node else 1
+    divisions = [(Placement.colocated, total, total)] if not has_servers or config.rollout.max_staleness == 0 else []
+    for size in range(step, total, step):
+        divisions.append((Placement.split, size, total - size))
+        if len(roles) > 1 and total - len(roles) * size >= has_servers:
+            divisions.append((Placement.apart, size, total - len(roles) * size))
+    for placement, num_processes, servers in divisions:
+        shares = placement is Placement.colocated
+        values: Values = {"cluster.placement": placement}
+        values |= {f"{role}.offload": Offload.all if shares else None for role in roles}
+        if has_servers:
+            values["rollout.transport"] = Transport.colocated if shares else Transport.split
+            values["rollout.offload"] = ServerOffload.all if shares else None
+        found: list[Values] = []
+        for tp, ep, size in itertools.product(
+            FACTORS, (config.policy.parallel.ep, 1), FACTORS if has_servers else (1,)
+        ):
+            layout = values | _size(roles, num_processes=num_processes, tp=tp, pp=1, vpp=1, cp=1, ep=ep)
+            if has_servers:
+                layout |= {"rollout.tp": size, "rollout.num_servers": max(1, servers // size)}
+            found.append(_end_stages(config, models, layout))
+        yield found

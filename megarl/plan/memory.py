@@ -32,9 +32,18 @@ from megarl.mcore.checkpoint_format import GATHERED_ELEMENTS
 from megarl.mcore.entries import count_layer, padded_vocab_size
 from megarl.mcore.spec import StageParameters
 from megarl.models.architecture import Architecture
-from megarl.plan.assumptions import ALLOCATOR_SHARE, GIB, PROCESS_GIB, SERVER_GIB
 from megarl.sync.pieces import predict_server_rank
 
+GIB = 1 << 30
+
+PROCESS_GIB = 2.5
+"""GPU memory per training process besides tensors: CUDA's context, NCCL's buffers, workspaces"""
+ALLOCATOR_SHARE = 0.05
+"""Share of a training process's peak tensor memory that torch's allocator loses to fragmentation"""
+SERVER_GIB = 4.0
+"""GPU memory per server rank besides weights and KV cache: context, NCCL, CUDA graphs, activations"""
+HOST_PROCESS_GIB = 6.0
+"""Host memory per process: Python, CUDA's and torch's libraries, buffers"""
 ELEMENT_BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 LOSS_BYTES = 48
 """Per response token: its target, log-prob, and what the loss keeps (int64 and float32 vectors)"""
@@ -188,7 +197,11 @@ def sum_layers(layer: LayerBytes, num_layers: int, saving: Saving, num_pieces: i
     if saving.recompute is Recompute.full:
         pieces = [num_layers // num_pieces + (piece < num_layers % num_pieces) for piece in range(num_pieces)]
         if saving.method is RecomputeMethod.block:
-            return _sum_blocks(layer, pieces, saving.num_layers)
+            # The first layers of a piece are recomputed, one at a time; the others have freed their activations then.
+            again = [min(saving.num_layers, piece) for piece in pieces]
+            keeping = [piece - number for piece, number in zip(pieces, again, strict=True)]
+            kept = sum(again) * layer.input + sum(keeping) * layer.total
+            return kept, max(0, *(layer.total - layer.input - number * layer.total for number in keeping))
         blocks = sum(-(-piece // saving.num_layers) for piece in pieces)
         return blocks * layer.input, min(saving.num_layers, max(pieces)) * layer.total - layer.input
     dropped = 0
@@ -196,17 +209,6 @@ def sum_layers(layer: LayerBytes, num_layers: int, saving: Saving, num_pieces: i
         dropped += layer.core_attention if "core_attn" in saving.modules else 0
         dropped += layer.mlp if "mlp" in saving.modules else 0
     return num_layers * (layer.total - dropped), dropped
-
-
-def _sum_blocks(layer: LayerBytes, pieces: Sequence[int], num_recomputed: int) -> tuple[int, int]:
-    """As `sum_layers`, where the first layers of each piece are recomputed, one at a time.
-
-    The layers that keep their activations come last in a piece; they have freed them when the others are recomputed.
-    """
-    again = [min(num_recomputed, piece) for piece in pieces]
-    keeping = [piece - number for piece, number in zip(pieces, again, strict=True)]
-    kept = sum(again) * layer.input + sum(keeping) * layer.total
-    return kept, max(0, *(layer.total - layer.input - number * layer.total for number in keeping))
 
 
 FP8_BYTES = 2
@@ -331,14 +333,12 @@ def _estimate_stage(job: RoleJob, parameters: StageParameters, stage: int) -> St
     is_last = stage == parallel.pp - 1
     # All stages but the last keep what they sent until its gradient arrives.
     activations = ceil(in_flight * (kept + (0 if is_last else layer.input)))
-    head = None
+    head = HeadBytes(0, 0, 0)
     if is_last:
         chunk = CHUNK_BYTES[job.on_gpu]
         head = compute_head(job.arch, parallel, job.dtype, job.batch, job.has_value_head, chunk)
-    in_layers = again + layer.gradient
-    in_head = head.saved + head.gradient if head else 0
     # The peak is in the head's backward pass or, after it, in that of a layer.
-    work = max(in_layers - (head.saved if head else 0), in_head - (head.saved if head else 0), 0)
+    work = max(again + layer.gradient - head.saved, head.gradient)
     # The optimizer's state is there from the start (megarl/mcore/optimizer.py).
     copies = max(sum(trained) * b, optimizer)
     # Gradients are dropped, not moved.
@@ -352,10 +352,9 @@ def _estimate_stage(job: RoleJob, parameters: StageParameters, stage: int) -> St
         gradients=gradients,
         optimizer=optimizer,
         activations=activations if job.is_trained else 0,
-        head=head.saved if head and job.is_trained else 0,
+        head=head.saved if job.is_trained else 0,
         work=work if job.is_trained else 0,
-        forward_work=max(layer.mlp + 3 * layer.input, head.forward if head else 0)
-        + (head.forward if head and job.holds_reference else 0),
+        forward_work=max(layer.mlp + 3 * layer.input, head.forward) + (head.forward if job.holds_reference else 0),
         resident=weights + (0 if job.offload else fp8) + gradients + optimizer - moved - dropped,
         offloaded=moved,
         building=weights + gradients + (copies if job.is_trained else 0),
@@ -559,7 +558,9 @@ def compute_phases(
     is_shared = server is not None or len(memories) > 1
     held, scoring, updating, saving, sending = [], [], [], [], []
     for role, memory in memories.items():
-        least = hold(memory, jobs[role], is_shared)
+        # torch's allocator keeps the peak of the calls, which others on the GPU cannot use; where something is
+        # offloaded, it releases that memory (megarl/mcore/optimizer.py).
+        least = memory.peak if is_shared and jobs[role].offload is None else memory.resident
         held.append(add_overhead(least))
         sending.append(add_overhead(max(least, memory.weights) + 2 * bucket_bytes if role == "policy" else least))
         scoring.append(add_overhead(max(least, memory.forward)))
@@ -581,15 +582,6 @@ def compute_phases(
         "update": join(updating),
         "checkpoint": join(saving),
     }
-
-
-def hold(memory: StageMemory, job: RoleJob, is_shared: bool) -> int:
-    """Bytes of a training process between its calls.
-
-    torch's allocator keeps the peak of the calls, which others on the GPU cannot use; where something is offloaded,
-    it releases that memory (megarl/mcore/optimizer.py).
-    """
-    return memory.peak if is_shared and job.offload is None else memory.resident
 
 
 def add_overhead(tensors: int) -> int:

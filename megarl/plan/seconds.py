@@ -6,8 +6,9 @@ sends to other ranks and does not hide behind the products (bytes over the link)
 tokens (starting kernels; with experts, waiting for the host, which counts the tokens of each expert).
 """
 
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
 
 import torch
@@ -16,11 +17,10 @@ from megarl.algo.registry import scores_first
 from megarl.config.placement import list_groups, place
 from megarl.config.schema.roles import Offload, ParallelConfig, Recompute, RecomputeMethod
 from megarl.config.schema.root import Config
-from megarl.config.schema.run import ClusterConfig, HardwareConfig, Placement, RolloutConfig, Transport
+from megarl.config.schema.run import ClusterConfig, Placement, RolloutConfig, Transport
 from megarl.mcore.device import find_machine
 from megarl.mcore.microbatches import count_layer_work
 from megarl.models.architecture import Architecture
-from megarl.plan import assumptions as a
 from megarl.plan.memory import (
     ELEMENT_BYTES,
     GRADIENT_BYTES,
@@ -32,6 +32,36 @@ from megarl.plan.memory import (
     count_replicas,
     count_trained,
 )
+
+# What no formula gives; printed with the plan.
+PRODUCT_SHARE = 0.72
+"""Share of the bfloat16 peak in matrix products"""
+FP8_SHARE = 0.62
+"""Share of the FP8 peak in matrix products, casts included"""
+ATTENTION_SHARE = 0.50
+"""Share of the bfloat16 peak in attention's core (FlashAttention-3, 2407.08608: 0.5 to 0.75 forward, less backward)"""
+MEMORY_SHARE = 0.80
+"""Share of the memory's bandwidth in all other operations"""
+MEMORY_PASSES = 2.0
+"""How often a forward pass moves what a layer keeps: written once and read once"""
+LOGIT_PASSES = 4.0
+"""How often log-probs move the logits as float32"""
+LAYER_S = 0.0003
+"""Seconds of a layer's forward pass besides its tokens"""
+EXPERT_LAYER_S = 0.003
+"""The same of a layer with experts, in which the host counts each expert's tokens"""
+PREFILL_SHARE = 0.45
+"""Share of the peak in reading prompts"""
+DECODE_SHARE = 0.50
+"""Share of the peak in the matrix products of a generation step"""
+DECODE_BANDWIDTH = 0.60
+"""Share of the GPU's peak memory bandwidth during generation"""
+DECODE_STEP_S = 0.006
+"""Additional time of each generation step: scheduling, kernel launches, all-reduces"""
+LINK_SHARE = 0.80
+"""Share of the peak bandwidth of NVLink, network and PCIe"""
+MEAN_RESPONSE = 0.5
+"""Mean response length as a share of rollout.response_length; seconds follow from it, memory from the limit"""
 
 
 @dataclass(frozen=True)
@@ -81,27 +111,20 @@ class LayerSeconds:
         return 2 * (self.products + self.attention + self.memory + self.fixed) + sent
 
 
-@dataclass(frozen=True)
-class Link:
-    """How fast a rank sends to the others of a group of ranks in a row."""
-
-    share_outside: float
-    """Share of what it sends, of that to all others, that leaves its node"""
-    inside: float
-    outside: float
-    """Bytes a second"""
-
-    def seconds(self, num_bytes: float) -> float:
-        """Both links at once."""
-        leaving = num_bytes * self.share_outside
-        return max(leaving / self.outside, (num_bytes - leaving) / self.inside)
-
-
-def find_link(cluster: ClusterConfig, num_ranks: int) -> Link:
-    speeds = (cluster.hardware.nvlink_gb_s, cluster.hardware.network_gb_s)
-    inside, outside = (gb_s * 1e9 * a.LINK_SHARE for gb_s in speeds)
+def compute_sending(cluster: ClusterConfig, num_ranks: int, num_bytes: float) -> float:
+    """Seconds in which a rank sends so many bytes, evenly, to the others of a group of ranks in a row: those of its
+    node over NVLink and at the same time others over the network.
+    """
     near = min(num_ranks, cluster.gpus_per_node)
-    return Link((num_ranks - near) / max(1, num_ranks - 1), inside, outside)
+    leaving = num_bytes * ((num_ranks - near) / max(1, num_ranks - 1))
+    return max(
+        leaving / _speed(cluster.hardware.network_gb_s), (num_bytes - leaving) / _speed(cluster.hardware.nvlink_gb_s)
+    )
+
+
+def _speed(gb_s: float) -> float:
+    """Bytes a second of a link with this peak."""
+    return gb_s * 1e9 * LINK_SHARE
 
 
 def compute_forward(job: RoleJob, stages: tuple[StageMemory, ...], work: Work, cluster: ClusterConfig) -> float:
@@ -138,7 +161,13 @@ def _compute_stage(
 ) -> list[tuple[float, float]]:
     """Seconds of the forward and of the backward pass of each stage over one micro-batch, recomputation included."""
     layer = compute_layer_seconds(job, cluster, tokens, work.length)
-    head = _compute_head(job, cluster.hardware, tokens * work.response / work.length)
+    # The output layer and the log-probs of the tokens that predict; the logits pass through memory in float32.
+    hardware, predicting = cluster.hardware, tokens * work.response / work.length
+    rows = count_multiply_adds(job.arch, job.has_value_head)[2] / job.parallel.tp
+    head = 2 * predicting * rows / (hardware.bf16_tflops * 1e12 * PRODUCT_SHARE)
+    if not job.has_value_head:
+        logits = predicting * job.arch.vocab_size / job.parallel.tp
+        head += LOGIT_PASSES * 4 * logits / (hardware.hbm_gb_s * 1e9 * MEMORY_SHARE)
     found = []
     for number, stage in enumerate(stages):
         count = stage.parameters.num_layers
@@ -157,9 +186,11 @@ def _compute_again(job: RoleJob, layer: LayerSeconds, num_layers: int) -> float:
         return count * layer.forward
     if saving.recompute is Recompute.none:
         return 0.0
-    attention = layer.attention if "core_attn" in saving.modules else 0.0
-    is_mlp = {"mlp", "moe"} & set(saving.modules)
-    return num_layers * (attention + (_share_of_mlp(job.arch) * layer.products + layer.experts if is_mlp else 0.0))
+    attention, mlp, arch = layer.attention if "core_attn" in saving.modules else 0.0, 0.0, job.arch
+    if {"mlp", "moe"} & set(saving.modules):
+        projections = arch.num_layers * 2 * arch.hidden_size * arch.head_size * (arch.num_heads + arch.num_kv_heads)
+        mlp = (1 - projections / count_multiply_adds(arch, True)[0]) * layer.products + layer.experts
+    return num_layers * (attention + mlp)
 
 
 def compute_layer_seconds(job: RoleJob, cluster: ClusterConfig, tokens: float, length: float) -> LayerSeconds:
@@ -169,46 +200,38 @@ def compute_layer_seconds(job: RoleJob, cluster: ClusterConfig, tokens: float, l
     per_token, per_square, _ = count_multiply_adds(arch, job.has_value_head)
     products = 2 * tokens * per_token / arch.num_layers / parallel.tp
     attention = 2 * tokens * length * per_square / arch.num_layers / parallel.tp
-    peak = hardware.fp8_tflops * a.FP8_SHARE if job.fp8 else hardware.bf16_tflops * a.PRODUCT_SHARE
-    attending = attention / (hardware.bf16_tflops * 1e12 * a.ATTENTION_SHARE)
+    peak = hardware.fp8_tflops * FP8_SHARE if job.fp8 else hardware.bf16_tflops * PRODUCT_SHARE
+    attending = attention / (hardware.bf16_tflops * 1e12 * ATTENTION_SHARE)
     split = tokens / parallel.tp if parallel.sp else tokens
     whole = MicroBatch(ceil(tokens), ceil(tokens), ceil(length))
     kept = compute_layer(arch, parallel, job.dtype, whole).total
     # Two gathers and two scatters of [tokens, h]; without sequence parallelism two all-reduces, which are as much.
     crossing = 4 * tokens * arch.hidden_size * b * (parallel.tp - 1) / parallel.tp
     keys = 2 * tokens * max(1, arch.num_kv_heads // parallel.tp) * arch.head_size * b * (parallel.cp - 1)
-    ring = find_link(cluster, parallel.tp * parallel.cp).seconds(keys)
+    ring = compute_sending(cluster, parallel.tp * parallel.cp, keys)
     routed = 0.0
     if arch.experts:
         group = parallel.ep * parallel.etp
         routed = 2 * split * arch.experts.top_k * arch.hidden_size * b * (group - 1) / group
-        routed = find_link(cluster, group).seconds(routed)
+        routed = compute_sending(cluster, group, routed)
     return LayerSeconds(
         products=products / (peak * 1e12),
         attention=attending,
-        memory=a.MEMORY_PASSES * kept / (hardware.hbm_gb_s * 1e9 * a.MEMORY_SHARE),
-        tensor_parallel=find_link(cluster, parallel.tp).seconds(crossing),
+        memory=MEMORY_PASSES * kept / (hardware.hbm_gb_s * 1e9 * MEMORY_SHARE),
+        tensor_parallel=compute_sending(cluster, parallel.tp, crossing),
         # Ring attention computes with one part of the keys while the next arrives (Liu et al. 2310.01889).
         context_parallel=max(0.0, ring - attending),
         experts=routed,
-        fixed=a.EXPERT_LAYER_S if arch.experts else a.LAYER_S,
+        fixed=EXPERT_LAYER_S if arch.experts else LAYER_S,
     )
-
-
-def _compute_head(job: RoleJob, hardware: HardwareConfig, tokens: float) -> float:
-    """The output layer and the log-probs of the tokens that predict; the logits pass through memory in float32."""
-    rows = count_multiply_adds(job.arch, job.has_value_head)[2] / job.parallel.tp
-    products = 2 * tokens * rows / (hardware.bf16_tflops * 1e12 * a.PRODUCT_SHARE)
-    logits = 0 if job.has_value_head else tokens * job.arch.vocab_size / job.parallel.tp
-    return products + a.LOGIT_PASSES * 4 * logits / (hardware.hbm_gb_s * 1e9 * a.MEMORY_SHARE)
 
 
 def reduce_gradients(job: RoleJob, stage: StageMemory, cluster: ClusterConfig) -> float:
     """Scattering the float32 gradients over the replicas and gathering the weights, as if nothing of it were hidden."""
     parallel, parameters = job.parallel, stage.parameters
     each, group = GRADIENT_BYTES + ELEMENT_BYTES[job.dtype], parallel.num_processes // parallel.pp
-    link = find_link(cluster, group)
-    speed = link.outside if link.share_outside else link.inside
+    hardware = cluster.hardware
+    speed = _speed(hardware.network_gb_s if group > cluster.gpus_per_node else hardware.nvlink_gb_s)
     parts = zip(count_replicas(job), count_trained(job, parameters), strict=True)
     return sum(size * each * (number - 1) / number / speed for number, size in parts)
 
@@ -216,13 +239,6 @@ def reduce_gradients(job: RoleJob, stage: StageMemory, cluster: ClusterConfig) -
 def count_multiply_adds(arch: Architecture, with_value_head: bool) -> tuple[int, int, int]:
     """Of a forward pass: per token, per squared token of a sequence, per response token (mcore/microbatches.py)."""
     return (*count_layer_work(arch), arch.hidden_size * (1 if with_value_head else arch.vocab_size))
-
-
-def _share_of_mlp(arch: Architecture) -> float:
-    """The MLP's or experts' share of a layer's matrix products."""
-    per_token, _, _ = count_multiply_adds(arch, True)
-    projections = arch.num_layers * 2 * arch.hidden_size * arch.head_size * (arch.num_heads + arch.num_kv_heads)
-    return 1 - projections / per_token
 
 
 def compute_generation(config: Config, job: RoleJob, work: Work, server: ServerMemory) -> float:
@@ -238,13 +254,10 @@ def compute_generation(config: Config, job: RoleJob, work: Work, server: ServerM
     running = max(1.0, min(waiting, rollout.max_running_requests, room))
     mean = work.response
     context = work.prompt + mean / 2
-
-    def step(sequences: float) -> float:
-        return compute_step(config, job, server, sequences, context)
-
+    step = functools.partial(compute_step, config, job, server, context)
     per_token, _, _ = count_multiply_adds(job.arch, False)
     peak = rollout.tp * config.cluster.hardware.bf16_tflops * 1e12
-    prefill = 2 * per_token * work.prompt * waiting / (peak * a.PREFILL_SHARE)
+    prefill = 2 * per_token * work.prompt * waiting / (peak * PREFILL_SHARE)
     if waiting <= running:
         return prefill + limit * step(waiting * min(1.0, mean / limit))
     shortest = max(0.0, 2 * mean - limit)
@@ -254,15 +267,15 @@ def compute_generation(config: Config, job: RoleJob, work: Work, server: ServerM
     return prefill + full * step(running) + limit * step(max(1.0, running * left / limit))
 
 
-def compute_step(config: Config, job: RoleJob, server: ServerMemory, sequences: float, context: float) -> float:
+def compute_step(config: Config, job: RoleJob, server: ServerMemory, context: float, sequences: float) -> float:
     """One token for each of so many sequences: the weights are read once and multiplied with all of them, whichever
     takes longer, and each sequence's KV cache is read. Of experts those are read that some token goes to.
     """
     hardware, arch = config.cluster.hardware, job.arch
-    bandwidth = hardware.hbm_gb_s * 1e9 * a.DECODE_BANDWIDTH
+    bandwidth = hardware.hbm_gb_s * 1e9 * DECODE_BANDWIDTH
     per_token, _, per_response = count_multiply_adds(arch, False)
     products = 2 * sequences * (per_token + per_response)
-    products /= config.rollout.tp * hardware.bf16_tflops * 1e12 * a.DECODE_SHARE
+    products /= config.rollout.tp * hardware.bf16_tflops * 1e12 * DECODE_SHARE
     weights = float(server.weights)
     if arch.experts:
         experts = arch.experts
@@ -270,7 +283,7 @@ def compute_step(config: Config, job: RoleJob, server: ServerMemory, sequences: 
         size = 2 * matrices / config.rollout.tp
         weights -= size * (1 - experts.top_k / experts.num_experts) ** ceil(sequences)
     cache = sequences * context * server.bytes_per_token
-    return max(weights / bandwidth, products) + cache / bandwidth + a.DECODE_STEP_S
+    return max(weights / bandwidth, products) + cache / bandwidth + DECODE_STEP_S
 
 
 @dataclass(frozen=True)
@@ -308,37 +321,24 @@ def compute_sync_seconds(config: Config, transfer: Transfer) -> float:
         writers = max(1, min(cluster.num_nodes, config.policy.parallel.num_processes // per_node))
         return (size / writers + size) / (hardware.disk_gb_s * 1e9)
     link = hardware.network_gb_s if cluster.num_nodes > 1 else hardware.nvlink_gb_s
-    return transfer.busiest / (link * 1e9 * a.LINK_SHARE)
-
-
-@dataclass(frozen=True)
-class PretrainingStep:
-    """One iteration of value pretraining."""
-
-    generation: float
-    """0 with saved rollouts"""
-    scoring: float
-    """Values, and with a KL in the reward also log-probs of policy and reference"""
-    update: float
-    """The critic's update"""
-
-    @property
-    def total(self) -> float:
-        return self.generation + self.scoring + self.update
+    return transfer.busiest / (link * 1e9 * LINK_SHARE)
 
 
 @dataclass(frozen=True)
 class Seconds:
+    """An iteration, or one of value pretraining."""
+
     generation: float
+    """0 with saved rollouts"""
     scoring: float
-    """Log-probs and values of policy, reference and critic"""
+    """Log-probs and values of policy, reference and critic; in value pretraining those that it needs"""
     update: float
-    sync: float
-    offload: float
+    sync: float = 0.0
+    offload: float = 0.0
     """Moving weights and optimizer between GPU and host"""
-    mfu: Mapping[str, float]
+    mfu: Mapping[str, float] = field(default_factory=dict)
     """Model FLOPs utilization of each role's update: without what is computed twice"""
-    pretraining: PretrainingStep | None
+    pretraining: "Seconds | None" = None
     """None: there is no value pretraining"""
     overlaps: bool = False
     """rollout.max_staleness: the next responses are generated while the roles compute"""
@@ -359,8 +359,8 @@ class Seconds:
 
 
 def describe_work(config: Config, mean_response: float | None = None) -> Work:
-    """mean_response: tokens; None: a.MEAN_RESPONSE of the limit."""
-    mean = a.MEAN_RESPONSE * config.rollout.response_length if mean_response is None else mean_response
+    """mean_response: tokens; None: MEAN_RESPONSE of the limit."""
+    mean = MEAN_RESPONSE * config.rollout.response_length if mean_response is None else mean_response
     train = config.train
     return Work(train.num_samples, train.minibatch_size, config.data.prompt_length, mean, train.tokens_per_microbatch)
 
@@ -392,7 +392,7 @@ def estimate_seconds(
     pretraining = None
     settings = config.algo.value_pretrain
     if "critic" in jobs and settings.num_steps > 0:
-        pretraining = PretrainingStep(
+        pretraining = Seconds(
             generation=generation if settings.rollouts is None else 0.0,
             scoring=scoring if config.algo.kl.in_reward else forward["critic"],
             update=updates["critic"],
@@ -437,7 +437,7 @@ def compute_offload(config: Config, job: RoleJob, stages: Sequence[StageMemory])
     calls = scores_rollouts(config, job) + job.is_trained + (job.name == "policy")
     weights = calls if job.offload is Offload.all else 0
     moved = max(2 * (weights * stage.weights + stage.optimizer) for stage in stages)
-    return moved / (config.cluster.hardware.pcie_gb_s * 1e9 * a.LINK_SHARE)
+    return moved / (config.cluster.hardware.pcie_gb_s * 1e9 * LINK_SHARE)
 
 
 def find_peak_tflops(config: Config) -> float | None:

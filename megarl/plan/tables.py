@@ -10,13 +10,20 @@ from megarl.config.checks import describe_sizes
 from megarl.config.placement import format_numbers
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import SERVERS, Transport
-from megarl.plan import assumptions
-from megarl.plan.assumptions import GIB
-from megarl.plan.job import JobPlan, find_longest
-from megarl.plan.memory import FP8_BYTES, PHASES, ServerMemory
-from megarl.plan.search import Change
+from megarl.plan import memory as m
+from megarl.plan import seconds as s
+from megarl.plan.job import Change, JobPlan, find_longest
+from megarl.plan.memory import FP8_BYTES, GIB, PHASES, ServerMemory
 from megarl.plan.seconds import Seconds
 
+SIGNAL_S = 600
+"""How long before a job's time limit Slurm signals it (slurm/train.sh, --signal=B:USR1@600)"""
+REQUEUE_S = 60
+"""How long before the limit the job is requeued, with or without a checkpoint (slurm/train.sh, MARGIN_S)"""
+LONGEST_UNSAVED_S = 4500
+"""Seconds of training that a lost node may cost at most, unless one iteration takes longer: about an hour"""
+LONGEST_SIGNAL_S = 65535
+"""The largest value that sbatch accepts"""
 ENDS = ("patience", "stop_at_explained_variance")
 """Keys of algo.value_pretrain that may end it before its last step"""
 
@@ -147,17 +154,14 @@ def describe_pretraining(config: Config, seconds: Seconds) -> Iterator[str]:
     if settings.rollouts is None:
         parts.insert(0, f"generation {step.generation:,.1f}")
     ends = [f"{key}={getattr(settings, key):g}" for key in ENDS if getattr(settings, key) is not None]
+    total = settings.num_steps * step.iteration
     number = f"{'up to ' if ends else ''}{settings.num_steps} step{'s' if settings.num_steps > 1 else ''}"
     yield (
-        f"Value pretraining: {number} of {step.total:,.1f} s ({', '.join(parts)}),"
-        f" {_format_seconds(settings.num_steps * step.total)} in all"
+        f"Value pretraining: {number} of {step.iteration:,.1f} s ({', '.join(parts)}),"
+        f" {f'{total / 3600:,.1f} hours' if total >= 2 * 3600 else f'{total:,.0f} s'} in all"
         + (f"; it may end earlier (algo.value_pretrain: {', '.join(ends)})" if ends else "")
         + ("" if settings.rollouts is None else "; saved rollouts are taken to be like those of an iteration")
     )
-
-
-def _format_seconds(seconds: float) -> str:
-    return f"{seconds / 3600:,.1f} hours" if seconds >= 2 * 3600 else f"{seconds:,.0f} s"
 
 
 def find_signal(config: Config, seconds: Seconds) -> int | None:
@@ -166,23 +170,23 @@ def find_signal(config: Config, seconds: Seconds) -> int | None:
     Generation and scoring are aborted by the signal (and responses kept); an update is finished first
     (megarl/signals.py, deferring_stops).
     """
-    if seconds.update + assumptions.REQUEUE_S <= assumptions.SIGNAL_S:
+    if seconds.update + REQUEUE_S <= SIGNAL_S:
         return None
-    return 100 * ceil((seconds.update + config.checkpoint.stop_deadline_s + assumptions.REQUEUE_S) / 100)
+    return 100 * ceil((seconds.update + config.checkpoint.stop_deadline_s + REQUEUE_S) / 100)
 
 
 def describe_stop(config: Config, seconds: Seconds) -> Iterator[str]:
     """How early Slurm must signal a job before its time limit, where the default is too late."""
-    a, deadline_s, enough = assumptions, config.checkpoint.stop_deadline_s, find_signal(config, seconds)
+    deadline_s, enough = config.checkpoint.stop_deadline_s, find_signal(config, seconds)
     if enough is None:
         return
     advice = f"sbatch --signal=B:USR1@{enough} suffices"
-    if enough > a.LONGEST_SIGNAL_S:
-        advice = f"{enough} would suffice, but sbatch takes no more than --signal=B:USR1@{a.LONGEST_SIGNAL_S}"
+    if enough > LONGEST_SIGNAL_S:
+        advice = f"{enough} would suffice, but sbatch takes no more than --signal=B:USR1@{LONGEST_SIGNAL_S}"
     yield (
-        f"On Slurm SIGUSR1 comes {a.SIGNAL_S} s before the time limit; an update in progress, of"
+        f"On Slurm SIGUSR1 comes {SIGNAL_S} s before the time limit; an update in progress, of"
         f" {seconds.update:,.0f} s, does not end by then, and the job resumes from the last"
-        f" checkpoint. {advice}: the update, checkpoint.stop_deadline_s={deadline_s:g}, and {a.REQUEUE_S} s to requeue."
+        f" checkpoint. {advice}: the update, checkpoint.stop_deadline_s={deadline_s:g}, and {REQUEUE_S} s to requeue."
     )
 
 
@@ -193,7 +197,7 @@ def describe_losses(config: Config, plan: JobPlan) -> Iterator[str]:
     if 2 * plan.num_gpus <= there:
         enough = f"; cluster.num_nodes={nodes} is enough for it as it is" if nodes < cluster.num_nodes else ""
         yield f"{there - plan.num_gpus} of {there} GPUs are idle: --search finds what uses them{enough}"
-    if every is not None and every > 1 and every * iteration > assumptions.LONGEST_UNSAVED_S:
+    if every is not None and every > 1 and every * iteration > LONGEST_UNSAVED_S:
         fewer = max(1, int(3600 / iteration))
         yield (
             f"a checkpoint every {every * iteration / 3600:,.1f} hours (checkpoint.save_every={every}), which a lost"
@@ -202,18 +206,18 @@ def describe_losses(config: Config, plan: JobPlan) -> Iterator[str]:
 
 
 def describe_assumptions(plan: JobPlan) -> str:
-    a, jobs = assumptions, plan.jobs.values()
-    fp8 = f" (FP8 {a.FP8_SHARE:g})" if any(job.fp8 for job in jobs) else ""
+    jobs = plan.jobs.values()
+    fp8 = f" (FP8 {s.FP8_SHARE:g})" if any(job.fp8 for job in jobs) else ""
     text = (
-        f"Assumed: matrix products at {a.PRODUCT_SHARE:g} of the peak{fp8}, attention at"
-        f" {a.ATTENTION_SHARE:g}, other operations at {a.MEMORY_SHARE:g} of the memory bandwidth,"
-        f" {a.LAYER_S * 1000:g} ms a layer and micro-batch besides ({a.EXPERT_LAYER_S * 1000:g} ms with experts),"
-        f" nothing hidden of what experts and gradients send; in generation {a.DECODE_SHARE:g} of the peak,"
-        f" {a.DECODE_BANDWIDTH:g} of the memory bandwidth and {a.DECODE_STEP_S * 1000:g} ms a step; {a.LINK_SHARE:g} of"
+        f"Assumed: matrix products at {s.PRODUCT_SHARE:g} of the peak{fp8}, attention at"
+        f" {s.ATTENTION_SHARE:g}, other operations at {s.MEMORY_SHARE:g} of the memory bandwidth,"
+        f" {s.LAYER_S * 1000:g} ms a layer and micro-batch besides ({s.EXPERT_LAYER_S * 1000:g} ms with experts),"
+        f" nothing hidden of what experts and gradients send; in generation {s.DECODE_SHARE:g} of the peak,"
+        f" {s.DECODE_BANDWIDTH:g} of the memory bandwidth and {s.DECODE_STEP_S * 1000:g} ms a step; {s.LINK_SHARE:g} of"
         f" the bandwidth of NVLink, network and PCIe; responses of {plan.mean_response:,.0f} tokens on average"
         f" (--mean-response; only for seconds: memory is that of the limit). In addition to tensors:"
-        f" {a.PROCESS_GIB:g} GiB and {a.ALLOCATOR_SHARE:.0%} per training process, {a.SERVER_GIB:g} GiB per GPU of a"
-        f" server, {a.HOST_PROCESS_GIB:g} GiB of host memory per process."
+        f" {m.PROCESS_GIB:g} GiB and {m.ALLOCATOR_SHARE:.0%} per training process, {m.SERVER_GIB:g} GiB per GPU of a"
+        f" server, {m.HOST_PROCESS_GIB:g} GiB of host memory per process."
     )
     if any(job.arch.experts for job in jobs):
         text += " Experts: the routes are balanced, so that each rank receives as many tokens as it sends."

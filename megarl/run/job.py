@@ -48,8 +48,7 @@ from megarl.interfaces import (
     wait_all,
 )
 from megarl.mcore.spec import Role, read_architecture
-from megarl.plan.job import PlannedModels
-from megarl.plan.search import check_plan
+from megarl.plan.job import PlannedModels, check_plan
 from megarl.plan.seconds import find_peak_tflops
 from megarl.report import tokens as token_file
 from megarl.report.record import FILE_NAME as METRICS_NAME

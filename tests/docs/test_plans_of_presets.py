@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megarl.config.load import load_config
-from megarl.plan.assumptions import GIB, LONGEST_UNSAVED_S, SIGNAL_S
 from megarl.plan.job import build_plan, find_models
-from megarl.plan.tables import describe_losses, find_signal
+from megarl.plan.memory import GIB
+from megarl.plan.tables import LONGEST_UNSAVED_S, SIGNAL_S, describe_losses, find_signal
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANNING = ROOT / "docs" / "planning.md"

@@ -15,7 +15,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "cli": (8, 870, ("cli", "train", "api", "plan.command", "plan.doctor")),
     "run": (7, 2670, ("run", "trainer", "sweep")),
     "cluster": (6, 1710, ("cluster",)),
-    "plan": (6, 2100, ("plan",)),
+    "plan": (6, 2010, ("plan",)),
     "sync": (5, 2160, ("sync",)),
     "mcore": (4, 4560, ("mcore",)),
     "rollout": (4, 3880, ("rollout",)),

@@ -17,9 +17,8 @@ from megarl.mcore.microbatches import compute_row_costs
 from megarl.mcore.spec import Role, WorkerSpec
 from megarl.models.architecture import Architecture
 from megarl.models.families import parse_architecture
-from megarl.plan.assumptions import ALLOCATOR_SHARE, GIB, PROCESS_GIB
 from megarl.plan.job import PlannedModels, build_jobs, count_job
-from megarl.plan.memory import RoleJob, StageMemory, compute_saved, estimate_stages
+from megarl.plan.memory import ALLOCATOR_SHARE, GIB, PROCESS_GIB, RoleJob, StageMemory, compute_saved, estimate_stages
 from megarl.plan.seconds import Work, compute_update
 from megarl.tools.gpu.lines import Line, judge, skip
 from megarl.tools.gpu.measured import measuring_peaks

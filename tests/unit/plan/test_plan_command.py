@@ -10,10 +10,9 @@ from plan_jobs import PRESET, QWEN32B, plan
 
 from megarl.config.load import load_config
 from megarl.config.schema.run import Placement
-from megarl.plan.assumptions import GIB
 from megarl.plan.command import main
-from megarl.plan.job import find_models
-from megarl.plan.search import NUM_BEST, Change, check_plan, search
+from megarl.plan.job import NUM_BEST, Change, check_plan, find_models, search
+from megarl.plan.memory import GIB
 from megarl.plan.tables import list_found
 
 ROOT = Path(__file__).resolve().parents[3]

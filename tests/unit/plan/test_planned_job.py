@@ -4,10 +4,8 @@ import pytest
 from plan_jobs import APART, PRESET, QWEN32B, plan
 
 from megarl.config.load import list_options, load_config
-from megarl.plan.assumptions import GIB
-from megarl.plan.job import build_plan, compute_host, find_models
-from megarl.plan.memory import PHASES, compute_saved
-from megarl.plan.search import find_change
+from megarl.plan.job import build_plan, compute_host, find_change, find_models
+from megarl.plan.memory import GIB, PHASES, compute_saved
 
 ALGOS = list_options("algo")
 KEPT = ("policy.offload=null", "critic.offload=null", "rollout.offload=null")

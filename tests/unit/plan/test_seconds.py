@@ -15,7 +15,6 @@ from megarl.config.schema.root import Config
 from megarl.mcore.model import count_stages
 from megarl.mcore.spec import StageParameters
 from megarl.models.architecture import Architecture
-from megarl.plan import assumptions
 from megarl.plan.job import (
     FIRST,
     LAST,
@@ -36,7 +35,7 @@ from megarl.plan.seconds import (
     describe_work,
     find_peak_tflops,
 )
-from megarl.plan.tables import describe_pretraining, describe_stop
+from megarl.plan.tables import REQUEUE_S, SIGNAL_S, describe_pretraining, describe_stop
 
 
 def build_job(arch: Architecture = ARCH_32B, saving: Saving | None = None, **layout: int) -> RoleJob:
@@ -250,8 +249,8 @@ def test_an_update_that_outlasts_slurms_signal_asks_for_an_earlier_one(update: f
 
 def test_the_seconds_before_the_time_limit_are_those_of_the_script() -> None:
     script = (ROOT / "slurm" / "train.sh").read_text()
-    assert f"#SBATCH --signal=B:USR1@{assumptions.SIGNAL_S}\n" in script
-    assert re.search(rf"^MARGIN_S={assumptions.REQUEUE_S}\b", script, re.MULTILINE)
+    assert f"#SBATCH --signal=B:USR1@{SIGNAL_S}\n" in script
+    assert re.search(rf"^MARGIN_S={REQUEUE_S}\b", script, re.MULTILINE)
 
 
 def test_a_policy_whose_logprobs_nothing_reads_has_no_pass_before_its_update() -> None:
