@@ -179,12 +179,14 @@ def test_a_step_of_value_pretraining_is_generation_values_and_the_critics_update
     arguments = (found.jobs["critic"], found.stages["critic"], describe_work(config), config.cluster)
     parts = (found.seconds.generation, compute_forward(*arguments), compute_update(*arguments))
     assert (step.generation, step.scoring, step.update) == pytest.approx(parts)
-    assert step.total == pytest.approx(sum(parts))
+    assert step.iteration == pytest.approx(sum(parts))
     (line,) = describe_pretraining(config, found.seconds)
     generation, values, _ = (f"{part:,.1f}" for part in parts)
-    start = f"Value pretraining: up to 50 steps of {step.total:,.1f} s (generation {generation}, values {values},"
+    start = f"Value pretraining: up to 50 steps of {step.iteration:,.1f} s (generation {generation}, values {values},"
     assert line.startswith(start)
-    assert f"{50 * step.total / 3600:.1f} hours in all; it may end earlier (algo.value_pretrain: patience=20)" in line
+    assert (
+        f"{50 * step.iteration / 3600:.1f} hours in all; it may end earlier (algo.value_pretrain: patience=20)" in line
+    )
 
 
 def test_what_the_critic_does_more_counts_in_pretraining_too() -> None:
