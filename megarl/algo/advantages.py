@@ -12,21 +12,21 @@ from megarl.config.schema.algo import ADAPTIVE, AdvantageStd, AlgoConfig, NormSc
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megarl.algo.blocks import Block
+    from megarl.algo.statistics import Block
 
 
 def sum_rewards_to_go(rewards_R: Tensor, lengths_B: Tensor, gamma: float) -> Tensor:
     """A_t = sum_{k >= t} gamma^(k - t) r_k for the generated tokens of rows end to end; float64 [R] in and out."""
     import torch
 
-    from megarl.algo.blocks import sum_discounted
+    from megarl.algo.statistics import sum_discounted
 
     return sum_discounted(rewards_R, lengths_B, torch.tensor([gamma], dtype=torch.float64))
 
 
 def _estimate_reinforce(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages:
 
-    from megarl.algo.blocks import allocate_zeros, split_blocks
+    from megarl.algo.statistics import allocate_zeros, split_blocks
 
     advantages = allocate_zeros(inputs.mask_BT.shape, inputs.dtype)
     for block in split_blocks(inputs.mask_BT):
@@ -52,8 +52,7 @@ def compute_group_relative(returns_B: Tensor, groups_B: Tensor, std: AdvantageSt
     """
     import torch
 
-    from megarl.algo.blocks import check_finite
-    from megarl.algo.statistics import STD_EPS, compute_moments
+    from megarl.algo.statistics import STD_EPS, check_finite, compute_moments
 
     check_finite("rewards", returns_B)
     group = compute_moments(returns_B, groups_B, NormScope.group)
@@ -93,8 +92,7 @@ def compute_rloo(returns_B: Tensor, groups_B: Tensor) -> Tensor:
     """
     import torch
 
-    from megarl.algo.blocks import check_finite
-    from megarl.algo.statistics import compute_group_index, compute_moments
+    from megarl.algo.statistics import check_finite, compute_group_index, compute_moments
 
     check_finite("rewards", returns_B)
     index, sizes = compute_group_index(groups_B)
@@ -129,7 +127,7 @@ def compute_gae(
     """
     import torch
 
-    from megarl.algo.blocks import check_finite, split_blocks
+    from megarl.algo.statistics import check_finite, split_blocks
 
     check_finite("rewards", rewards_BT, mask_BT)
     check_finite("values", values_BT, mask_BT)
@@ -144,7 +142,7 @@ def sum_gae(rewards_R: Tensor, values_R: Tensor, block: Block, gamma: float, lam
     """As `compute_gae`, for the generated tokens of a block of rows; float64 [R] in and out."""
     import torch
 
-    from megarl.algo.blocks import sum_discounted
+    from megarl.algo.statistics import sum_discounted
 
     following = values_R.roll(-1)
     following[block.ends[block.lengths > 0] - 1] = 0.0
@@ -164,8 +162,8 @@ def compute_adaptive_lambda(lengths_B: Tensor, length_alpha: float, lambda_min: 
 
 def _estimate_gae(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages:
 
-    from megarl.algo.blocks import allocate_zeros, count_generated, split_blocks
     from megarl.algo.diagnostics import CriticSummary
+    from megarl.algo.statistics import allocate_zeros, count_generated, split_blocks
 
     assert inputs.values_BT is not None  # compute_targets refuses an experience without them
     lengths_B = count_generated(inputs.mask_BT)
@@ -250,8 +248,8 @@ def fit_rho(product: float, square: float) -> float | None:
 
 
 def _estimate_tether(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages:
-    from megarl.algo.blocks import allocate_zeros, count_generated, split_blocks
     from megarl.algo.diagnostics import CriticSummary
+    from megarl.algo.statistics import allocate_zeros, count_generated, split_blocks
 
     assert inputs.values_BT is not None  # compute_targets refuses an experience without them
     rho = algo.tether.initial if inputs.tether_rho is None else inputs.tether_rho

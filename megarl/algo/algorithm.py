@@ -9,9 +9,8 @@ from typing import Any
 from megarl.algo.advantages import update_rho
 from megarl.algo.diagnostics import compute_explained_variance
 from megarl.algo.registry import load_state, read_state
-from megarl.algo.rewards import KlController, update_reward_moments
 from megarl.algo.statistics import RunningMoments
-from megarl.algo.targets import compute_targets, warn_of_returns
+from megarl.algo.targets import KlController, compute_targets, update_reward_moments, warn_of_returns
 from megarl.config.schema.algo import AlgoConfig, ValuePretrainConfig, needs_reward_moments
 from megarl.config.schema.root import Config
 from megarl.types import Experience, Metrics, TrainingSamples

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megarl.algo.blocks import Block
     from megarl.algo.losses import LossCounts, PolicyTokens
+    from megarl.algo.statistics import Block
 
 Check = Callable[[AlgoConfig, int, int], Iterable[str]]
 """(algo, responses per prompt, optimizer steps per iteration) -> one message per contradiction: the key, what was found
@@ -55,15 +55,15 @@ class AdvantageInputs:
     @property
     def returns_B(self) -> Tensor:
         """float64 [B]: the reward of each response, minus the KL penalty of all its tokens."""
-        from megarl.algo.rewards import sum_penalty
+        from megarl.algo.targets import sum_penalty
 
         if self.kl_penalty_BT is None:
             return self.rewards_B
         return self.rewards_B - sum_penalty(self.kl_penalty_BT, self.mask_BT)
 
     def place_rewards(self, block: Block) -> Tensor:
-        """`token_rewards_BT` of the tokens of a block (`megarl.algo.blocks.split_blocks`), float64 [R]."""
-        from megarl.algo.rewards import place_rewards
+        """`token_rewards_BT` of the tokens of a block (`megarl.algo.statistics.split_blocks`), float64 [R]."""
+        from megarl.algo.targets import place_rewards
 
         return place_rewards(block, self.rewards_B, self.kl_penalty_BT, self.turn_rewards_BT)
 
@@ -72,7 +72,7 @@ class AdvantageInputs:
         """float64 [B, T]: the turns' rewards at the ends of their actions, the rest of R' at the last generated token,
         minus the KL penalty at every one; their sum is `returns_B`.
         """
-        from megarl.algo.rewards import compute_token_rewards
+        from megarl.algo.targets import compute_token_rewards
 
         return compute_token_rewards(self.rewards_B, self.mask_BT, self.kl_penalty_BT, self.turn_rewards_BT)
 

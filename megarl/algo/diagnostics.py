@@ -10,9 +10,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megarl.algo.blocks import Block, check_finite, count_generated, split_blocks
 from megarl.algo.losses import compute_log_ratio, compute_outside
-from megarl.algo.statistics import Mean, Summary, compute_group_index, compute_moments
+from megarl.algo.statistics import (
+    Block,
+    Mean,
+    Summary,
+    check_finite,
+    compute_group_index,
+    compute_moments,
+    count_generated,
+    split_blocks,
+)
 from megarl.config.schema.algo import MismatchConfig, NormScope
 from megarl.types import Experience, Metrics
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megarl.algo.blocks import check_finite
 from megarl.algo.objective import LOSS_TERMS
 from megarl.algo.registry import find_policy_loss
+from megarl.algo.statistics import check_finite
 from megarl.config.schema.algo import AlgoConfig, LossAggMode, MismatchConfig, MismatchCorrection, RatioLevel
 from megarl.types import TrainingSamples
 

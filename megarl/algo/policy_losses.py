@@ -24,7 +24,7 @@ def compute_clipped(
     """
     import torch
 
-    from megarl.algo.blocks import check_finite
+    from megarl.algo.statistics import check_finite
 
     ratio = log_ratio_R.exp()
     check_finite("importance ratio exp(logprobs - old_logprobs)", ratio.detach())
@@ -170,7 +170,7 @@ def compute_dppo(
     """
     import torch
 
-    from megarl.algo.blocks import check_finite
+    from megarl.algo.statistics import check_finite
 
     moved = logprobs_R.detach().exp() - rollout_logprobs_R.exp()
     clipped = ((advantages_R > 0) & (moved > clip_high)) | ((advantages_R < 0) & (moved < -clip_low))

@@ -25,8 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megarl.algo.blocks import allocate_zeros
 from megarl.algo.losses import count_minibatch
+from megarl.algo.statistics import allocate_zeros
 from megarl.cluster.calls import PendingCall, RayLostError, ask, collect, wait_for
 from megarl.cluster.opened import Cluster
 from megarl.cluster.process import (

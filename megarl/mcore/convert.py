@@ -20,29 +20,27 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import MODEL_FILE, RUN_FILE
 from megarl.config.schema.roles import Dtype, LoraConfig, LoraLayers, ParallelConfig
 from megarl.files import MANIFEST, CheckpointError, load_json_object, load_manifest, verify_files, write_manifest
-from megarl.mcore import bridge
+from megarl.mcore import state
 from megarl.mcore.batch import build_batch
-from megarl.mcore.checkpoint_format import (
+from megarl.mcore.checkpoints import (
     BACKENDS,
     DESCRIPTION,
     KIND,
     METADATA,
-    compute_global_shapes,
-    describe_role,
-    holds_optimizer,
-    list_shapes,
-)
-from megarl.mcore.entries import CONFIG, FOLDER, PREFIX, VALUE_HEAD, list_entries
-from megarl.mcore.hf import DTYPES as STORED_DTYPES
-from megarl.mcore.hf import (
     CheckpointReader,
     compare_shapes,
+    compute_global_shapes,
     copy_description,
+    describe_role,
     find_problems,
+    holds_optimizer,
     is_finite,
+    list_shapes,
     replace_directory,
     write_safetensors,
 )
+from megarl.mcore.checkpoints import DTYPES as STORED_DTYPES
+from megarl.mcore.entries import CONFIG, FOLDER, PREFIX, VALUE_HEAD, list_entries
 from megarl.mcore.lora import attach_adapters, export_peft
 from megarl.mcore.model import DTYPES, PackedGPT, build_chunks, build_config, wrap_chunks
 from megarl.mcore.process_groups import alone
@@ -179,7 +177,7 @@ def load_model(source: Source, dtype: Dtype) -> Iterator[list[PackedGPT]]:
         attach_adapters(chunks, source.lora, 1, str(source.description))
         try:
             if source.about is None:
-                bridge.load_hf(chunks, source.directory, source.arch)
+                state.load_hf(chunks, source.directory, source.arch)
             else:
                 load_weights(source.directory, chunks)
         except (OSError, CheckpointError):
@@ -194,7 +192,7 @@ def load_model(source: Source, dtype: Dtype) -> Iterator[list[PackedGPT]]:
 
 def export_tensors(source: Source, chunks: list[PackedGPT]) -> Iterator[tuple[str, Tensor]]:
     """Names and whole Hugging Face tensors. Raises CheckpointError that names one with NaN or infinity."""
-    for name, tensor in bridge.export_hf(chunks, source.arch):
+    for name, tensor in state.export_hf(chunks, source.arch):
         if not is_finite(tensor):
             raise CheckpointError(f"{source.directory}: {name} has NaN or infinity")
         yield name, tensor

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megarl.config.schema.roles import LoraConfig
-from megarl.mcore.bridge import gather_shards, named_entries
 from megarl.mcore.entries import Entry, PeftAdapter, build_peft_config, has_adapter, name_adapter, to_peft
 from megarl.mcore.model import PackedGPT
+from megarl.mcore.state import gather_shards, named_entries
 from megarl.models.architecture import Architecture
 from megarl.models.families import Split
 

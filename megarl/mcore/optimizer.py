@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.config.schema.roles import LrDecay, Offload, OptimizerConfig
-from megarl.mcore.checkpoint_format import GATHERED_ELEMENTS
+from megarl.mcore.checkpoints import GATHERED_ELEMENTS
 from megarl.mcore.device import device, find_machine
 from megarl.report.timeline import span
 

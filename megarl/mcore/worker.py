@@ -20,12 +20,11 @@ from torch import Tensor
 
 from megarl.algo.losses import LossCounts, LossOutput, TokenTargets, count_minibatch, critic_loss, policy_loss
 from megarl.config.schema.algo import KLEstimator, needs_full_kl
-from megarl.mcore import bridge, process_groups, state
+from megarl.mcore import process_groups, state
 from megarl.mcore.batch import ContextGroup, PackedBatch, build_batch
-from megarl.mcore.checkpoint_format import DESCRIPTION
+from megarl.mcore.checkpoints import DESCRIPTION, copy_description, write_hf_checkpoint
 from megarl.mcore.device import find_machine
 from megarl.mcore.entries import Entry, PeftAdapter
-from megarl.mcore.hf import copy_description, write_hf_checkpoint
 from megarl.mcore.layers import choose_overlap, describe_fast_ways, find_layers
 from megarl.mcore.logprobs import VocabShard, compute_full_kl, compute_logprobs
 from megarl.mcore.lora import attach_adapters, export_peft
@@ -229,7 +228,7 @@ class MegatronWorker:
         self.config = build_config(self.arch, spec.parallel, spec.dtype, spec.megatron, build_role_fields(spec))
         # This rank's pieces of the model: one, or vpp.
         self.chunks = build_chunks(self.arch, self.config, spec.role is Role.critic)
-        bridge.load_hf(self.chunks, Path(spec.checkpoint), self.arch)
+        state.load_hf(self.chunks, Path(spec.checkpoint), self.arch)
         if spec.router_replay:
             replay_routes(self.chunks)
         freeze(self.chunks, spec.trainable)
@@ -318,7 +317,7 @@ class MegatronWorker:
     @uses_weights
     def export_weights(self, directory: Path) -> None:
         """Write an ordinary Hugging Face checkpoint directory, complete or not at all."""
-        self._export(directory, bridge.export_hf(self.chunks, self.arch))
+        self._export(directory, state.export_hf(self.chunks, self.arch))
 
     @uses_everything
     def export_gradient(self, samples: TrainingSamples, directory: Path) -> None:
@@ -326,7 +325,7 @@ class MegatronWorker:
         self._check_tokens(samples.sequences)
         self._sum_gradient(samples, count_minibatch(samples), everywhere=True)
         self._updated = None
-        self._export(directory, bridge.export_hf(self.chunks, self.arch, bridge.take_gradient, torch.float32))
+        self._export(directory, state.export_hf(self.chunks, self.arch, state.take_gradient, torch.float32))
 
     def _export(self, directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
         adapter = export_peft(self.chunks, self.arch, self.peft_config)
@@ -380,15 +379,15 @@ class MegatronWorker:
     @uses_weights
     def checksum(self) -> str:
         """SHA-256 of this rank's weights, by name."""
-        return bridge.compute_checksum(self.chunks)
+        return state.compute_checksum(self.chunks)
 
     def entries(self) -> list[Entry]:
         """This rank's parameters, each once; not the last stage's copy of tied embeddings."""
-        return [entry for entry, _ in bridge.list_own_entries(self.chunks)]
+        return [entry for entry, _ in state.list_own_entries(self.chunks)]
 
-    def shards(self) -> bridge.Weights:
+    def shards(self) -> state.Weights:
         """The weights of `entries` by their names; where there are adapters, merged copies."""
-        return bridge.Weights(bridge.list_own_entries(self.chunks))
+        return state.Weights(state.list_own_entries(self.chunks))
 
     def tensor_ranks(self) -> tuple[int, int]:
         """Which of the shards of a weight this rank holds: of others, of experts'."""
@@ -404,7 +403,7 @@ class MegatronWorker:
         if self.spec.parallel.pp > 1:
             raise ValueError(f"parallel.pp: {self.spec.parallel.pp} found; a KL of estimator full needs 1")
         chunks = build_chunks(self.arch, self.config, with_value_head=False)
-        bridge.load_hf(chunks, Path(self.spec.checkpoint), self.arch)
+        state.load_hf(chunks, Path(self.spec.checkpoint), self.arch)
         return wrap_chunks(chunks, self.config, None)
 
     def _score(self, sequences: Sequences, temperature: float) -> RowsResult | None:

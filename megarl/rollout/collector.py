@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algo.blocks import allocate_zeros
+from megarl.algo.statistics import allocate_zeros
 from megarl.config.errors import ConfigError
 from megarl.config.schema.root import Config
 from megarl.cpu.serving import Lockstep

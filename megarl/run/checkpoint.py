@@ -26,8 +26,7 @@ from megarl.files import (
     write_manifest,
 )
 from megarl.interfaces import DeadlineError, TrainBackend, wait_all
-from megarl.mcore.checkpoint_format import describe_role
-from megarl.mcore.hf import count_parameters
+from megarl.mcore.checkpoints import count_parameters, describe_role
 from megarl.mcore.spec import Role, WorkerSpec
 from megarl.report import record
 from megarl.report import tokens as token_file

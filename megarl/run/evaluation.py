@@ -19,7 +19,7 @@ from megarl.config.schema.root import Config
 from megarl.config.schema.run import SERVERS, EvaluateConfig, RolloutConfig, get_temperature, list_ks
 from megarl.cpu.process import settle_threads
 from megarl.interfaces import DeadlineError
-from megarl.mcore.hf import check_files
+from megarl.mcore.checkpoints import check_files
 from megarl.models.checkpoint import default_cache_dir, load_tokenizer, resolve_checkpoint
 from megarl.report.evaluation import (
     FILE_NAME,

@@ -13,7 +13,7 @@ from megarl.config.overrides import name_choice
 from megarl.config.schema.algo import needs_reference
 from megarl.config.schema.root import Config
 from megarl.files import load_json_object
-from megarl.mcore.hf import check_checkpoint, check_critic_checkpoint, check_critic_prompt, check_value_range
+from megarl.mcore.checkpoints import check_checkpoint, check_critic_checkpoint, check_critic_prompt, check_value_range
 from megarl.mcore.spec import ROLE_KEYS, Role, WorkerSpec, check_layout, check_role_fields, read_architecture
 from megarl.models.architecture import Architecture
 from megarl.models.checkpoint import (
@@ -27,7 +27,7 @@ from megarl.rollout.collector import EvalSet, build_eval_sets
 from megarl.rollout.conversation import Conversation, add_turn_end, build_conversation, check_conversation
 from megarl.rollout.rollout_file import NO_GROUPS, Limits, SavedGroups, find_groups
 from megarl.rollout.server import build_command, load_generation_spec
-from megarl.sync.pieces import check_serving_layout
+from megarl.sync.plan import check_serving_layout
 from megarl.sync.sync import build_probe_tokens
 from megarl.task.data import DataSplits, build_data
 from megarl.task.environments import build_tool_prompt

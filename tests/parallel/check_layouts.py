@@ -36,8 +36,8 @@ from megarl.config.load import load_config
 from megarl.config.overrides import take_config_dirs
 from megarl.config.schema.roles import Dtype, ParallelConfig
 from megarl.config.schema.root import Config
+from megarl.mcore.checkpoints import write_safetensors
 from megarl.mcore.entries import VALUE_HEAD
-from megarl.mcore.hf import write_safetensors
 from megarl.mcore.spec import Role, WorkerSpec, check_layout, check_role_fields, read_architecture
 from megarl.models.architecture import Architecture
 from megarl.models.checkpoint import load_tokenizer

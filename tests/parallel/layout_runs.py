@@ -18,8 +18,7 @@ import megarl.mcore  # noqa: F401
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig
 from megarl.files import CheckpointError, write_manifest
-from megarl.mcore.checkpoint_format import describe_role
-from megarl.mcore.hf import CheckpointReader
+from megarl.mcore.checkpoints import CheckpointReader, describe_role
 from megarl.mcore.spec import Role, WorkerSpec
 from megarl.types import Metrics, Sequences, TrainingSamples
 

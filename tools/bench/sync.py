@@ -94,7 +94,7 @@ class Broadcaster:
         c10d._world.pg_group_ranks[self._group] = {i: i for i in range(size)}
 
     def send(self, url: str, api_key: str) -> None:
-        from megarl.mcore.bridge import export_hf
+        from megarl.mcore.state import export_hf
 
         size = 0
         bucket: list[tuple[str, Tensor]] = []

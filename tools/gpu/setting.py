@@ -149,7 +149,7 @@ def write_checkpoint(description: dict[str, Any], directory: Path, dtype: torch.
 
     Written tensor by tensor, and without transformers.
     """
-    from megarl.mcore.hf import MAX_FILE_BYTES, write_safetensors
+    from megarl.mcore.checkpoints import MAX_FILE_BYTES, write_safetensors
 
     arch = parse_architecture(description, directory)
     directory.mkdir(parents=True)

@@ -15,9 +15,7 @@ import logging
 import multiprocessing
 
 import torch
-from megarl_categorical import sample, sample_limited
-from megarl_grouped_attention import attend, build_group, plan_groups
-from megarl_products import is_faster, multiply
+from megarl_kernels import attend, build_group, is_faster, multiply, plan_groups, sample, sample_limited
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType

@@ -6,7 +6,7 @@ import torch
 from algo_cases import close, f64
 
 from megarl.algo.advantages import compute_gae, compute_group_relative, compute_rloo
-from megarl.algo.blocks import NonFiniteError, compute_discounted_sums
+from megarl.algo.statistics import NonFiniteError, compute_discounted_sums
 from megarl.config.schema.algo import AdvantageStd, StdOf
 
 ALL = torch.ones(1, 3, dtype=torch.bool)

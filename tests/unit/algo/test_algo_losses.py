@@ -17,8 +17,8 @@ from algo_cases import (
     whole,
 )
 
-from megarl.algo.blocks import NonFiniteError
 from megarl.algo.losses import LossCounts, compute_mismatch_weight, count_minibatch, critic_loss, policy_loss
+from megarl.algo.statistics import NonFiniteError
 from megarl.config.schema.algo import KLEstimator, MismatchCorrection, PositiveLMMean
 
 

@@ -9,8 +9,8 @@ from algo_cases import as_lists, close, configure, experiences, f64, make_experi
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algo.blocks import NonFiniteError, split_blocks
-from megarl.algo.rewards import (
+from megarl.algo.statistics import NonFiniteError, RunningMoments, merge_moments, split_blocks
+from megarl.algo.targets import (
     compute_adapted_coef,
     compute_kl,
     compute_normalised_rewards,
@@ -18,7 +18,6 @@ from megarl.algo.rewards import (
     compute_token_kl,
     update_reward_moments,
 )
-from megarl.algo.statistics import RunningMoments, merge_moments
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema.algo import KLEstimator

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algo.advantages import ADVANTAGES
-from megarl.algo.blocks import NonFiniteError
 from megarl.algo.diagnostics import compute_batch_metrics
+from megarl.algo.statistics import NonFiniteError
 from megarl.algo.targets import compute_targets, measure_learned
 from megarl.config.schema.algo import AdvantageStd, KLEstimator, StdOf
 

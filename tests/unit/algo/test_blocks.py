@@ -6,7 +6,7 @@ import pytest
 import torch
 from algo_cases import configure, make_experience, start_kl
 
-from megarl.algo import blocks
+from megarl.algo import statistics
 from megarl.algo.targets import compute_targets
 from megarl.config.load import list_options, load_config
 from megarl.config.schema.algo import RatioLevel
@@ -48,7 +48,7 @@ def test_every_presets_targets_and_metrics_are_the_same_in_blocks_of_few_tokens(
     algo = HEAVY if preset == "heavy" else load_config([f"algo={preset}"]).algo
     tensors, metrics = compute_all(make_clean(), algo)
     for num_tokens in (1, 25):
-        monkeypatch.setattr(blocks, "NUM_TOKENS", num_tokens)
+        monkeypatch.setattr(statistics, "NUM_TOKENS", num_tokens)
         found, found_metrics = compute_all(make_clean(), algo)
         assert found.keys() == tensors.keys()
         for name, tensor in tensors.items():

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algo.diagnostics import compute_batch_metrics
-from megarl.algo.rewards import update_reward_moments
 from megarl.algo.statistics import RunningMoments
-from megarl.algo.targets import compute_targets
+from megarl.algo.targets import compute_targets, update_reward_moments
 from megarl.config.schema.algo import KLEstimator
 from megarl.types import TrainingSamples
 

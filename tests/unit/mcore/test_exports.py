@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from tiny_checkpoints import build_samples, build_spec, write_checkpoint
 
 from megarl.config.schema.roles import OptimizerConfig, RandomModelConfig
-from megarl.mcore import hf
-from megarl.mcore.hf import CheckpointReader, write_hf_checkpoint, write_safetensors
+from megarl.mcore import checkpoints
+from megarl.mcore.checkpoints import CheckpointReader, write_hf_checkpoint, write_safetensors
 from megarl.mcore.spec import Role
 from megarl.mcore.worker import MegatronWorker
 from megarl.models.checkpoint import build_random_checkpoint
@@ -47,7 +47,7 @@ def test_a_trained_policys_export_in_many_files_says_in_transformers_what_the_po
     source = build_random_checkpoint(config, tmp_path / "source")
     (source / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     GenerationConfig(temperature=0.6, top_k=7, do_sample=True, eos_token_id=[1, 2]).save_pretrained(source)
-    monkeypatch.setattr(hf, "MAX_FILE_BYTES", 40_000)
+    monkeypatch.setattr(checkpoints, "MAX_FILE_BYTES", 40_000)
     with open_worker(source, Role.policy, tmp_path) as worker:
         samples = build_samples()
         samples.sequences.tokens.remainder_(worker.arch.vocab_size)

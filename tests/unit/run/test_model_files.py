@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.mcore.hf import write_hf_checkpoint
+from megarl.mcore.checkpoints import write_hf_checkpoint
 from megarl.mcore.spec import Role
 from megarl.models.checkpoint import load_tokenizer
 from megarl.models.families import FAMILIES

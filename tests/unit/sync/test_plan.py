@@ -17,7 +17,6 @@ from megarl.mcore.entries import describe, list_entries, to_megatron
 from megarl.mcore.spec import check_layout
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES, Split, build_random_fields, parse_architecture
-from megarl.sync.pieces import check_server_rank, find_vocab_rows, predict_server_rank
 from megarl.sync.plan import (
     MASK,
     LayoutError,
@@ -25,6 +24,7 @@ from megarl.sync.plan import (
     TensorSlice,
     as_matrix,
     build_plan,
+    check_server_rank,
     compute_bound,
     compute_checksum,
     cut_buckets,
@@ -32,6 +32,8 @@ from megarl.sync.plan import (
     empty_bucket,
     encode_bucket,
     fill_bucket,
+    find_vocab_rows,
+    predict_server_rank,
 )
 
 policy_pieces = load_tool("bench/policy_pieces.py")
