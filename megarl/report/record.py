@@ -38,7 +38,6 @@ from pydantic import TypeAdapter
 
 from megarl.files import RUN_FILE, load_json_object, naming_file, parse_strict_json
 from megarl.report.text import TIME
-from megarl.types import Metrics
 
 FILE_NAME = "metrics.jsonl"
 ITERATION = "iteration"
@@ -61,7 +60,7 @@ DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
 """What reading a file raises that is not what a run writes"""
 
 
-def check_metrics(metrics: Metrics) -> None:
+def check_metrics(metrics: Mapping[str, float]) -> None:
     """Refuse what strict JSON cannot represent as a number: ValueError, or TypeError where it is none at all."""
     for name, value in metrics.items():
         if name == ITERATION or not isinstance(name, str):
@@ -100,7 +99,7 @@ class LineFile:
 class MetricsWriter(LineFile):
     """Appends to a run's metrics.jsonl."""
 
-    def write(self, iteration: int, metrics: Metrics) -> None:
+    def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Write one line. Raises as `check_metrics`, and then writes nothing."""
         check_metrics(metrics)
         self.append([json.dumps({ITERATION: iteration, **metrics}, allow_nan=False) + "\n"])

@@ -4,6 +4,8 @@ lines already printed) or in a log file (lines only).
 Every line is also in a log of the run's folder, with date and time, unbroken.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import textwrap
@@ -12,13 +14,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import rich.progress
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from megarl.types import Metrics, Response, Sample
+if TYPE_CHECKING:
+    # The doctor and `megarl --help` start without torch.
+    from megarl.types import Metrics, Response, Sample
 
 Decode = Callable[[list[int]], str | list[str]]
 """A tokenizer's `decode`; with special tokens, which show where an observation's messages begin"""

@@ -171,7 +171,7 @@ def test_damaged_files_and_those_of_another_model_are_refused_with_checksums_and
 def test_nan_in_megatrons_files_is_refused_by_name(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change(hf, break_nan)
     with monkeypatch.context() as patch:
-        patch.setattr(conversion.bridge, "is_finite", lambda tensor: True)
+        patch.setattr(conversion.state, "is_finite", lambda tensor: True)
         convert(hf, tmp_path / "megatron")
     with pytest.raises(CheckpointError, match=f"{QUERY} has NaN or infinity"):
         convert(tmp_path / "megatron", tmp_path / "back")
