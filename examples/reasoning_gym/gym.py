@@ -8,8 +8,7 @@ from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.task import ReasoningGymDataConfig, ReasoningGymRewardConfig
-from megarl.task.data import check_names
-from megarl.task.problems import Problem, ProblemSplits, ask
+from megarl.task.data import Problem, ProblemSplits, ask, check_names
 from megarl.task.reward import ProcessReward
 from megarl.types import Prompt, Response, Score
 

@@ -4,7 +4,7 @@ import itertools
 import random
 
 from megarl.config.errors import ConfigError
-from megarl.task.problems import Problem, ProblemSplits, ask
+from megarl.task.data import Problem, ProblemSplits, ask
 from megarl.types import Message
 
 PLACEHOLDER = "{question}"

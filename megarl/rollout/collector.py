@@ -35,9 +35,9 @@ from megarl.rollout.engine import (
 )
 from megarl.rollout.rollout_file import Journal
 from megarl.task.data import build_evaluation_set
+from megarl.task.environments import ToolPrompt
 from megarl.task.render import CriticPrompt
 from megarl.task.scorer import Scorer
-from megarl.task.tools import ToolPrompt
 from megarl.types import FinishReason, Metrics, Prompt, Response, Rollout, RolloutTensors, Sample, Score, Sequences
 
 if TYPE_CHECKING:

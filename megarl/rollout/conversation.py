@@ -32,11 +32,19 @@ from megarl.interfaces import Truncation, TurnRequest
 from megarl.report.timeline import RESPONSES, span
 from megarl.rollout.engine import call_in_thread
 from megarl.rollout.server import GenerationSpec, find_stop_tokens
-from megarl.task.environments import EnvironmentFactory, VerifiersEnvironment, build_environment, build_tool_prompt
+from megarl.task.environments import (
+    EnvironmentFactory,
+    FoundCalls,
+    Toolbox,
+    ToolPrompt,
+    ToolsEnvironment,
+    VerifiersEnvironment,
+    build_environment,
+    build_tool_prompt,
+)
 from megarl.task.process import CallError, FunctionProcess, StartError
 from megarl.task.render import Renderer
 from megarl.task.sandbox import warn_of_gaps
-from megarl.task.tools import FoundCalls, Toolbox, ToolPrompt, ToolsEnvironment
 from megarl.types import FinishReason, Message, Prompt, Response, Turn, WeightVersions
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""From the `environment` group to what makes an environment for each episode; those of the package `verifiers`."""
+"""From the `environment` group to what makes an environment for each episode: tools, `verifiers`, own classes."""
 
 import asyncio
 import copy
@@ -6,26 +6,210 @@ import functools
 import importlib.util
 import inspect
 import json
+import queue
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import httpx
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
 
 from megarl.config.errors import ConfigError, describe_error, load_named
 from megarl.config.schema import task as schema
 from megarl.environment import Action, Environment, EpisodeSetting, Observation, Step
-from megarl.task.problems import Problem, ProblemSplits
-from megarl.task.process import load_callable
-from megarl.task.tools import HERMES, TOOLS_PLACEHOLDER, FindCalls, ToolPrompt, describe_tool, find_tools
+from megarl.files import parse_json
+from megarl.task.process import CallError, FunctionProcess, StartError, load_callable
 from megarl.types import FinishReason, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+BUILT_IN: Mapping[str, str] = {
+    "calculator": "megarl.examples.toys.calculator:calculator",
+    "python": "megarl.task.sandbox:python",
+}
+ToolSchema = Mapping[str, Any]
+"""A tool's description for a chat template: {"type": "function", "function": {"name", "description", "parameters"}}"""
+
+
+class ToolResult(NamedTuple):
+    text: str
+    """What the policy reads"""
+    failed: bool
+
+
+class Toolbox:
+    """Answers tool calls, each in one of environment.num_processes processes with limits. Thread-safe. What a tool does
+    wrong is a result that says so."""
+
+    def __init__(self, config: schema.ToolsEnvironmentConfig):
+        """Loads the tools. Raises ConfigError naming environment.tools."""
+        paths = find_tools(config.tools)
+        self.schemas: tuple[ToolSchema, ...] = tuple(describe_tool(path) for path in paths)
+        functions = [schema["function"] for schema in self.schemas]
+        by_name = {function["name"]: path for function, path in zip(functions, paths, strict=True)}
+        if len(by_name) < len(paths):
+            raise ConfigError([f"environment.tools: found {', '.join(config.tools)}; two tools have the same name"])
+        self._validators = {each["name"]: Draft202012Validator(each["parameters"]) for each in functions}
+        # The last one used is the first one taken: further ones start only where they are needed.
+        self._free: queue.LifoQueue[FunctionProcess] = queue.LifoQueue()
+        self._processes = [
+            FunctionProcess(
+                "megarl.task.function:load_tools",
+                timeout_s=config.call_timeout_s,
+                memory_gb=config.memory_gb,
+                options={"paths": by_name, "result_length": config.result_length},
+            )
+            for _ in range(config.num_processes)
+        ]
+        try:
+            self._processes[-1].start()
+        except StartError as error:
+            raise ConfigError([f"environment.tools: {error}"]) from error
+        for process in self._processes:
+            self._free.put(process)
+
+    def call(self, name: str, arguments: str) -> ToolResult:
+        """The result of one call. arguments: a JSON object, as the policy wrote it."""
+        if name not in self._validators:
+            return _fail(f"there is no tool {name!r}; there is {', '.join(self._validators)}")
+        try:
+            given = parse_json(arguments)
+        except ValueError as error:
+            return _fail(f"{name}: the arguments are not JSON: {error}")
+        wrong = best_match(self._validators[name].iter_errors(given))
+        if wrong is not None:
+            return _fail(f"{name}: wrong arguments: {_shorten_line(wrong.message)}")
+        process = self._free.get()
+        try:
+            return ToolResult(str(process.call({"name": name, "arguments": given})), failed=False)
+        except (CallError, StartError) as error:
+            is_said = isinstance(error, CallError) and error.kind in ("raised", "time", "memory")
+            return _fail(f"{name}: {_shorten_line(str(error)) if is_said else 'its process ended'}")
+        finally:
+            self._free.put(process)
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.close()
+
+
+def find_tools(names: Sequence[str]) -> list[str]:
+    """The path, package.module:function, of each tool. Raises ConfigError for a name that is neither."""
+    if not names:
+        raise ConfigError(["environment.tools: found none; name one or more, as environment.tools=[calculator]"])
+    wrong = [name for name in names if name not in BUILT_IN and ":" not in name]
+    if wrong:
+        needed = f"one of {', '.join(BUILT_IN)} or a function of your own, as FILE.py:NAME or package.module:NAME"
+        raise ConfigError([f"environment.tools: found {name!r}; it must be {needed}" for name in wrong])
+    return [BUILT_IN.get(name, name) for name in names]
+
+
+def describe_tool(path: str) -> ToolSchema:
+    """The schema of the function "package.module:function", from its signature and its docstring. Raises ConfigError
+    naming environment.tools where it has none."""
+    from transformers.utils import chat_template_utils as templates
+
+    function = load_callable(path, "environment.tools")
+    try:
+        schema: ToolSchema = templates.get_json_schema(function)
+        return schema
+    except Exception as error:  # It has classes of its own for docstrings and types, and raises others.
+        needed = 'an argument needs a type, and the docstring a description and "Args:" with a line for each argument'
+        raise ConfigError([f"environment.tools: {path} cannot be described: {error} ({needed})"]) from error
+
+
+def _fail(reason: str) -> ToolResult:
+    return ToolResult(f"error: {reason}", failed=True)
+
+
+def _shorten_line(text: str, length: int = 300) -> str:
+    return text if len(text) <= length else f"{text[:length]}..."
+
+
+TOOLS_PLACEHOLDER = "{tools}"
+HERMES = """You may call these functions, described by JSON schemas:
+{tools}
+To call one, write {"name": its name, "arguments": its arguments as a JSON object} between <tool_call> and \
+</tool_call>. You are given the result. An answer without a call is your final answer."""
+"""For chat templates that know no tools; the format is that of Hermes and of Qwen's models (SGLang's parser hermes)."""
+
+
+@dataclass(frozen=True)
+class ToolPrompt:
+    """The tools as the prompts have them."""
+
+    schemas: tuple[Mapping[str, Any], ...]
+    text: str | None
+    """What describes them in the system message; None: the chat template does, by `tools=`"""
+
+    def add_to(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """The messages with `text` at the end of the system message, which is added where there is none."""
+        if self.text is None:
+            return tuple(messages)
+        if not messages or messages[0].role != "system":
+            return (Message("system", self.text), *messages)
+        content = "\n\n".join(filter(None, (messages[0].content, self.text)))
+        return (Message("system", content), *messages[1:])
+
+    def answer(self, results: Sequence[str]) -> tuple[Message, ...]:
+        """The messages that give the policy the results of an action's calls, in order: one user's message where the
+        chat template describes no tools, for many templates then take no other role, and no role twice in a row."""
+        if self.text is None:
+            return tuple(Message("tool", result) for result in results)
+        return (Message("user", "\n".join(results)),)
+
+
+class FoundCalls(NamedTuple):
+    calls: tuple[tuple[str, str], ...]
+    """The name and the arguments, a JSON object as text, of each, in order"""
+    num_malformed: int = 0
+    """Calls that were begun and could not be read"""
+
+
+FindCalls = Callable[[str], FoundCalls]
+"""Reads the calls in an action's text, special tokens included"""
+
+
+class ToolsEnvironment(Environment):
+    """Answers each call with the tool's result or with what is wrong with it. An action without a call is final.
+    details of each turn: tool_calls (calls begun, malformed ones included) and tool_errors (answered with an error)."""
+
+    def __init__(
+        self, config: schema.ToolsEnvironmentConfig, toolbox: Toolbox, prompt: ToolPrompt, find_calls: FindCalls
+    ):
+        self._config, self._toolbox, self._prompt, self._find_calls = config, toolbox, prompt, find_calls
+        self._rewarded = False
+
+    def step(self, action: Action) -> Step:
+        # An episode that is cut ends here: nobody would read the results.
+        is_cut = action.finish_reason is FinishReason.length
+        found = FoundCalls(()) if is_cut else self._find_calls(action.raw_text)
+        num_calls = len(found.calls) + found.num_malformed
+        if not num_calls:
+            return Step(done=True, details={"tool_calls": 0.0, "tool_errors": 0.0})
+        limit = self._config.max_calls
+        answers = [self._toolbox.call(name, arguments) for name, arguments in found.calls[:limit]]
+        results, num_left = [answer.text for answer in answers], max(0, len(found.calls) - limit)
+        if num_left:
+            results.append(f"error: {num_left} calls were not run; {limit} at most are run at a time")
+        if found.num_malformed:
+            needed = "a call is the tool's name and its arguments, in the format that was described"
+            results.append(f"error: {found.num_malformed} of the calls could not be read; {needed}")
+        num_errors = sum(answer.failed for answer in answers) + num_left + found.num_malformed
+        is_first = not num_errors and not self._rewarded
+        self._rewarded |= is_first
+        reward = self._config.call_reward if is_first else 0.0
+        details = {"tool_calls": float(num_calls), "tool_errors": float(num_errors)}
+        return Step(self._prompt.answer(results), reward, details=details)
 
 
 METADATA = "verifiers"
@@ -115,28 +299,6 @@ def read_text(message: Mapping[str, Any]) -> str:
     return "\n\n".join(str(part["text"]) for part in content)
 
 
-def load_rows(config: schema.VerifiersDataConfig, seed: int) -> ProblemSplits:
-    """The rows' prompts, as the environment makes them, and its evaluation rows as the held-out ones. Raises
-    ConfigError for an environment that cannot be loaded, or whose prompts are not text."""
-    env = load_verifiers_environment(config.id, config.args)
-    try:
-        train, heldout = env.build_dataset(), env.build_eval_dataset()
-    except Exception as error:  # Anybody's code, which may also need the hub.
-        raise ConfigError([f"data.id: the dataset of {config.id} raised {type(error).__name__}: {error}"]) from error
-    if train is None:
-        raise ConfigError([f"data.id: {config.id} has no dataset to train on"])
-
-    def read(part: str, number: int, row: Any) -> Problem:
-        try:
-            messages = _to_messages(row["prompt"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError([f"data.id: {config.id}, {part} row {number}: {error}"]) from error
-        return Problem(messages, str(row.get("answer") or ""), {METADATA: json.dumps([part, number])})
-
-    others = None if heldout is None else [read(HELDOUT, number, row) for number, row in enumerate(heldout)]
-    return ProblemSplits([read(TRAIN, number, row) for number, row in enumerate(train)], others)
-
-
 T = TypeVar("T")
 Messages = list[dict[str, Any]]
 OVERLONG = "the maximum context length is reached"
@@ -167,7 +329,7 @@ class VerifiersEnvironment(Environment):
         if asked is None:
             raise RuntimeError("the environment ended the episode before its first turn")
         self._known = asked
-        return None if asked == list(row["prompt"]) else _to_messages(asked)
+        return None if asked == list(row["prompt"]) else to_messages(asked)
 
     async def step(self, action: Action) -> Step:  # type: ignore[override]
         """Raises RuntimeError where the environment, or a function of its rubric, raised."""
@@ -180,7 +342,7 @@ class VerifiersEnvironment(Environment):
         self._known = asked
         messages = asked[start:]
         if self._prompt is None or any(message["role"] != "tool" for message in messages):
-            return Step(_to_messages(messages))
+            return Step(to_messages(messages))
         return Step(self._prompt.answer([read_text(message) for message in messages]))
 
     async def cut(self) -> Step:  # type: ignore[override]
@@ -268,7 +430,7 @@ class _Policy:
         return ChatCompletion.model_validate({**fields, "choices": [choice]})
 
 
-def _to_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+def to_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
     return tuple(Message(str(message["role"]), read_text(message)) for message in messages)
 
 

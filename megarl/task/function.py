@@ -344,13 +344,13 @@ Scorer = Callable[..., dict[str, Any]]
 
 
 def build_math_scorer() -> Scorer:
-    """(gold, text, mode, thinking) -> {"correct", "read", "answer"}; see megarl.task.math_grading."""
-    from megarl.task.math_grading import grade
+    """(gold, text, mode, prompt) -> {"correct", "read", "answer"}; see megarl.task.math_grading."""
+    from megarl.task.math_grading import ends_in_open_thinking, grade
 
     guard_sympy()
 
-    def score(gold: str, text: str, mode: str, thinking: bool) -> dict[str, Any]:
-        verdict = grade(gold, text, mode, thinking=thinking)
+    def score(gold: str, text: str, mode: str, prompt: str) -> dict[str, Any]:
+        verdict = grade(gold, text, mode, thinking=ends_in_open_thinking(prompt))
         return {"correct": verdict.is_right, "read": verdict.is_read, "answer": verdict.answer}
 
     return score

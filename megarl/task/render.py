@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.task import DataConfig
-from megarl.task.problems import Problem
-from megarl.task.tools import ToolPrompt
+from megarl.task.environments import ToolPrompt
 from megarl.types import Message, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from megarl.task.data import Problem
 
 
 PLACEHOLDER = "{question}"
@@ -50,7 +51,7 @@ class Renderer:
         self._asks_date = False
         self._left_out = ""  # What the tokenizer would add at the end of a text.
 
-    def render(self, problem: Problem) -> str:
+    def render(self, problem: "Problem") -> str:
         """The text whose tokens are the prompt, with what the assistant's turn begins with; the policy continues it."""
         text, prefix = self.render_messages(self.build_messages(problem)), self.config.response_prefix
         if prefix is None:
@@ -58,7 +59,7 @@ class Renderer:
         prefix = prefix.replace(PLACEHOLDER, problem.messages[-1].content)
         return text + prefix if self.uses_template else text + SEPARATOR + prefix
 
-    def build_messages(self, problem: Problem) -> tuple[Message, ...]:
+    def build_messages(self, problem: "Problem") -> tuple[Message, ...]:
         """The problem's messages, which end with a question, with data.instruction, data.system and the tools' text."""
         messages, instruction = problem.messages, self.config.instruction
         if instruction is not None:

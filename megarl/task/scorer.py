@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from megarl.config.errors import ConfigError
 from megarl.config.schema import task as schema
 from megarl.config.schema.task import RewardConfig, WeightedRewardConfig, read_parts
-from megarl.task.code import CodeReward
 from megarl.task.data import GYM
 from megarl.task.function import FunctionReward
 from megarl.task.process import describe, load_callable
 from megarl.task.reward import (
     AsyncReward,
+    CodeReward,
     DirectReward,
     EnvironmentReward,
     FormatReward,

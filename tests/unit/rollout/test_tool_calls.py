@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from megarl.rollout.conversation import load_parser
+from megarl.task.environments import describe_tool
 from megarl.task.process import FunctionProcess
-from megarl.task.tools import describe_tool
 
 CALL = '{"name": "calculator", "arguments": {"expression": "2*3"}}'
 HERMES = f"<tool_call>{CALL}</tool_call>"

@@ -9,8 +9,7 @@ from reward_cases import build_prompt, build_response
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.task import CodeRewardConfig
-from megarl.task.code import CodeReward, find_code
-from megarl.task.reward import RewardFailedError
+from megarl.task.reward import CodeReward, RewardFailedError, find_code
 from megarl.task.scorer import build_scorer
 
 PAIRS = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]})

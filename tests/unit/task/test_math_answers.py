@@ -11,8 +11,7 @@ from reward_cases import build_prompt, build_response, build_reward
 
 from megarl.config.schema.task import MathRewardConfig, StatedAnswer
 from megarl.report.evaluation import count_votes
-from megarl.task.math_grading import grade
-from megarl.task.math_text import extract_statements
+from megarl.task.math_grading import extract_statements, grade
 from megarl.types import Sample
 
 IN_BRACKETS = (

@@ -6,7 +6,7 @@ import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.task import AnswerPart, FileDataConfig
-from megarl.task.problems import read_problems
+from megarl.task.data import read_problems
 
 CHAT = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}]
 ANSWERED = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.task import DataConfig
-from megarl.task.problems import Problem, ask
+from megarl.task.data import Problem, ask
 from megarl.task.render import CriticPrompt, Renderer, use_chat_template
 from megarl.types import Message, Prompt
 

@@ -14,10 +14,9 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema.task import DataConfig, ToolsEnvironmentConfig
 from megarl.environment import Action
 from megarl.rollout.conversation import ObservationEncoder
-from megarl.task.environments import build_tool_prompt
-from megarl.task.problems import ask
+from megarl.task.data import ask
+from megarl.task.environments import FoundCalls, Toolbox, ToolPrompt, ToolsEnvironment, build_tool_prompt, describe_tool
 from megarl.task.render import Renderer
-from megarl.task.tools import FoundCalls, Toolbox, ToolPrompt, ToolsEnvironment, describe_tool
 from megarl.types import FinishReason
 
 OWN = [f"toolbox_cases:{name}" for name in ("echo", "fail", "hang", "fill", "die", "wait")]

@@ -15,10 +15,8 @@ from megarl.config.schema.task import VerifiersDataConfig, VerifiersEnvironmentC
 from megarl.environment import Action, EpisodeSetting
 from megarl.models.checkpoint import build_character_tokenizer
 from megarl.rollout.conversation import EpisodeRequest, EpisodeRunner, Sampling, build_conversation, check_conversation
-from megarl.task.data import build_data
-from megarl.task.environments import VerifiersEnvironment, build_tool_prompt, load_rows
-from megarl.task.problems import Problem
-from megarl.task.tools import FoundCalls
+from megarl.task.data import Problem, build_data
+from megarl.task.environments import FoundCalls, VerifiersEnvironment, build_tool_prompt, load_rows
 from megarl.types import FinishReason, Message, Prompt, Response
 
 COUNTDOWN = "vf-environments"
