@@ -1,6 +1,6 @@
 # make run        install what is pinned and run the main job      ARGS="model=... train.num_iterations=5" overrides
-# make test       install, check style and types, run all tests but those marked slow; what CI runs
-# make test-all   the same and every test: kills, Slurm, sweeps, presets trained, browser
+# make test       install, check style and types, run all tests but those marked slow
+# make test-all   the same and every test: kills, Slurm, sweeps, presets trained, browser; what CI runs
 #                 PYTEST_ARGS="-k gae" chooses; JOBS=4 runs so many at once
 # make install | lock | clean
 # PLATFORM=cuda installs for NVIDIA GPUs; EXTRAS=smollm2 adds the extra that model=smollm2_135m needs,
