@@ -6,8 +6,8 @@ import math
 import pytest
 import reference
 import torch
-from algo_cases import as_lists, configure, experiences, make_experience, norm, some
-from hypothesis import given
+from algo_cases import as_lists, close, configure, experiences, make_experience, norm, some, with_turn_rewards
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algo.advantages import ADVANTAGES
@@ -21,67 +21,54 @@ LIMIT = 20
 pytestmark = pytest.mark.filterwarnings("ignore:length-adaptive")
 
 
-def check(e, algo, tol=1e-8):
-    samples, metrics = compute_targets(e, algo, 0.3, response_length=LIMIT)
-    expected = reference.targets(as_lists(e), algo, 0.3, LIMIT)
+def check(e, algo, tol=1e-8, wrong=0.0):
+    samples, metrics = compute_targets(e, algo, 0.3, response_length=LIMIT, wrong=wrong)
+    expected = reference.targets(as_lists(e), algo, 0.3, LIMIT, wrong)
     dtype = e.old_logprobs.dtype
     assert samples.advantages.dtype is dtype
-    torch.testing.assert_close(
-        samples.advantages.double(), torch.tensor(expected.advantages, dtype=torch.float64), rtol=tol, atol=tol
-    )
+    close(samples.advantages, expected.advantages, tol)
     if expected.returns is None:
         assert samples.returns is None
     else:
-        torch.testing.assert_close(
-            samples.returns.double(), torch.tensor(expected.returns, dtype=torch.float64), rtol=tol, atol=tol
-        )
+        close(samples.returns, expected.returns, tol)
     assert samples.loss_mask.tolist() == expected.loss_mask
     assert samples.positive.tolist() == expected.positive
     assert all(math.isfinite(x) for x in metrics.values()), metrics
     return samples, metrics
 
 
-@some
-@given(
-    experiences(),
-    st.sampled_from([0.0, 0.95, 1, "adaptive"]),
-    st.sampled_from([0.9, 1.0]),
-    st.booleans(),
-    st.booleans(),
-    st.booleans(),
-)
-def test_gae_targets_equal_the_reference(e, lam, gamma, whiten, kl, overlong):
-    algo = configure(lambda_policy=lam, gamma=gamma, whiten_advantages=whiten, kl__in_reward=kl)
-    if overlong:
-        algo.overlong.penalty, algo.overlong.buffer_frac, algo.overlong.filter = 1.0, 0.3, True
-    check(e, algo)
+SCOPES = st.sampled_from(["none", "batch", "group"])
+COMMON = {
+    "kl__in_reward": st.booleans(),
+    "kl__reward_estimator": st.sampled_from(KLEstimator),
+    "reward_norm": st.builds(norm, SCOPES, SCOPES),
+    "reward_clip": st.sampled_from([None, 0.25, 0.8]),
+    "advantage_clip": st.sampled_from([None, 0.5]),
+    "whiten_advantages": st.booleans(),
+    "overlong__penalty": st.sampled_from([0.0, 0.5, 1.0]),
+    "overlong__buffer_frac": st.just(0.3),
+    "overlong__filter": st.booleans(),
+}
+GAMMAS = st.sampled_from([0.9, 0.97, 1.0])
+ESTIMATORS = {
+    "gae": {"gamma": GAMMAS, "lambda_policy": st.sampled_from([0.0, 0.95, 1, "adaptive"])},
+    "reinforce": {"gamma": GAMMAS},
+    "rloo": {},
+    "group": {"advantage_std": st.sampled_from(AdvantageStd), "std_of": st.sampled_from(StdOf)},
+}
 
 
-@some
-@given(
-    experiences(),
-    st.sampled_from([0.9, 1.0]),
-    st.sampled_from(list(KLEstimator)),
-    st.booleans(),
-    st.sampled_from([None, 0.25]),
-)
-def test_reinforce_targets_equal_the_reference(e, gamma, estimator, whiten, clip):
-    keys = {"kl__in_reward": True, "kl__reward_estimator": estimator, "reward_norm": norm("batch", "group")}
-    check(e, configure(advantage="reinforce", gamma=gamma, whiten_advantages=whiten, reward_clip=clip, **keys))
-
-
-@some
-@given(experiences(min_group=2), st.booleans(), st.sampled_from([None, 0.5]))
-def test_rloo_targets_equal_the_reference(e, kl, clip):
-    check(e, configure(advantage="rloo", kl__in_reward=kl, advantage_clip=clip))
-
-
-@some
-@given(experiences(), st.sampled_from(AdvantageStd), st.sampled_from(StdOf), st.booleans(), st.booleans())
-def test_group_targets_equal_the_reference(e, std, std_of, kl, whiten):
-    algo = configure(advantage="group", advantage_std=std, std_of=std_of, kl__in_reward=kl)
-    algo.whiten_advantages = whiten
-    check(e, algo, 1e-7)
+@pytest.mark.parametrize("advantage", ESTIMATORS)
+@settings(some, max_examples=80)
+@given(st.data(), st.sampled_from([None, 1, 2, 3]), st.sampled_from([0.0, -1.0]))
+def test_targets_equal_the_reference_also_with_turn_rewards_and_rewards_of_wrong_answers(advantage, data, turns, wrong):
+    e = data.draw(experiences(min_group=2 if advantage == "rloo" else 1))
+    if turns is not None:
+        e = with_turn_rewards(e, turns)
+    if wrong:
+        e = dataclasses.replace(e, rewards=e.rewards.clamp(0, 1))
+    algo = data.draw(st.builds(configure, advantage=st.just(advantage), **COMMON, **ESTIMATORS[advantage]))
+    check(e, algo, 1e-7, wrong)
 
 
 @pytest.mark.parametrize("length", [1, 20])

@@ -128,14 +128,6 @@ def test_a_run_that_goes_on_after_a_kill_cuts_the_half_line_and_the_rest_of_that
         assert load_rollouts(path) == (second,)
 
 
-def spoil(path: Path, line: int, change) -> None:
-    lines = path.read_text().splitlines()
-    record = json.loads(lines[line - 1])
-    replaced = change(record)
-    lines[line - 1] = json.dumps(record if replaced is None else replaced)
-    path.write_text("\n".join(lines) + "\n")
-
-
 WRONG = [
     # line, keys, value ("": the key goes), what is said
     (2, "group", "", '"group": Field required'),
