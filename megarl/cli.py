@@ -121,7 +121,7 @@ def _build_server(words: Sequence[str], folder: Path) -> "tuple[SGLangServer, st
     """The server of this command line, not yet started, and its model. Raises ConfigError."""
     from megarl.config.schema.roles import Dtype
     from megarl.config.schema.run import RolloutConfig
-    from megarl.cpu.serving import CpuServing
+    from megarl.cpu.process import CpuServing
     from megarl.models.checkpoint import find_checkpoint
     from megarl.rollout.server import WEIGHT_LOADER, SGLangServer, find_serving
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from megarl.algo.statistics import allocate_zeros
 from megarl.config.errors import ConfigError
 from megarl.config.schema.root import Config
-from megarl.cpu.serving import Lockstep
+from megarl.cpu.process import Lockstep
 from megarl.interfaces import DeadlineError, Truncation, TurnRequest
 from megarl.report.timeline import RESPONSES, span
 from megarl.rollout.client import ConnectionLostError

@@ -335,7 +335,7 @@ def load_parser(
     and the tokenizer's added `tokens`. Raises ValueError for a parser that SGLang does not have, or where there is
     none.
     """
-    from megarl.cpu.serving import STANDINS  # The server reads a chat template with what stands here.
+    from megarl.cpu.process import STANDINS  # The server reads a chat template with what stands here.
 
     os.environ["SGLANG_FORWARD_UNKNOWN_TOOLS"] = "true"  # A call of an unknown tool is answered, too.
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # This process sees no GPU.

@@ -24,7 +24,7 @@ from typing import Any
 from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.run import RolloutConfig
-from megarl.cpu.serving import CpuServing
+from megarl.cpu.process import CpuServing
 from megarl.files import load_json_object
 from megarl.interfaces import UNPUBLISHED, DeadlineError
 from megarl.models.families import FAMILIES
@@ -234,7 +234,7 @@ class ServerError(RuntimeError):
 
 
 class GpuServing:
-    """What a server needs on a GPU; without one `megarl.cpu.serving.CpuServing` has the same attributes."""
+    """What a server needs on a GPU; without one `megarl.cpu.process.CpuServing` has the same attributes."""
 
     depends_on_batch = False
     default_tokens: int | None = None

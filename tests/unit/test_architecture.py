@@ -12,16 +12,16 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megarl"
 
 ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
-    "cli": (8, 870, ("cli", "train", "api", "plan.command", "plan.doctor")),
+    "cli": (8, 860, ("cli", "train", "api", "plan.command", "plan.doctor")),
     "run": (7, 2670, ("run", "trainer", "sweep")),
     "cluster": (6, 1710, ("cluster",)),
     "plan": (6, 2010, ("plan",)),
-    "sync": (5, 2160, ("sync",)),
-    "mcore": (4, 4560, ("mcore",)),
+    "sync": (5, 2150, ("sync",)),
+    "mcore": (4, 4540, ("mcore",)),
     "rollout": (4, 3880, ("rollout",)),
     "config": (3, 2280, ("config",)),
-    "cpu": (3, 1610, ("cpu",)),
-    "algo": (2, 2980, ("algo",)),
+    "cpu": (3, 1600, ("cpu",)),
+    "algo": (2, 2970, ("algo",)),
     "models": (2, 1020, ("models",)),
     "report": (2, 3260, ("report",)),
     "task": (2, 4900, ("task",)),
@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
 }
 """Floor, most lines and modules of every room. A room imports itself and rooms of lower floors, never one of its own
 floor. Raising a budget is a line that a reviewer sees, with its reason in the commit."""
-MOST_LINES, MOST_FILES = 37_600, 176
+MOST_LINES, MOST_FILES = 37_050, 140
 ROOM_OF = {module: room for room, (_, _, modules) in ROOMS.items() for module in modules}
 CONFIG_MAY_IMPORT = {"algo", "files", "schema"}
 """Fewer rooms than its floor allows. It reads what the algorithms' modules declare, without torch."""

@@ -11,7 +11,7 @@ from generation import build_collector
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.cpu.serving import Lockstep
+from megarl.cpu.process import Lockstep
 from megarl.interfaces import Truncation, TurnRequest
 from megarl.rollout import collector as collector_module
 from megarl.rollout.client import ConnectionLostError

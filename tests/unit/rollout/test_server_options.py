@@ -16,7 +16,7 @@ from megarl import cli
 from megarl.config.errors import ConfigError
 from megarl.config.schema.roles import Dtype, RandomModelConfig
 from megarl.config.schema.run import RolloutConfig, ServerOffload
-from megarl.cpu.serving import STANDINS, CpuServing
+from megarl.cpu.process import STANDINS, CpuServing
 from megarl.models.checkpoint import build_random_checkpoint
 from megarl.rollout import server
 from megarl.rollout.server import (

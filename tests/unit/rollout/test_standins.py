@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.cpu.serving import STANDINS
+from megarl.cpu.process import STANDINS
 from megarl.cpu.standins import megarl_kernels as kernels
 
 FREE = 2**30
