@@ -64,7 +64,7 @@ from megarl.plan.memory import (
     plan_gpus,
 )
 from megarl.plan.seconds import Seconds, Transfer, describe_work, estimate_seconds, estimate_transfer
-from megarl.sync.plan import check_serving_layout
+from megarl.sync.pieces import check_serving_layout
 
 SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),

@@ -32,7 +32,7 @@ from megarl.mcore.checkpoints import GATHERED_ELEMENTS
 from megarl.mcore.entries import count_layer, padded_vocab_size
 from megarl.mcore.spec import StageParameters
 from megarl.models.architecture import Architecture
-from megarl.sync.plan import predict_server_rank
+from megarl.sync.pieces import predict_server_rank
 
 GIB = 1 << 30
 

@@ -27,7 +27,7 @@ from megarl.rollout.collector import EvalSet, build_eval_sets
 from megarl.rollout.conversation import Conversation, add_turn_end, build_conversation, check_conversation
 from megarl.rollout.rollout_file import NO_GROUPS, Limits, SavedGroups, find_groups
 from megarl.rollout.server import build_command, load_generation_spec
-from megarl.sync.plan import check_serving_layout
+from megarl.sync.pieces import check_serving_layout
 from megarl.sync.sync import build_probe_tokens
 from megarl.task.data import DataSplits, build_data
 from megarl.task.environments import build_tool_prompt

@@ -35,18 +35,17 @@ from megarl.rollout.client import (
     run_in_parallel,
 )
 from megarl.rollout.server import WEIGHT_LOADER
+from megarl.sync.pieces import check_server_rank, predict_server_rank
 from megarl.sync.plan import (
     MASK,
     Bucket,
     LayoutError,
     Plan,
     build_plan,
-    check_server_rank,
     compute_bound,
     cut_buckets,
     encode_bucket,
     find_words,
-    predict_server_rank,
 )
 from megarl.sync.receiver import REQUEST
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megarl.mcore.device import device
 from megarl.mcore.worker import MegatronWorker
-from megarl.sync.plan import Bucket, Copy, Piece, describe_rank, fill_bucket, sum_checksums
+from megarl.sync.pieces import describe_rank
+from megarl.sync.plan import Bucket, Copy, Piece, fill_bucket, sum_checksums
 from megarl.sync.transport import BucketTransport, find_node, open_transport
 
 

@@ -16,7 +16,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "run": (7, 2670, ("run", "trainer", "sweep")),
     "cluster": (6, 1710, ("cluster",)),
     "plan": (6, 2010, ("plan",)),
-    "sync": (5, 2150, ("sync",)),
+    "sync": (5, 2160, ("sync",)),
     "mcore": (4, 4540, ("mcore",)),
     "rollout": (4, 3880, ("rollout",)),
     "config": (3, 2280, ("config",)),
@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
 }
 """Floor, most lines and modules of every room. A room imports itself and rooms of lower floors, never one of its own
 floor. Raising a budget is a line that a reviewer sees, with its reason in the commit."""
-MOST_LINES, MOST_FILES = 37_050, 140
+MOST_LINES, MOST_FILES = 37_060, 141
 ROOM_OF = {module: room for room, (_, _, modules) in ROOMS.items() for module in modules}
 CONFIG_MAY_IMPORT = {"algo", "files", "schema"}
 """Fewer rooms than its floor allows. It reads what the algorithms' modules declare, without torch."""

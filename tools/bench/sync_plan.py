@@ -14,7 +14,8 @@ from speed import Result
 
 from megarl.config.schema.roles import ParallelConfig
 from megarl.models.architecture import Architecture, Experts
-from megarl.sync.plan import ITEM_SIZES, TensorSlice, build_plan, compute_bound, predict_server_rank
+from megarl.sync.pieces import predict_server_rank
+from megarl.sync.plan import ITEM_SIZES, TensorSlice, build_plan, compute_bound
 
 QWEN32B = Architecture(
     "qwen2", 64, 5120, 27648, 40, 8, 128, 152064, 131072, 1e-6, 1e6, None, qkv_bias=True, qk_norm=False, tied=False

@@ -22,7 +22,8 @@ from megarl.plan.memory import (
     sum_layers,
 )
 from megarl.plan.seconds import estimate_transfer
-from megarl.sync.plan import build_plan, predict_server_rank
+from megarl.sync.pieces import predict_server_rank
+from megarl.sync.plan import build_plan
 
 policy_pieces = load_tool("bench/policy_pieces.py")
 predict_ranks, count_bytes = policy_pieces.predict_ranks, policy_pieces.count_bytes

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from megarl.mcore.entries import describe, list_entries, to_megatron
 from megarl.mcore.spec import check_layout
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES, Split, build_random_fields, parse_architecture
+from megarl.sync.pieces import check_server_rank, find_vocab_rows, predict_server_rank
 from megarl.sync.plan import (
     MASK,
     LayoutError,
@@ -24,7 +27,6 @@ from megarl.sync.plan import (
     TensorSlice,
     as_matrix,
     build_plan,
-    check_server_rank,
     compute_bound,
     compute_checksum,
     cut_buckets,
@@ -32,8 +34,6 @@ from megarl.sync.plan import (
     empty_bucket,
     encode_bucket,
     fill_bucket,
-    find_vocab_rows,
-    predict_server_rank,
 )
 
 policy_pieces = load_tool("bench/policy_pieces.py")
@@ -289,3 +289,9 @@ def test_one_changed_bit_two_swapped_elements_rows_or_columns_change_it(dtype: t
     cols[:, [0, 31]] = x[:, [31, 0]]
     for other in (swapped, rows, cols, x.roll(1, 0), x.roll(4, 1)):
         assert whole(other, word) != before
+
+
+def test_what_a_server_loads_to_receive_weights_imports_no_training_engine_and_no_ray():
+    """A server has its own torch; Megatron's import hook would refuse what it has already loaded."""
+    code = "import sys, megarl.sync.receiver; sys.exit(bool({'megarl.mcore', 'megatron', 'ray'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
