@@ -55,7 +55,7 @@ class AdvantageInputs:
     @property
     def returns_B(self) -> Tensor:
         """float64 [B]: the reward of each response, minus the KL penalty of all its tokens."""
-        from megarl.algo.targets import sum_penalty
+        from megarl.algo.algorithm import sum_penalty
 
         if self.kl_penalty_BT is None:
             return self.rewards_B
@@ -63,7 +63,7 @@ class AdvantageInputs:
 
     def place_rewards(self, block: Block) -> Tensor:
         """`token_rewards_BT` of the tokens of a block (`megarl.algo.statistics.split_blocks`), float64 [R]."""
-        from megarl.algo.targets import place_rewards
+        from megarl.algo.algorithm import place_rewards
 
         return place_rewards(block, self.rewards_B, self.kl_penalty_BT, self.turn_rewards_BT)
 
@@ -72,7 +72,7 @@ class AdvantageInputs:
         """float64 [B, T]: the turns' rewards at the ends of their actions, the rest of R' at the last generated token,
         minus the KL penalty at every one; their sum is `returns_B`.
         """
-        from megarl.algo.targets import compute_token_rewards
+        from megarl.algo.algorithm import compute_token_rewards
 
         return compute_token_rewards(self.rewards_B, self.mask_BT, self.kl_penalty_BT, self.turn_rewards_BT)
 

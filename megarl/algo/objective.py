@@ -112,7 +112,7 @@ def format_kl(estimator: KLEstimator, policy: str) -> str:
 
 
 def _compute_reference_kl(tokens: PolicyTokens, algo: AlgoConfig) -> Tensor:
-    from megarl.algo.targets import compute_kl
+    from megarl.algo.algorithm import compute_kl
 
     if algo.kl.loss_estimator is KLEstimator.full:
         return tokens.require("full_kl", tokens.full_kl)

@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megarl.algo.algorithm import build_pretraining_algo
+from megarl.algo.algorithm import build_pretraining_algo, measure_old_logprobs
 from megarl.algo.diagnostics import compute_batch_metrics
 from megarl.algo.registry import reads_old_logprobs
-from megarl.algo.targets import measure_old_logprobs
 from megarl.config.schema.algo import KLEstimator, needs_reference
 from megarl.config.schema.root import Config
 from megarl.config.schema.task import MultiTurnEnvironmentConfig

@@ -59,7 +59,7 @@ def list_sources(*directories: str) -> list[Path]:
 
 
 def name_module(path: Path) -> str:
-    """megarl/algo/targets.py -> megarl.algo.targets; a package's __init__.py has the package's name."""
+    """megarl/algo/algorithm.py -> megarl.algo.algorithm; a package's __init__.py has the package's name."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -163,7 +163,7 @@ def test_imports_point_only_downward_and_packages_stay_in_their_rooms() -> None:
         ("megarl.rollout.client", "megarl.mcore.model"),
         ("megarl.mcore.worker", "megarl.rollout.engine"),
         ("megarl.types", "megarl.config.load"),
-        ("megarl.algo.targets", "megarl.task.data"),
+        ("megarl.algo.algorithm", "megarl.task.data"),
         ("megarl.report.report", "megarl.config.load"),
         ("megarl.config.schema.run", "megarl.types"),
         ("megarl.config.errors", "megarl.config.load"),
@@ -189,7 +189,7 @@ def test_the_import_check_refuses(importer: str, imported: str) -> None:
         ("megarl.cluster.actors", "ray"),
         ("megarl.trainer", "megarl.run.checkpoint"),
         ("megarl.plan.doctor", "megarl.run.inputs"),
-        ("megarl.algo.targets", "torch"),
+        ("megarl.algo.algorithm", "torch"),
         ("megarl.config.checks", "megarl.algo.registry"),
         ("megarl.config.load", "hydra.errors"),
         ("megarl.config.load", "difflib"),

@@ -32,10 +32,10 @@ import torch
 from speed import Result, find_medians, find_status, take_turns
 from transformers import PreTrainedTokenizerFast
 
+from megarl.algo.algorithm import compute_targets
 from megarl.algo.diagnostics import compute_batch_metrics
 from megarl.algo.losses import count_minibatch
 from megarl.algo.statistics import allocate_zeros
-from megarl.algo.targets import compute_targets
 from megarl.cluster.actors import Sharer, merge_rows
 from megarl.config.load import load_config
 from megarl.config.schema.roles import ParallelConfig

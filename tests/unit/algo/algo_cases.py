@@ -11,10 +11,10 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from megarl.algo.algorithm import KlController, compute_targets
 from megarl.algo.diagnostics import CriticSummary
 from megarl.algo.losses import LossCounts, TokenTargets, policy_loss
 from megarl.algo.statistics import count_generated, split_blocks
-from megarl.algo.targets import KlController, compute_targets
 from megarl.config.checks import Place, check_algo, check_keys
 from megarl.config.load import load_config
 from megarl.config.schema.algo import AlgoConfig, KLConfig, NormScope, RewardNormConfig

@@ -13,8 +13,8 @@ from algo_cases import compute_critic_metrics, configure, experiences, f64, make
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.algo.algorithm import compute_targets
 from megarl.algo.diagnostics import QUARTERS, compute_reliability
-from megarl.algo.targets import compute_targets
 
 
 def measure_bits(bits_BN, group_size: int = 1, values_BN=None, **algo):

@@ -19,9 +19,9 @@ from algo_cases import (
 )
 from omegaconf import OmegaConf
 
+from megarl.algo.algorithm import compute_targets
 from megarl.algo.losses import count_minibatch, policy_loss
 from megarl.algo.objective import format_objective
-from megarl.algo.targets import compute_targets
 from megarl.config.schema.algo import AdvantageStd, AlgoConfig, KLEstimator, LossAggMode, MismatchCorrection, StdOf
 
 pytestmark = pytest.mark.filterwarnings("ignore:length-adaptive")

@@ -10,6 +10,7 @@ from algo_cases import compute_critic_metrics, configure, experiences, f64, make
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.algo.algorithm import compute_targets
 from megarl.algo.diagnostics import (
     QUARTERS,
     compute_batch_metrics,
@@ -18,7 +19,6 @@ from megarl.algo.diagnostics import (
     compute_quarters,
     compute_replay_metrics,
 )
-from megarl.algo.targets import compute_targets
 from megarl.config.schema.algo import AlgoConfig, RatioLevel
 
 

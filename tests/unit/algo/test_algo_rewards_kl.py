@@ -9,8 +9,7 @@ from algo_cases import as_lists, close, configure, experiences, f64, make_experi
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algo.statistics import NonFiniteError, RunningMoments, merge_moments, split_blocks
-from megarl.algo.targets import (
+from megarl.algo.algorithm import (
     compute_adapted_coef,
     compute_kl,
     compute_normalised_rewards,
@@ -18,6 +17,7 @@ from megarl.algo.targets import (
     compute_token_kl,
     update_reward_moments,
 )
+from megarl.algo.statistics import NonFiniteError, RunningMoments, merge_moments, split_blocks
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema.algo import KLEstimator

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algo.advantages import ADVANTAGES
+from megarl.algo.algorithm import compute_targets, measure_learned
 from megarl.algo.diagnostics import compute_batch_metrics
 from megarl.algo.statistics import NonFiniteError
-from megarl.algo.targets import compute_targets, measure_learned
 from megarl.config.schema.algo import AdvantageStd, KLEstimator, StdOf
 
 LIMIT = 20

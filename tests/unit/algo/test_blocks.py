@@ -7,7 +7,7 @@ import torch
 from algo_cases import configure, make_experience, start_kl
 
 from megarl.algo import statistics
-from megarl.algo.targets import compute_targets
+from megarl.algo.algorithm import compute_targets
 from megarl.config.load import list_options, load_config
 from megarl.config.schema.algo import RatioLevel
 from megarl.types import Experience

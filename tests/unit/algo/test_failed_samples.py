@@ -8,9 +8,9 @@ from algo_cases import NAMES, configure, experiences, load_preset, make_experien
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.algo.algorithm import compute_targets, update_reward_moments
 from megarl.algo.diagnostics import compute_batch_metrics
 from megarl.algo.statistics import RunningMoments
-from megarl.algo.targets import compute_targets, update_reward_moments
 from megarl.config.schema.algo import KLEstimator
 from megarl.types import TrainingSamples
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algo.advantages import fit_rho, update_rho
-from megarl.algo.targets import compute_targets
+from megarl.algo.algorithm import compute_targets
 from megarl.config.schema.algo import TetherConfig
 
 RHO, BATCH_RHO = "advantage/tether_rho", "advantage/tether_rho_batch"

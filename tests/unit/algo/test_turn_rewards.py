@@ -7,7 +7,7 @@ import pytest
 import torch
 from algo_cases import configure, f64, make_experience
 
-from megarl.algo.targets import compute_targets
+from megarl.algo.algorithm import compute_targets
 
 pytestmark = pytest.mark.filterwarnings("ignore:length-adaptive")
 

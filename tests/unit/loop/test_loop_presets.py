@@ -238,7 +238,7 @@ def test_without_a_reader_the_policy_does_not_score_and_updates_as_if_it_had(
     weights, metrics = [], []
     for scored in (False, True):
         if scored:
-            for module in ("megarl.run.components", "megarl.algo.targets"):
+            for module in ("megarl.run.components", "megarl.algo.algorithm"):
                 monkeypatch.setattr(f"{module}.reads_old_logprobs", lambda _algo: True)
         world = World()
         overrides = ["algo=vapo", *given, f"rollout.max_staleness={staleness}"]
