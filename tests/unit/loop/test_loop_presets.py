@@ -34,7 +34,7 @@ TWO_ITERATIONS = ("train.num_iterations=2", "train.eval_every=2")
 
 def set_reward(trainer: Trainer, reward: RewardFunction) -> None:
     """Another verdict on the same responses."""
-    trainer.components.collector._scorer = Scorer(reward)
+    trainer.components.collector.scorer = Scorer(reward)
 
 
 @pytest.mark.parametrize("algo", list_options("algo"))

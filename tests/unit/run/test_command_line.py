@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import megarl
-from megarl import cli, evaluate, train
+from megarl import cli, train
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.run.command import LEAST_OPEN_FILES, check_machine, split_arguments
+from megarl.run.command import LEAST_OPEN_FILES, check_machine, evaluate, split_arguments
 
 WRONG = [
     ("algo=null", "algo: found null; the choices are bpco, cispo,"),
@@ -31,13 +31,12 @@ WRONG = [
 ]
 
 
-def run_main(monkeypatch, capsys, arguments, module=train) -> str:
-    """What `python -m MODULE ARGUMENTS` writes to stderr; it must end with code 2 before Hydra starts the run."""
-    monkeypatch.setattr(sys, "argv", [module.__name__, *arguments])
-    if hasattr(module, "_run_composed"):
-        monkeypatch.setattr(module, "_run_composed", lambda: pytest.fail(f"{arguments} has been started"))
+def run_main(monkeypatch, capsys, arguments, main=train.main) -> str:
+    """What a command with these arguments writes to stderr; it must end with code 2 before Hydra starts the run."""
+    monkeypatch.setattr(sys, "argv", ["megarl", *arguments])
+    monkeypatch.setattr(train, "_run_composed", lambda: pytest.fail(f"{arguments} has been started"))
     with pytest.raises(SystemExit) as caught:
-        module.main()
+        main()
     assert caught.value.code == 2
     return capsys.readouterr().err
 
