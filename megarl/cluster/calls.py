@@ -217,8 +217,12 @@ class PendingCall(Generic[T]):
         return self.merge(ask(self.what, lambda: [ray.get(ref) for ref in self.refs]))
 
     def _look(self, waiting: list[ray.ObjectRef[Any]], timeout_s: float) -> tuple[bool, list[ray.ObjectRef[Any]]]:
-        """Wait for one; returns whether one has failed, and those that are still waited for."""
+        """Wait for one at least; returns whether one has failed, and those that are still waited for."""
         ready, waiting = ray.wait(waiting, num_returns=1, timeout=timeout_s)
+        if waiting:
+            # All others that have ended: one look a call would find an ended call of many processes late.
+            more, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0)
+            ready = [*ready, *more]
         return any(_find_error(ref) for ref in ready), waiting
 
     def _raise_failed(self) -> NoReturn:

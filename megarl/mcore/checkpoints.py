@@ -167,6 +167,7 @@ def write_safetensors(
             save_file({name: tensor.contiguous() for name, tensor in held.items()}, path, {"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"{path}: {error}") from None
+        path.chmod(0o644)  # safetensors lets the owner alone read it; servers of others read models too
         with path.open("rb") as file:
             os.fsync(file)
         held.clear()

@@ -251,3 +251,4 @@ class PeftAdapter:
         (folder / CONFIG).write_text(json.dumps(dict(self.config), indent=2) + "\n")
         if self.tensors:
             save_file(dict(self.tensors), folder / WEIGHTS, {"format": "pt"})
+            (folder / WEIGHTS).chmod(0o644)

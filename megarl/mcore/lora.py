@@ -115,7 +115,7 @@ def attach_adapters(
         for entry, param in named_entries([chunk]):
             if has_adapter(entry, lora.layers):
                 adapter = Adapter(owners[id(param)], entry, chunk.config, lora, seed)
-                # `bridge.take_weights` merges by it; not a module of the layer, whose checkpoint would count it as its.
+                # `state.take_weights` merges by it; not a module of the layer, whose checkpoint would count it as its.
                 param.adapter = adapter  # type: ignore[attr-defined]
                 owners[id(param)].register_forward_hook(_build_hook(adapter))
                 adapters[name_adapter(entry)] = adapter

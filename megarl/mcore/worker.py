@@ -201,8 +201,6 @@ def collect_rows(sequences: Sequences, batches: Sequence[PackedBatch], outputs: 
     return RowsResult(rows, padded[rows])
 
 
-__all__ = ["MegatronWorker", "Role", "RowsResult", "WorkerSpec"]
-
 COLLECTIVE_GRACE_S = 30.0
 """By so much a collective's deadline is later than its caller's, who then still finds out where every rank waits."""
 FP8_ROUNDING = 2.0**-4

@@ -431,7 +431,7 @@ class _Attempts:
                     error.add_note(f"checkpoint.max_restarts={maximum} have been made without a new checkpoint")
                     raise
                 text = f"restart {num_restarts} of at most {maximum} (checkpoint.max_restarts)"
-                self.report.message(f"{error}\n{text}")
+                self.report.message("\n".join([str(error), *getattr(error, "__notes__", ()), text]))
             if servers is not None:
                 # The next attempt starts them: after the roles, where they share GPUs. Servers that give memory back
                 # begin anew: the roles are built beside them, and nobody knows what this attempt has left them.

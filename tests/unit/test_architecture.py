@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
 }
 """Floor, most lines and modules of every room. A room imports itself and rooms of lower floors, never one of its own
 floor. Raising a budget is a line that a reviewer sees, with its reason in the commit."""
-MOST_LINES, MOST_FILES = 37_060, 141
+MOST_LINES, MOST_FILES = 37_070, 140
 ROOM_OF = {module: room for room, (_, _, modules) in ROOMS.items() for module in modules}
 CONFIG_MAY_IMPORT = {"algo", "files", "schema"}
 """Fewer rooms than its floor allows. It reads what the algorithms' modules declare, without torch."""

@@ -151,5 +151,7 @@ def test_tensors_of_a_file_that_is_written_are_not_held_while_the_next_are_made(
 
     write_safetensors(tmp_path, make(), max_file_bytes=160)
     assert max(alive) == 2
+    # Who may read the folder may read the model: a server of another user, too.
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.glob("*.safetensors")} == {0o644}
     with CheckpointReader(tmp_path) as reader:
         assert [reader.read(f"t{number}")[0].item() for number in range(5)] == [0, 1, 2, 3, 4]
