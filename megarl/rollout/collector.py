@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 
 from megarl.algo.statistics import allocate_zeros
-from megarl.config.errors import ConfigError
-from megarl.config.schema.root import Config
 from megarl.cpu.process import Lockstep
 from megarl.interfaces import DeadlineError, Truncation, TurnRequest
 from megarl.report.timeline import RESPONSES, span
@@ -34,14 +32,12 @@ from megarl.rollout.engine import (
     gather_all,
 )
 from megarl.rollout.rollout_file import Journal
-from megarl.task.data import build_evaluation_set
-from megarl.task.environments import ToolPrompt
 from megarl.task.render import CriticPrompt
 from megarl.task.scorer import Scorer
 from megarl.types import FinishReason, Metrics, Prompt, Response, Rollout, RolloutTensors, Sample, Score, Sequences
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 
 @dataclass(frozen=True)
@@ -55,38 +51,6 @@ class EvalSet:
     truncation: Truncation | None = None
     notes: tuple[str, ...] = ()
     """How the data were read"""
-
-
-def build_eval_sets(
-    config: Config,
-    tokenizer: "PreTrainedTokenizerBase",
-    tools: ToolPrompt | None,
-    vocab_size: int | None = None,
-) -> tuple[EvalSet, ...]:
-    """Read all sets. vocab_size: rows of the model's embedding.
-
-    Raises ConfigError naming train.eval_sets.NAME for a file that cannot be read.
-    """
-    sets: list[EvalSet] = []
-    for name, each in config.train.eval_sets.items():
-        key, notes = f"train.eval_sets.{name}.path", list[str]()
-        try:
-            prompts = build_evaluation_set(
-                *(config.data, tokenizer, config.seed),
-                name=name,
-                path=each.path,
-                num_problems=each.num_prompts,
-                tools=tools,
-                key=key,
-                vocab_size=vocab_size,
-                notes=notes,
-            )
-        except ConfigError as error:
-            problems = [text if text.startswith(key) else f"{key}: {text}" for text in error.problems]
-            raise ConfigError(problems) from error
-        truncation = Truncation(each.top_p, each.top_k)
-        sets.append(EvalSet(str(name), prompts, each.num_samples, each.temperature, truncation, tuple(notes)))
-    return tuple(sets)
 
 
 def compute_set_metrics(name: str, samples: Sequence[Sample]) -> Metrics:

@@ -666,12 +666,3 @@ def build_source(
     assert collector
     assert sampler
     return GroupSource(config, engine, collector, sampler, with_servers, pretraining)
-
-
-class NoSync:
-    """The `WeightSync` of a run without servers."""
-
-    def publish(self, version: int) -> Metrics:
-        return {}
-
-    def reconnect(self) -> None: ...

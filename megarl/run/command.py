@@ -176,7 +176,7 @@ def evaluate() -> None:
 
     def run(_first: Config, run_dir: Path) -> Results:
         # Imported here: torch and Ray take seconds, for which `--help` need not wait.
-        from megarl.run.evaluation import run_evaluation
+        from megarl.run.job import run_evaluation
 
         found: dict[str, float] = {}
         for result in run_evaluation(configs, run_dir):

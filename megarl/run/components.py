@@ -30,7 +30,7 @@ from megarl.rollout.client import ServerOffloader, wait_left_over
 from megarl.rollout.collector import Collector, build_tensors
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.rollout_file import RolloutWriter, SavedGroups
-from megarl.rollout.source import NoSync, build_source, join_groups
+from megarl.rollout.source import build_source, join_groups
 from megarl.task.data import PromptSampler
 from megarl.task.render import CriticPrompt
 from megarl.types import Experience, Metrics, Prompt, Rollout, TrainingSamples
@@ -39,6 +39,15 @@ T = TypeVar("T")
 
 LEFT_OVER_DEADLINE_S = 60.0
 """How long to wait for abandoned calls, more than their connects and clean-up calls may take."""
+
+
+class NoSync:
+    """The `WeightSync` of a run without servers."""
+
+    def publish(self, version: int) -> Metrics:
+        return {}
+
+    def reconnect(self) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""The inputs of a run, loaded and checked before any process is started."""
+"""The inputs of a run or an evaluation, loaded and checked before any process is started."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +12,16 @@ from megarl.config.errors import ConfigError
 from megarl.config.overrides import name_choice
 from megarl.config.schema.algo import needs_reference
 from megarl.config.schema.root import Config
+from megarl.config.schema.run import RolloutConfig
 from megarl.files import load_json_object
-from megarl.mcore.checkpoints import check_checkpoint, check_critic_checkpoint, check_critic_prompt, check_value_range
+from megarl.interfaces import Truncation
+from megarl.mcore.checkpoints import (
+    check_checkpoint,
+    check_critic_checkpoint,
+    check_critic_prompt,
+    check_files,
+    check_value_range,
+)
 from megarl.mcore.spec import ROLE_KEYS, Role, WorkerSpec, check_layout, check_role_fields, read_architecture
 from megarl.models.architecture import Architecture
 from megarl.models.checkpoint import (
@@ -23,16 +31,17 @@ from megarl.models.checkpoint import (
     resolve_checkpoint,
 )
 from megarl.models.families import list_unknown_keys
-from megarl.rollout.collector import EvalSet, build_eval_sets
+from megarl.rollout.collector import EvalSet
 from megarl.rollout.conversation import Conversation, add_turn_end, build_conversation, check_conversation
 from megarl.rollout.rollout_file import NO_GROUPS, Limits, SavedGroups, find_groups
 from megarl.rollout.server import build_command, load_generation_spec
 from megarl.sync.pieces import check_serving_layout
 from megarl.sync.sync import build_probe_tokens
-from megarl.task.data import DataSplits, build_data
-from megarl.task.environments import build_tool_prompt
+from megarl.task.data import DataSplits, build_data, build_evaluation_set, draw
+from megarl.task.environments import ToolPrompt, build_tool_prompt
 from megarl.task.render import CriticPrompt, Renderer, use_chat_template
 from megarl.task.scorer import build_scorer
+from megarl.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,6 +72,29 @@ class Inputs:
     eval_sets: tuple[EvalSet, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     """rollout.stop_token_ids, and the token with which the chat template ends an answer"""
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    name: str
+    prompts: tuple[Prompt, ...]
+    config: Config
+    """With the data and the reward of this set"""
+    conversation: Conversation | None = None
+    """What answers the policy; None with environment=single_turn"""
+    notes: tuple[str, ...] = ()
+    """How the data were read"""
+
+
+@dataclass(frozen=True)
+class EvaluationInputs:
+    checkpoint: Path
+    tokenizer: "PreTrainedTokenizerBase"
+    sets: tuple[EvaluationSet, ...]
+    rollout: RolloutConfig
+    """With the token among rollout.stop_token_ids with which the chat template ends an answer"""
+    ends: str
+    """What ends responses, in words"""
 
 
 @dataclass(frozen=True)
@@ -121,6 +153,38 @@ def _add_prompts(config: Config, inputs: Inputs) -> Inputs:
         eval_sets=sets,
         stop_token_ids=tuple(rollout.stop_token_ids),
     )
+
+
+def build_eval_sets(
+    config: Config,
+    tokenizer: "PreTrainedTokenizerBase",
+    tools: ToolPrompt | None,
+    vocab_size: int | None = None,
+) -> tuple[EvalSet, ...]:
+    """Read all sets. vocab_size: rows of the model's embedding.
+
+    Raises ConfigError naming train.eval_sets.NAME for a file that cannot be read.
+    """
+    sets: list[EvalSet] = []
+    for name, each in config.train.eval_sets.items():
+        key, notes = f"train.eval_sets.{name}.path", list[str]()
+        try:
+            prompts = build_evaluation_set(
+                *(config.data, tokenizer, config.seed),
+                name=name,
+                path=each.path,
+                num_problems=each.num_prompts,
+                tools=tools,
+                key=key,
+                vocab_size=vocab_size,
+                notes=notes,
+            )
+        except ConfigError as error:
+            problems = [text if text.startswith(key) else f"{key}: {text}" for text in error.problems]
+            raise ConfigError(problems) from error
+        truncation = Truncation(each.top_p, each.top_k)
+        sets.append(EvalSet(str(name), prompts, each.num_samples, each.temperature, truncation, tuple(notes)))
+    return tuple(sets)
 
 
 def build_critic_prompt(config: Config, models: Models, tokenizer: "PreTrainedTokenizerBase") -> CriticPrompt | None:
@@ -314,3 +378,53 @@ def _read_architecture(checkpoint: Path, key: str) -> Architecture:
     for line in list_unknown_keys(load_json_object(path), path):
         print(f"{key}: {line}", flush=True)
     return architecture
+
+
+def load_evaluation_inputs(configs: Mapping[str, Config]) -> EvaluationInputs:
+    """Load everything an evaluation reads. Raises ConfigError, for example for a missing file or a prompt too long."""
+    from transformers import AutoConfig
+
+    config = next(iter(configs.values()))
+    checkpoint = resolve_checkpoint(config.model, default_cache_dir())
+    if problems := check_files(checkpoint):
+        raise ConfigError([f"model.path: {problem}" for problem in problems])
+    # Raises for unknown options; the real command is built where the server starts.
+    build_command(config.rollout, checkpoint, host=config.cluster.listen_host, port=0, seed=config.seed)
+    tokenizer = load_tokenizer(checkpoint)
+    use_chat_template(config.data, tokenizer)
+    spec, tools = load_generation_spec(checkpoint), build_tool_prompt(config.environment, config.data, tokenizer)
+    rollout, ends = add_turn_end(config.rollout, spec, Renderer(config.data, tokenizer, tools))
+    sets: list[EvaluationSet] = []
+    for name, each in configs.items():
+        try:
+            sets.append(_load_set(name, each, tokenizer, spec.vocab_size))
+        except ConfigError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise ConfigError(problems)
+    longest = max(len(prompt.token_ids) for each in sets for prompt in each.prompts)
+    model = AutoConfig.from_pretrained(str(checkpoint), local_files_only=True, trust_remote_code=False)
+    limit, length = getattr(model, "max_position_embeddings", None), config.rollout.response_length
+    if limit is not None and longest + length > limit:
+        text = f"found {length}; with the longest prompt, of {longest} tokens, it is {longest + length}"
+        raise ConfigError([f"rollout.response_length: {text}; the model has {limit} positions"])
+    return EvaluationInputs(checkpoint, tokenizer, tuple(sets), rollout, ends)
+
+
+def _load_set(name: str, config: Config, tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> EvaluationSet:
+    evaluate, notes, path = config.evaluate, list[str](), config.evaluate.paths.get(name)
+    tools = build_tool_prompt(config.environment, config.data, tokenizer)
+    given, number = (config.data, tokenizer, config.seed), evaluate.num_problems
+    said: dict[str, Any] = {"tools": tools, "vocab_size": vocab_size}
+    if evaluate.heldout:  # Those on which a run evaluates itself.
+        splits = build_data(*given, **said)
+        notes += splits.notes
+        prompts = tuple(draw(splits.heldout[: config.train.num_eval_prompts], number, f"evaluate/{config.seed}"))
+    else:
+        prompts = build_evaluation_set(*given, name=name, path=path, num_problems=number, notes=notes, **said)
+    with contextlib.closing(build_scorer(config.reward)) as scorer:
+        data = name_choice("data", config.data) if path is None else f"evaluate.paths.{name}={path}"
+        scorer.check(prompts[:1], chosen=f"{name_choice('reward', config.reward)} with {data}")
+    conversation = build_conversation(config, tokenizer, vocab_size)
+    notes += check_conversation(conversation, prompts[:1])
+    return EvaluationSet(name, prompts, config, conversation, tuple(notes))

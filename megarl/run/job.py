@@ -1,5 +1,6 @@
-"""One training run: the processes of each attempt, and the components of the loop that use them; attempts from the
-newest checkpoint until one succeeds, recorded in the run's folder.
+"""What a command runs. A training run: the processes of each attempt, and the components of the loop that use them;
+attempts from the newest checkpoint until one succeeds, recorded in the run's folder. An evaluation: servers on a
+checkpoint generate responses to the prompts of each set, which are scored.
 """
 
 import contextlib
@@ -12,6 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from omegaconf import OmegaConf
 
 from megarl.algo.objective import format_critic, format_objective
 from megarl.algo.registry import needs_critic
@@ -33,7 +36,7 @@ from megarl.config.placement import (
     take_turns,
 )
 from megarl.config.schema.root import Config
-from megarl.config.schema.run import SERVERS, Transport
+from megarl.config.schema.run import SERVERS, Transport, get_temperature, list_ks
 from megarl.config.schema.task import MultiTurnEnvironmentConfig
 from megarl.cpu.process import describe_threads, settle_threads
 from megarl.files import CHECKPOINTS, RUN_FILE, CheckpointError, Folder, check_space, locking, name_checkpoint
@@ -51,10 +54,21 @@ from megarl.mcore.spec import Role, read_architecture
 from megarl.plan.job import PlannedModels, check_plan
 from megarl.plan.seconds import find_peak_tflops
 from megarl.report import tokens as token_file
+from megarl.report.evaluation import FILE_NAME as EVALUATION_NAME
+from megarl.report.evaluation import (
+    RESPONSES_FILE_NAME,
+    SetResult,
+    check_failures,
+    describe_failures,
+    format_response,
+    format_table,
+    summarize_set,
+    write_evaluation,
+)
 from megarl.report.record import FILE_NAME as METRICS_NAME
 from megarl.report.record import Outcome, State, load_metrics, record_start, write_outcome
 from megarl.report.report import Report, build_report
-from megarl.report.text import LOG_NAME, append_log, format_heldout
+from megarl.report.text import LOG_NAME, Decode, Progress, append_log, format_heldout, format_seconds
 from megarl.rollout.client import ServerOffloader
 from megarl.rollout.collector import Collector
 from megarl.rollout.conversation import EpisodeRunner
@@ -70,14 +84,22 @@ from megarl.run.checkpoint import (
     load_trainer_state,
 )
 from megarl.run.command import check_changes, format_results, load_run, save_run
-from megarl.run.components import TrainerComponents
-from megarl.run.inputs import Inputs, describe_start, load_inputs
+from megarl.run.components import Recovery, TrainerComponents
+from megarl.run.inputs import (
+    EvaluationInputs,
+    EvaluationSet,
+    Inputs,
+    describe_start,
+    load_evaluation_inputs,
+    load_inputs,
+)
 from megarl.signals import Stopped, get_terminal, show_warnings
 from megarl.sync.ranks import Ranks
 from megarl.sync.sync import DiskSync, ShardSync
 from megarl.task.data import PromptSampler
-from megarl.task.scorer import Scorer, build_scorer
+from megarl.task.scorer import Scorer, build_scorer, reads_answers
 from megarl.trainer import Summary, Trainer, format_limit
+from megarl.types import Sample
 
 HELDOUT = "reward/heldout"
 LOCK_PATIENCE_S = 150.0
@@ -518,3 +540,132 @@ def is_loss(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResult]:
+    """Evaluate one checkpoint on the sets of `configs`, which differ in data and reward only.
+
+    Writes responses.jsonl, evaluation.json and logs/ under `run_dir`, prints progress and the table. Raises
+    ConfigError, before any process is started, for problems that only the inputs reveal.
+    """
+    configs = {name: settle_threads(each, count_gpus(each, "evaluate")) for name, each in configs.items()}
+    config = next(iter(configs.values()))
+    inputs, evaluate = load_evaluation_inputs(configs), config.evaluate
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(contextlib.closing(Progress(get_terminal())))
+        progress.line(describe_evaluation(inputs, config))
+        for each in inputs.sets:
+            progress.line(f"{each.name}: {'; '.join((*each.notes, inputs.ends))}")
+        started = time.monotonic()
+        progress.enter("start")
+        slots = place(config.cluster, list_groups(config, "evaluate"))[SERVERS]
+        cluster = stack.enter_context(open_ray(config.cluster, len(slots)))
+        rollout, stop_s = replace(inputs.rollout, offload=None), config.cluster.shutdown_deadline_s / 3
+        given = rollout, inputs.checkpoint, run_dir / "logs", config.seed, cluster, slots, stop_s
+        servers = stack.enter_context(contextlib.closing(Servers(*given)))
+        engine = SGLangEngine(
+            servers.start().result(),
+            inputs.checkpoint,
+            rollout,
+            seed=config.seed,
+            check_processes=servers.check_alive,
+            api_key=servers.api_key,
+            top_p=evaluate.top_p,
+            top_k=evaluate.top_k,
+        )
+        stack.callback(engine.close)
+        progress.leave()
+        progress.line(f"servers ready after {format_seconds(time.monotonic() - started)}")
+        recovery = Recovery(servers, progress.line, rollout.max_server_restarts)
+        decode = inputs.tokenizer.decode
+        results = evaluate_sets(engine, inputs.sets, run_dir, progress, recovery=recovery, decode=decode)
+        write_evaluation(run_dir / EVALUATION_NAME, results, list_settings(inputs))
+        progress.line(format_table(results))
+    return results
+
+
+def evaluate_sets(
+    engine: SGLangEngine,
+    sets: Sequence[EvaluationSet],
+    run_dir: Path,
+    progress: Progress,
+    *,
+    weight_version: int = 0,
+    recovery: Recovery | None = None,
+    decode: Decode | None = None,
+) -> list[SetResult]:
+    """The result of each set; every response is written to RUN_DIR/responses.jsonl as soon as it has been scored.
+
+    weight_version: of the servers, 0 after their start. recovery: None where a lost server is not restarted. decode:
+    reads the observations in responses.jsonl. Raises TooManyFailuresError where more of a set's responses than
+    reward.max_failed_frac have no reward.
+    """
+    recovery = recovery or Recovery(None, progress.line, 0)
+    results = []
+    with (run_dir / RESPONSES_FILE_NAME).open("w", encoding="utf-8") as file:
+        for each in sets:
+            samples: list[Sample] = []
+            reward, evaluate, number = each.config.reward, each.config.evaluate, each.config.evaluate.num_samples
+            # Small calls, since rollout.request_deadline_s is for each.
+            step = max(1, engine.num_slots // number)
+            started, temperature = time.monotonic(), get_temperature(evaluate)
+            progress.enter(each.name)
+            with contextlib.closing(build_scorer(reward)) as scorer:
+                runner = EpisodeRunner(each.config.rollout.response_length, each.conversation)
+                collector = Collector(engine, scorer, runner, seed=each.config.seed, temperature=temperature)
+                for start in range(0, len(each.prompts), step):
+                    recovery.run(engine.check_health)
+                    batch, key = each.prompts[start : start + step], f"{each.name}/{start}"
+                    collect = partial(collector.sample, batch, number, weight_version=weight_version, key=key)
+                    try:
+                        found = recovery.run(collect)  # Restarted servers hold the same checkpoint.
+                    except DeadlineError as error:
+                        raise DeadlineError(
+                            f"{error}; rollout.request_deadline_s is for {len(batch) * number} responses here: raise"
+                            " it, or lower rollout.max_running_requests"
+                        ) from error
+                    file.writelines(format_response(each.name, i % number, one, decode) for i, one in enumerate(found))
+                    file.flush()
+                    samples += found
+                    correct = sum(one.score.correct for one in samples)
+                    progress.line(
+                        f"{each.name}: {start + len(batch)} of {len(each.prompts)} problems, {correct} of"
+                        f" {len(samples)} responses correct | {format_seconds(time.monotonic() - started)}"
+                    )
+            progress.leave()
+            check_failures(samples, reward.max_failed_frac)
+            if text := describe_failures(samples):
+                progress.line(f"warning: {each.name}: {text}; they count as wrong, with a reward of 0")
+            # A user's own function reads answers where it says so.
+            reads = reads_answers(reward) or any(sample.score.answer is not None for sample in samples)
+            results.append(summarize_set(each.name, samples, list_ks(evaluate), reads_answers=reads))
+    return results
+
+
+def describe_evaluation(inputs: EvaluationInputs, config: Config) -> str:
+    sets = ", ".join(f"{each.name} ({len(each.prompts)} problems)" for each in inputs.sets)
+    evaluate, temperature = config.evaluate, get_temperature(config.evaluate)
+    how = "greedy" if temperature == 0 else f"at temperature {temperature:g}"
+    how += f", top_p {evaluate.top_p:g}" if evaluate.top_p < 1 else ""
+    how += f", top_k {evaluate.top_k}" if evaluate.top_k > 0 else ""
+    each = "1 response" if evaluate.num_samples == 1 else f"{evaluate.num_samples} responses"
+    length = config.rollout.response_length
+    return f"evaluating {inputs.checkpoint} on {sets}: {each} per problem, {how}, of up to {length} tokens"
+
+
+def list_settings(inputs: EvaluationInputs) -> dict[str, Any]:
+    """The settings of the evaluation, as JSON values."""
+
+    def to_plain(node: object) -> Any:
+        return OmegaConf.to_container(OmegaConf.structured(node), enum_to_str=True)
+
+    config = inputs.sets[0].config
+    values = {name: to_plain(getattr(config, name)) for name in ("model", "rollout", "evaluate")}
+    for group in ("data", "reward"):
+        values[group] = {each.name: to_plain(getattr(each.config, group)) for each in inputs.sets}
+    return {
+        "checkpoint": str(inputs.checkpoint),
+        "seed": config.seed,
+        "temperature": get_temperature(config.evaluate),
+        "config": values,
+    }

@@ -4,60 +4,63 @@ import json
 from collections import Counter
 from dataclasses import replace
 from io import StringIO
+from typing import Any
 
 import pytest
 from servers import API_KEY
 
+from megarl.config.load import load_config
 from megarl.config.schema.run import EvaluateConfig
 from megarl.interfaces import DeadlineError
 from megarl.report.evaluation import RESPONSES_FILE_NAME
 from megarl.report.text import Progress
 from megarl.rollout.engine import SGLangEngine
-from megarl.run.evaluation import EvaluationSet, evaluate_sets
-from megarl.task.scorer import Scorer
-from megarl.types import FinishReason, Prompt, Response, Score
+from megarl.run.inputs import EvaluationSet
+from megarl.run.job import evaluate_sets
+from megarl.types import FinishReason, Prompt
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 
-def read_first_letter(prompt: Prompt, response: Response) -> Score:
-    """Letters before n are right, other letters wrong, anything else is no answer."""
+REWARDS = """
+from megarl.types import Score
+
+def read_first_letter(prompt, response):
+    "Letters before n are right, other letters wrong, anything else is no answer."
     first = response.text[:1]
     answer = first if first.isalpha() else None
     correct = answer is not None and answer < "n"
     return Score(float(correct), correct, {}, answer)
 
-
-def build_sets(response_length: int) -> tuple[EvaluationSet, ...]:
-    prompts = [Prompt(f"p{i}", "", (3 + i, 4 + i), "") for i in range(10)]
-    return (
-        EvaluationSet("letters", tuple(prompts[:7]), lambda: Scorer(read_first_letter), True, response_length),
-        EvaluationSet("few", tuple(prompts[7:]), lambda: Scorer(lambda p, r: Score(1.0, True)), False, response_length),
-    )
+def accept(prompt, response):
+    return Score(1.0, True)
+"""
+PROMPTS = tuple(Prompt(f"p{i}", "", (3 + i, 4 + i), "") for i in range(10))
 
 
 @pytest.fixture
 def evaluate(server, tiny_checkpoint, rollout_config, tmp_path):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    base = load_config(["reward=function", "reward.path=unset.py:score"])
+
+    def build_set(name: str, prompts: tuple[Prompt, ...], reward: str, **parts: Any) -> EvaluationSet:
+        config = replace(base, **parts, reward=replace(base.reward, path=f"{tmp_path}/rewards.py:{reward}"))
+        return EvaluationSet(name, prompts, config)
+
     def run(config: EvaluateConfig, **keys: float):
-        rollout = replace(rollout_config, **keys)
+        # 16 responses a call: the first set takes several.
+        rollout = replace(rollout_config, max_running_requests=16, **keys)
         engine = SGLangEngine(
             [server.url], tiny_checkpoint, rollout, top_p=config.top_p, top_k=config.top_k, api_key=API_KEY
         )
         patient = SGLangEngine([server.url], tiny_checkpoint, rollout_config, api_key=API_KEY)
         version, stream = patient.clients[0].load_weight_version(), StringIO()
         patient.close()
-        progress, sets = Progress(stream), build_sets(rollout.response_length)
+        progress, parts = Progress(stream), {"rollout": rollout, "evaluate": config, "seed": 0}
+        letters = build_set("letters", PROMPTS[:7], "read_first_letter", **parts)
+        sets = (letters, build_set("few", PROMPTS[7:], "accept", **parts))
         try:
-            # 16 responses a call: the first set takes several.
-            results = evaluate_sets(
-                engine,
-                sets,
-                config,
-                tmp_path,
-                progress,
-                num_slots=16,
-                weight_version=version,
-            )
+            results = evaluate_sets(engine, sets, tmp_path, progress, weight_version=version)
         finally:
             progress.close()
             engine.close()

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "megarl"
 
 ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "cli": (8, 860, ("cli", "train", "api", "plan.command", "plan.doctor")),
-    "run": (7, 2670, ("run", "trainer", "sweep")),
+    "run": (7, 2680, ("run", "trainer", "sweep")),
     "cluster": (6, 1710, ("cluster",)),
     "plan": (6, 2010, ("plan",)),
     "sync": (5, 2160, ("sync",)),

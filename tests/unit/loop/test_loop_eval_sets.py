@@ -13,7 +13,8 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.interfaces import Truncation
 from megarl.report.record import load_metrics
-from megarl.rollout.collector import EvalSet, build_eval_sets
+from megarl.rollout.collector import EvalSet
+from megarl.run.inputs import build_eval_sets
 
 
 def test_each_set_is_sampled_in_its_own_way_where_an_evaluation_is_due(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import expand_sets, load_config, load_configs
 from megarl.config.schema.run import EvaluateConfig, check_evaluate, get_temperature, list_ks
 from megarl.run.command import choose_run_dir, save_run
-from megarl.run.evaluation import load_evaluation_inputs
-from megarl.run.inputs import load_inputs
+from megarl.run.inputs import load_evaluation_inputs, load_inputs
 from megarl.types import Prompt
 
 ROOT = Path(__file__).resolve().parents[3]
