@@ -218,7 +218,6 @@ def load_json(file: Path) -> dict[str, Any]:
         raise ConfigError([str(error)]) from error
 
 
-MODELS = Path(__file__).parent / "models"
 GUARD = Path(__file__).parents[1] / "signals.py"
 TRACKER_WARNINGS = "ignore::UserWarning:multiprocessing.resource_tracker"
 LONGEST_TMPDIR = 42
@@ -327,7 +326,7 @@ def build_environment(config: RolloutConfig, scratch: Path, *, shares_gpus: bool
     """
     environment = dict(os.environ)
     serving = find_serving()
-    path = [*serving.folders, str(MODELS)]
+    path = list(serving.folders)
     environment |= {
         "TMPDIR": str(scratch),
         # SGLang compiles kernels with the `ninja` that it finds there; a wheel of ours brings it.
@@ -335,7 +334,7 @@ def build_environment(config: RolloutConfig, scratch: Path, *, shares_gpus: bool
         # A file instead of torch's TCP store, which would listen on every interface.
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",
         # Plain decoder models are found without importing all 200 of SGLang's model files.
-        "SGLANG_EXTERNAL_MODEL_PACKAGE": "megarl_sglang_models",
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "megarl.rollout.models",
         # /health answers at once; it would wait a second for a token, as /health_generate does.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
         "HF_HUB_OFFLINE": "1",

@@ -247,7 +247,7 @@ def inside():
 def test_every_room_is_a_package_whose_init_says_in_one_line_what_it_is() -> None:
     problems = []
     for directory in sorted(path.parent for path in PACKAGE.rglob("*.py")):
-        if in_standins(directory):
+        if in_standins(directory) or directory == PACKAGE / "rollout" / "models":  # SGLang lists the files of that one.
             continue
         init = directory / "__init__.py"
         docstring = ast.get_docstring(ast.parse(init.read_text())) if init.exists() else None

@@ -39,6 +39,7 @@ def test_an_installed_megarl_has_its_configuration_jobs_and_tools_with_it(site, 
     for name in ("conf/config.yaml", "conf/algo/vapo.yaml", "slurm/train.sh", "tools/install/cpu.lock"):
         assert (site / "megarl" / name).read_bytes() == (ROOT / name).read_bytes()
     assert os.access(site / "megarl/slurm/train.sh", os.R_OK)
+    assert (site / "megarl/rollout/models/sglang_classes.py").is_file()
     assert not (site / "megarl/tools/bench").exists()
 
 

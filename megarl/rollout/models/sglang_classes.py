@@ -1,5 +1,7 @@
 """The decoder models of all families, as SGLang defines them, and scalar reward models: SGLang's classes, with the head
-that transformers gives the same checkpoint."""
+that transformers gives the same checkpoint. Servers look classes up here before they import all of SGLang's models, by
+SGLANG_EXTERNAL_MODEL_PACKAGE, which is this folder: a package without an __init__.
+"""
 
 from collections.abc import Iterable, Iterator
 from importlib import import_module
