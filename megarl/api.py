@@ -42,8 +42,9 @@ def train(
     what `compose` gives. run_dir: None takes runs/TIME_ALGORITHM_MODEL, as the command does.
 
     Returns the number of iterations and the last held-out reward (0 to 1; NaN with rollout.file). Raises ConfigError
-    for a configuration that contradicts itself, the machine or the run in `run_dir`, and Stopped, after a checkpoint,
-    for an interrupt (Ctrl-C, a notebook's stop), where it is called from the main thread.
+    for a configuration that contradicts itself, the machine or the run in `run_dir`, CheckpointError for a file that is
+    damaged or not of this model, and Stopped, after a checkpoint, for an interrupt (Ctrl-C, a notebook's stop), where
+    it is called from the main thread.
     """
     overrides: list[str] = []
     if not isinstance(config, Config):

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 
 from megarl.algo.algorithm import Algorithm, describe_end
-from megarl.algo.registry import reuses_logprobs
+from megarl.algo.objective import reuses_logprobs
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import TrainConfig
 from megarl.run.checkpoint import LoopSaver, TrainerState

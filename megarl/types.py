@@ -368,7 +368,7 @@ class Experience(RolloutTensors):
 
     old_logprobs: Tensor
     """float32 [B, T]: computed by the training engine before the update; rollout_logprobs where nothing reads them
-    (`megarl.algo.registry.reads_old_logprobs`), and before an update that computes them itself"""
+    (`megarl.algo.objective.reads_old_logprobs`), and before an update that computes them itself"""
     sampling_logprobs: Tensor
     """float32 [B, T], log mu: of the policy that sampled the token, by the training engine where `scored`, else by the
     rollout engine"""
@@ -441,4 +441,4 @@ def _select_rows(batch: Experience | TrainingSamples, rows: Tensor) -> dict[str,
 
 
 Metrics = dict[str, float]
-"""Metric values by name, for example {"reward/mean": 0.5}; see megarl.report for the names"""
+"""Metric values by name, for example {"reward/mean": 0.5}; docs/metrics.md has the names"""

@@ -27,7 +27,7 @@ from megarl.algo.diagnostics import (
     compute_replay_metrics,
 )
 from megarl.algo.losses import aggregate
-from megarl.algo.registry import (
+from megarl.algo.objective import (
     find_advantage,
     load_state,
     name_advantages,

@@ -137,7 +137,7 @@ def compute_mismatch_metrics(experience: Experience, config: MismatchConfig) -> 
     mask = experience.mask
     check_finite("old_logprobs", experience.old_logprobs, mask)
     check_finite("rollout_logprobs", experience.rollout_logprobs, mask)
-    fresh, replayed = GapSummary("mismatch", config), RatioSummary("replay")
+    fresh, replayed = GapSummary(config), RatioSummary("replay")
     for block in split_blocks(mask):
         old, rollout = (block.flatten(x).double() for x in (experience.old_logprobs, experience.rollout_logprobs))
         token = (old - rollout).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
@@ -211,10 +211,10 @@ class RatioSummary:
 
 
 class GapSummary(RatioSummary):
-    """Also of the gap between the log-probs, and by quarters of the responses."""
+    """mismatch/*: also of the gap between the log-probs, and by quarters of the responses."""
 
-    def __init__(self, prefix: str, config: MismatchConfig):
-        super().__init__(prefix)
+    def __init__(self, config: MismatchConfig):
+        super().__init__("mismatch")
         self._config = config
         self._outside, self._gap, self._largest_gap = Mean(), Mean(), -math.inf
         self._quarters = [(Mean(), Mean()) for _ in QUARTERS]

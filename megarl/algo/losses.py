@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megarl.algo.objective import LOSS_TERMS
-from megarl.algo.registry import find_policy_loss
+from megarl.algo.objective import LOSS_TERMS, find_policy_loss
 from megarl.algo.statistics import check_finite
 from megarl.config.schema.algo import AlgoConfig, LossAggMode, MismatchConfig, MismatchCorrection, RatioLevel
 from megarl.types import TrainingSamples

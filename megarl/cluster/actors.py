@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megarl.algo.losses import count_minibatch
 from megarl.algo.statistics import allocate_zeros
-from megarl.cluster.calls import PendingCall, RayLostError, ask, collect, wait_for
+from megarl.cluster.calls import PendingCall, RayLostError, WorkerError, ask, collect, wait_for
 from megarl.cluster.opened import Cluster
 from megarl.cluster.process import (
     CallState,
@@ -47,7 +47,7 @@ from megarl.cluster.process import (
 )
 from megarl.config.placement import DeviceSlot
 from megarl.config.schema.run import RolloutConfig
-from megarl.interfaces import Pending, wait_all
+from megarl.interfaces import DeadlineError, Pending, wait_all
 from megarl.mcore.microbatches import plan_microbatches
 from megarl.mcore.spec import WorkerSpec, read_architecture
 from megarl.report.timeline import Recording, span
@@ -606,13 +606,17 @@ class Servers:
         """As in `RolloutServers`; a restarted server appends to its log. Does nothing before the first start."""
         if self._urls is None or not names:
             return
-        urls = self._urls.result()
+        try:
+            urls = self._urls.result()
+        except (WorkerError, DeadlineError):
+            # The first start failed: the next one is the first again, of all servers.
+            self._urls, names, urls = None, self.names, [""] * len(self.names)
         numbers = [number for number, name in enumerate(self.names) if name in names]
         self._stop(numbers)
         for number in numbers:
             port = urlsplit(urls[number]).port
             ask(f"another owner of {self.names[number]}", partial(self._replace, number, port))
-        self._ended = sorted({*self._ended, *numbers})
+        self._ended = sorted({*self._ended, *numbers}) if self._urls else []
 
     def _replace(self, number: int, port: int | None) -> None:
         """Another owner in place of this one. The guard ends its server, should it still run."""
@@ -628,7 +632,7 @@ class Servers:
     def restart(self, names: Collection[str]) -> None:
         """As in `RolloutServers`. Raises WorkerError with the end of the log."""
         self.end(names)
-        self.start()
+        self.start().result()
 
     def close(self) -> None:
         # A start in progress keeps `stop` waiting until the deadline; the server then ends with its owner. Where Ray is

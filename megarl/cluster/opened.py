@@ -111,8 +111,7 @@ def open_ray(config: ClusterConfig, num_actors: int) -> Iterator[Cluster]:
     scratch = Path(tempfile.mkdtemp(prefix=f"megarl-{os.getpid()}-", dir="/tmp"))
     grace_s = config.shutdown_deadline_s / 3
     try:
-        is_local = config.ray_address is None
-        opened = _local_ray(config, num_actors, scratch) if is_local else nullcontext(_wait_for_ray(config))
+        opened = nullcontext(_wait_for_ray(config)) if config.ray_address else _local_ray(config, num_actors, scratch)
         with opened as address, _joined_ray(address, grace_s):
             nodes = wait_for_nodes(config.num_nodes, config.worker_start_deadline_s)
             if config.gpus_per_node > 0:

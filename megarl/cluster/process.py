@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import ray
@@ -199,9 +199,6 @@ def use_gpus(gpus: Sequence[Gpu], devices: Path = PCI_DEVICES) -> None:
         os.sched_setaffinity(0, near)
 
 
-if TYPE_CHECKING:
-    from megarl.types import Metrics
-
 ANSWER_S = 10.0
 """How long a rank may take to report its state: a thread of its own does nothing else."""
 NUM_FRAMES = 14
@@ -338,12 +335,12 @@ def _read_peak(pid: int) -> int:
     return 0
 
 
-def measure_peaks(groups: Mapping[str, Any]) -> Metrics:
+def measure_peaks(groups: Mapping[str, Any]) -> dict[str, float]:
     """perf/NAME_peak_memory_gb of each role or the servers: that of its process with the most, since that started.
 
     Raises RayLostError.
     """
-    metrics: Metrics = {}
+    metrics: dict[str, float] = {}
     for name, group in groups.items():
         what = f"memory of the {name} processes"
         # A process that is gone or late is named by the loop's own calls, which know what to do about it.

@@ -7,10 +7,10 @@ from enum import Enum
 from math import isfinite, isqrt
 from typing import Any
 
-from megarl.algo import registry
+from megarl.algo import objective
 from megarl.algo.declarations import AdvantageEstimator
-from megarl.algo.objective import LOSS_TERMS
-from megarl.algo.registry import (
+from megarl.algo.objective import (
+    LOSS_TERMS,
     find_advantage,
     find_policy_loss,
     has_ratio_to_rollout,
@@ -58,7 +58,7 @@ class Place:
 
     @property
     def has_critic(self) -> bool:
-        return registry.needs_critic(self.config.algo)
+        return objective.needs_critic(self.config.algo)
 
     @property
     def has_reference(self) -> bool:
@@ -66,15 +66,15 @@ class Place:
 
     @property
     def advantage(self) -> AdvantageEstimator:
-        return registry.find_advantage(self.config.algo.advantage)
+        return objective.find_advantage(self.config.algo.advantage)
 
     @property
     def reads_old_logprobs(self) -> bool:
-        return registry.reads_old_logprobs(self.config.algo)
+        return objective.reads_old_logprobs(self.config.algo)
 
     @property
     def can_reuse_logprobs(self) -> bool:
-        return self.reads_old_logprobs and not registry.needs_pass(self.config)
+        return self.reads_old_logprobs and not objective.needs_pass(self.config)
 
     @property
     def offloads_servers(self) -> bool:

@@ -215,7 +215,7 @@ def load_config(overrides: Sequence[str], command: str = "train") -> Config:
 def load(overrides: Sequence[str], command: str = "train") -> Loaded:
     """The checked configuration of `python -m megarl.COMMAND` for these `key=value` overrides, ROLL's names included.
 
-    A model that a run wrote brings settings of that run (megarl/config/load.py), which what is given replaces.
+    A model that a run wrote brings settings of that run, which what is given replaces.
     Raises ConfigError, naming each key, what was found and what would be right; so does a key that the overrides set
     and that has no effect. Of those of the chosen conf/experiment/NAME.yaml `list_left_out` tells.
     """

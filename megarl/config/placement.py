@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megarl.algo.registry import needs_critic
+from megarl.algo.objective import needs_critic
 from megarl.config.errors import ConfigError
 from megarl.config.schema.algo import needs_reference
 from megarl.config.schema.root import Config

@@ -31,7 +31,7 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from megarl.algo.registry import needs_critic
+from megarl.algo.objective import needs_critic
 from megarl.config.errors import ConfigError
 from megarl.config.load import expand_sets, load, load_config, load_configs
 from megarl.config.names import rewrite_overrides

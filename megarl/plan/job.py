@@ -15,7 +15,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from megarl.algo.registry import needs_critic
+from megarl.algo.objective import needs_critic
 from megarl.config.checks import check_config, check_older_samples
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config

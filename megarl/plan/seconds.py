@@ -13,7 +13,7 @@ from math import ceil
 
 import torch
 
-from megarl.algo.registry import scores_first
+from megarl.algo.objective import scores_first
 from megarl.config.placement import list_groups, place
 from megarl.config.schema.roles import Offload, ParallelConfig, Recompute, RecomputeMethod
 from megarl.config.schema.root import Config

@@ -165,7 +165,7 @@ class _Charts:
         curves = build_curves(self.history, metrics, is_stack=chart.is_stack)
         shown = pile_up(curves) if chart.is_stack else curves
         svg = draw_curves(shown, self.domain, chart.floor, is_stack=chart.is_stack)
-        is_log = charts.needs_log([max(value, chart.floor) for curve in curves for _, value in curve.points])
+        is_log = needs_log([max(value, chart.floor) for curve in curves for _, value in curve.points])
         unit = f"{chart.unit} (log scale)".strip() if is_log and not chart.is_stack else chart.unit
         # For the script, of each curve its value at each point, where it has one.
         found = [dict(curve.points) for curve in curves]

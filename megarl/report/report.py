@@ -10,9 +10,8 @@ from typing import Any, TextIO
 import psutil
 
 from megarl.config.schema.run import LoggerConfig
-from megarl.report.record import FILE_NAME, ONCE, MetricsWriter, check_metrics, write_status
+from megarl.report.record import FILE_NAME, ONCE, MetricsWriter, Sink, check_metrics, open_sinks, write_status
 from megarl.report.signs import Watch
-from megarl.report.sinks import Sink, open_sinks
 from megarl.report.text import LOG_NAME, TIME, Decode, Progress, format_iteration, format_samples, format_seconds
 from megarl.report.timeline import span
 from megarl.types import Metrics, Sample

@@ -43,8 +43,7 @@ from megarl.config.schema.roles import ModelSource
 from megarl.config.schema.root import Config, register
 from megarl.config.schema.run import AUTO
 from megarl.files import RUN_FILE, CheckpointError, load_json_object, locking, write_atomically
-from megarl.report.record import Outcome, State, clear_outcome, load_outcome, write_outcome
-from megarl.report.sinks import check_sinks
+from megarl.report.record import Outcome, State, check_sinks, clear_outcome, load_outcome, write_outcome
 from megarl.signals import DRIVER_LOG, Stopped, capturing_output, stopping_on_signals
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megarl.algo.algorithm import build_pretraining_algo, measure_old_logprobs
 from megarl.algo.diagnostics import compute_batch_metrics
-from megarl.algo.registry import reads_old_logprobs
+from megarl.algo.objective import reads_old_logprobs
 from megarl.config.schema.algo import KLEstimator, needs_reference
 from megarl.config.schema.root import Config
 from megarl.config.schema.task import MultiTurnEnvironmentConfig

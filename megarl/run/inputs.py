@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.algo.registry import needs_critic
+from megarl.algo.objective import needs_critic
 from megarl.config.checks import describe_iteration_size
 from megarl.config.errors import ConfigError
 from megarl.config.overrides import name_choice

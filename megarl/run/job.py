@@ -16,8 +16,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from megarl.algo.objective import format_critic, format_objective
-from megarl.algo.registry import needs_critic
+from megarl.algo.objective import format_critic, format_objective, needs_critic
 from megarl.cluster.actors import Servers, Turns, WorkerGroup
 from megarl.cluster.calls import WorkerError
 from megarl.cluster.opened import Cluster, open_ray

@@ -26,7 +26,7 @@ from pathlib import Path
 import pytest
 from tool_loading import load_tool
 
-from megarl.algo import registry
+from megarl.algo import objective
 from megarl.cli import COMMANDS
 from megarl.config.load import check_overrides, expand_sets, load_config, load_configs
 from megarl.config.overrides import take_config_dirs
@@ -180,7 +180,7 @@ def write_files(text: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
             # Imported anew here, and not left behind.
             monkeypatch.setitem(sys.modules, Path(name).stem, sys)
             del sys.modules[Path(name).stem]
-            registry.find_advantage.cache_clear()
+            objective.find_advantage.cache_clear()
     monkeypatch.syspath_prepend(folder)
 
 

@@ -190,7 +190,7 @@ def test_the_import_check_refuses(importer: str, imported: str) -> None:
         ("megarl.trainer", "megarl.run.checkpoint"),
         ("megarl.plan.doctor", "megarl.run.inputs"),
         ("megarl.algo.algorithm", "torch"),
-        ("megarl.config.checks", "megarl.algo.registry"),
+        ("megarl.config.checks", "megarl.algo.objective"),
         ("megarl.config.load", "hydra.errors"),
         ("megarl.config.load", "difflib"),
     ],

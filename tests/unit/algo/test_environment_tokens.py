@@ -18,7 +18,7 @@ from algo_cases import (
 from megarl.algo.algorithm import compute_targets, update_reward_moments
 from megarl.algo.diagnostics import compute_batch_metrics
 from megarl.algo.losses import count_minibatch, critic_loss, policy_loss
-from megarl.algo.registry import needs_critic
+from megarl.algo.objective import needs_critic
 from megarl.algo.statistics import RunningMoments
 from megarl.config.schema.algo import uses_topr
 from megarl.types import Sequences

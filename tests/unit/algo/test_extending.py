@@ -12,8 +12,7 @@ from algo_cases import build_targets, configure, make_experience
 from megarl.algo.advantages import ADVANTAGES
 from megarl.algo.algorithm import compute_targets
 from megarl.algo.losses import count_minibatch, policy_loss
-from megarl.algo.objective import format_objective
-from megarl.algo.registry import find_advantage, find_policy_loss
+from megarl.algo.objective import find_advantage, find_policy_loss, format_objective
 from megarl.config.errors import ConfigError, load_named
 from megarl.config.load import load_config
 from megarl.config.schema.algo import AlgoConfig

@@ -7,8 +7,8 @@ import torch
 from algo_cases import at_responses, configure, f64, loss_of, make_experience, one_row, perturbed, whole
 
 from megarl.algo.losses import count_minibatch
+from megarl.algo.objective import reads_old_logprobs
 from megarl.algo.policy_losses import POLICY_LOSSES, compute_cispo, compute_dis, compute_dppo
-from megarl.algo.registry import reads_old_logprobs
 from megarl.algo.statistics import NonFiniteError
 from megarl.config.schema.algo import KLEstimator, RatioLevel
 

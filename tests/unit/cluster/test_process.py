@@ -16,6 +16,7 @@ import ray
 import torch.distributed as dist
 
 from megarl.cluster.actors import Servers, WorkerGroup
+from megarl.cluster.calls import WorkerError
 from megarl.cluster.opened import Cluster, open_ray
 from megarl.cluster.process import (
     Gpu,
@@ -190,6 +191,21 @@ def test_processes_are_started_with_the_gpus_of_their_slots_in_their_environment
     assert {each["CUDA_DEVICE_ORDER"] for each in [*ranks, owner]} == {"PCI_BUS_ID"}
     assert {each["CUDA_DEVICE_MAX_CONNECTIONS"] for each in ranks} == {"1"}
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in owner  # SGLang has a number of its own
+
+
+@pytest.mark.server
+@pytest.mark.slow
+def test_servers_whose_first_start_failed_are_started_once_more_by_a_restart(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    slots = place(ClusterConfig(gpus_per_node=4), [Group("servers", 1, 1, 1)])["servers"]
+    servers = Servers(RolloutConfig(kv_cache_tokens=1), tmp_path, tmp_path, 1, cluster, slots, 9.0)
+    try:
+        for start in (lambda: servers.start().result(), lambda: servers.restart(servers.names)):
+            with pytest.raises(WorkerError, match="start of the SGLang servers"):
+                start()
+    finally:
+        servers.close()
+    assert (tmp_path / "server-0.log").read_text().count("-m sglang.launch_server ") == 2
 
 
 AS_ACTORS = """

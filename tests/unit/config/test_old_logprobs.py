@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from megarl.algo.registry import needs_pass, reads_old_logprobs, reuses_logprobs, scores_first
+from megarl.algo.objective import needs_pass, reads_old_logprobs, reuses_logprobs, scores_first
 from megarl.config.load import load_config
 from megarl.config.schema.roles import Fp8
 

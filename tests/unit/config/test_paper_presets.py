@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.algo.registry import find_policy_loss, needs_critic
+from megarl.algo.objective import find_policy_loss, needs_critic
 from megarl.config.checks import find_unused
 from megarl.config.load import list_options, load_config
 from megarl.config.overrides import list_values

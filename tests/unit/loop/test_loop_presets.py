@@ -11,7 +11,7 @@ import torch
 from fakes.disturbed import add_engine_noise
 from fakes.run import World, load_untimed, reward_length
 
-from megarl.algo.registry import needs_critic, reuses_logprobs
+from megarl.algo.objective import needs_critic, reuses_logprobs
 from megarl.algo.statistics import NonFiniteError
 from megarl.config.load import list_options
 from megarl.config.schema.algo import needs_reference

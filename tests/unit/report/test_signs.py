@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from page_run import build_metrics
 
-from megarl.algo.registry import needs_critic
+from megarl.algo.objective import needs_critic
 from megarl.config.load import compose_config, load_config
 from megarl.config.overrides import list_values
 from megarl.config.schema.run import LoggerConfig

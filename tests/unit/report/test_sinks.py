@@ -8,14 +8,14 @@ import pytest
 
 from megarl.config.load import load_config
 from megarl.config.schema.run import LoggerConfig, WandbMode
-from megarl.report import sinks
+from megarl.report import record
+from megarl.report.record import load_ids
 from megarl.report.report import Report, build_report
-from megarl.report.sinks import load_ids
 
 QUIET = {"tensorboard": False, "terminal": False}
 SETTINGS = {"algo.name": "vapo", "algo.clip_high": 0.28, "data.system": None}
-NEEDS_WANDB = pytest.mark.skipif(not sinks.is_installed("wandb"), reason="make install EXTRAS=wandb")
-NEEDS_MLFLOW = pytest.mark.skipif(not sinks.is_installed("mlflow"), reason="make install EXTRAS=mlflow")
+NEEDS_WANDB = pytest.mark.skipif(not record.is_installed("wandb"), reason="make install EXTRAS=wandb")
+NEEDS_MLFLOW = pytest.mark.skipif(not record.is_installed("mlflow"), reason="make install EXTRAS=mlflow")
 
 
 def build(run_dir: Path, **options: object) -> Report:
@@ -104,8 +104,8 @@ def test_a_run_that_fails_is_failed_in_mlflow_and_a_server_that_is_away_ends_no_
 def test_a_missing_package_is_an_error_that_names_key_package_and_remedy(
     options: list[str], key: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sinks, "is_installed", lambda _package: False)
-    (problem,) = sinks.check_sinks(load_config(options).logger)
+    monkeypatch.setattr(record, "is_installed", lambda _package: False)
+    (problem,) = record.check_sinks(load_config(options).logger)
     assert re.match(rf"logger\.{key}: found {re.escape(found)}, which needs the package {key}", problem)
     assert "pip install" in problem
     assert f"or logger.{key}=" in problem
@@ -115,5 +115,5 @@ def test_with_tensorboard_null_it_is_written_where_it_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for is_there in (True, False):
-        monkeypatch.setattr(sinks, "is_installed", lambda _package, found=is_there: found)
-        assert len(list(sinks.open_sinks(LoggerConfig(), tmp_path, {}))) == is_there
+        monkeypatch.setattr(record, "is_installed", lambda _package, found=is_there: found)
+        assert len(list(record.open_sinks(LoggerConfig(), tmp_path, {}))) == is_there
