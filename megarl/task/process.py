@@ -15,18 +15,24 @@ import select
 import signal
 import subprocess
 import sys
-import sysconfig
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from megarl.config.errors import ConfigError, DescribedError, load_named
-from megarl.task import confinement
+from megarl.task.sandbox import (
+    ROOT,
+    allow_files,
+    describe_status,
+    end_process,
+    exchange,
+    kill_group,
+    list_readable,
+    refuse_calls,
+)
 
 START_DEADLINE_S = 180.0
 """For importing the function's packages on a busy machine"""
@@ -35,10 +41,6 @@ GRACE_S = 20.0
 OUT_OF_MEMORY = 77
 """Exit status"""
 GIB = 2**30
-SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
-"""What programs need of the system, to read"""
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 
 
 class CallError(Exception):
@@ -201,57 +203,6 @@ class FunctionProcess:
         return process.wait(timeout=30)
 
 
-def describe_status(status: int) -> str:
-    """An exit status in words: "signal SIGSEGV" or "exit status 3"."""
-    names = {-number: number.name for number in signal.Signals}
-    return f"signal {names.get(status, -status)}" if status < 0 else f"exit status {status}"
-
-
-def exchange(process: "subprocess.Popen[bytes]", line: bytes, seconds: float) -> bytes | None:
-    """Write a line and read one without its end; None where the process closed its end. Raises TimeoutError."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    reader, writer = process.stdout.fileno(), process.stdin.fileno()
-    received, deadline = b"", time.monotonic() + seconds
-    os.set_blocking(writer, False)
-    unwritten = memoryview(line)
-    while not received.endswith(b"\n"):
-        poll = select.poll()  # Unlike select(), with descriptors above 1023 too.
-        poll.register(reader, select.POLLIN | select.POLLHUP)
-        if unwritten:
-            poll.register(writer, select.POLLOUT)
-        ready = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
-        if not ready:
-            raise TimeoutError
-        if writer in ready:
-            try:
-                unwritten = unwritten[os.write(writer, unwritten[:65536]) :]
-            except BrokenPipeError:
-                return None
-        if reader in ready:
-            chunk = os.read(reader, 65536)
-            if not chunk:
-                return None
-            received += chunk
-    return received[:-1]
-
-
-def end_process(process: "subprocess.Popen[bytes]") -> None:
-    """Kill the process and its group, and close its pipes."""
-    kill_group(process)
-    process.wait(timeout=30)
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()
-
-
-def kill_group(process: "subprocess.Popen[bytes]") -> None:
-    """Kill the process and its group, before it is reaped: until then the number is still the group's."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
 def load_callable(path: str, key: str = "path") -> Callable[..., Any]:
     """The callable named "file.py:name" or "package.module:name". Raises ConfigError naming the key."""
     target = load_named(key, path)
@@ -266,17 +217,6 @@ def describe(error: BaseException) -> str:
         return str(error)
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def list_readable() -> list[str]:
-    """The folders that a program may read, none within another."""
-    own = {sys.prefix, sys.base_prefix, sys.exec_prefix, *PACKAGES, os.path.dirname(os.path.realpath(sys.executable))}
-    own |= set(map(os.path.realpath, own))  # A virtual environment may be a link.
-    found: list[str] = []
-    for path in [*SYSTEM, *sorted(own)]:
-        if not any(path == other or path.startswith(f"{other}/") for other in found):
-            found.append(path)
-    return found
 
 
 def call(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
@@ -329,9 +269,9 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     if task["sealed"]:  # What the kernel does not grant is left out: it was said before the start.
         with contextlib.suppress(OSError):
-            confinement.allow_files([*list_readable(), str(ROOT / "megarl")], None)
+            allow_files([*list_readable(), str(ROOT / "megarl")], None)
         with contextlib.suppress(OSError):
-            confinement.refuse_calls(os.getpid(), own_files=False)
+            refuse_calls(os.getpid(), own_files=False)
     write({"ready": True})
     served_by = os.getpid()
     for line in questions:
