@@ -1,7 +1,10 @@
-"""The folders of examples/, run as their READMEs say from where they are, with sizes for a test."""
+"""The folders of examples/, run as their READMEs say from where they are, with sizes for a test; the training of
+docs/python-api.md.
+"""
 
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -59,3 +62,17 @@ def test_the_samples_are_whole_and_small():
         records = [json.loads(line) for line in path.read_text().splitlines()]
         assert len({record["question"] for record in records}) == len(records) >= 100
         assert all(set(record) == fields for record in records)
+
+
+def test_the_training_of_the_page_of_the_api_runs_and_is_found_again(tmp_path):
+    (code,) = re.findall(
+        r"^```python run\n(.*?)^```", (EXAMPLES.parent / "docs" / "python-api.md").read_text(), re.M | re.S
+    )
+    (tmp_path / "script.py").write_text(code)
+    command = [sys.executable, "script.py"]
+    for _ in range(2):
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stderr
+        assert "2 iterations, held-out reward" in done.stdout
+    assert load_outcome(tmp_path / "runs/notebook").state is State.done
+    assert (tmp_path / "runs/notebook/policy/config.json").is_file()

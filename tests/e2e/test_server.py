@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import pytest
 import torch
 from generation import generate_groups
 from loop_parts import hosts_of, open_trainer
-from servers import API_KEY
+from servers import API_KEY, running_server
 from transformers import AutoModelForCausalLM
 
 from megarl.config.schema.roles import Dtype
@@ -272,3 +273,52 @@ def test_a_server_started_anew_repeats_a_key_keeps_others_out_and_stop_leaves_no
     assert not again.is_alive()
     with pytest.raises(RuntimeError, match="does not answer"):
         engine.check_health()
+
+
+@pytest.fixture
+def stale_engine(rollout_config, tiny_checkpoint, tmp_path) -> Iterator[SGLangEngine]:
+    """Of a server with fewer places than the test has responses: some wait in its queue when the weights change."""
+    config = replace(rollout_config, max_staleness=1, response_length=300, max_running_requests=8)
+    with (
+        running_server(config, tiny_checkpoint, tmp_path / "server.log", seed=1) as running,
+        contextlib.closing(SGLangEngine([running.url], tiny_checkpoint, config, api_key=API_KEY)) as engine,
+    ):
+        yield engine
+
+
+def test_responses_in_flight_go_on_with_the_new_weights_and_say_so_for_each_token(
+    stale_engine, tiny_checkpoint, rollout_config, tmp_path
+):
+    # Four prompts of 40 tokens, shared as prefixes: their cache must not survive the weights.
+    prompts = [Prompt(str(i), "", tuple(3 + (7 * i + j) % 45 for j in range(40)), "") for i in range(4)]
+    trained = TransformersPolicy(tiny_checkpoint)
+    sync = build_sync(trained, stale_engine, rollout_config, tmp_path / "weights", build_probe_tokens((), 55))
+    sync.publish(1)
+    policies = {1: TransformersPolicy(tiny_checkpoint)}
+    found = []
+    thread = threading.Thread(
+        target=lambda: found.extend(generate_groups(stale_engine, prompts, num_responses=24, temperature=1.0))
+    )
+    thread.start()
+    version = 1
+    while thread.is_alive():
+        version += 1
+        thread.join(0.5)
+        trained.move_weights(version)
+        sync.publish(version)
+        policies[version] = TransformersPolicy(tiny_checkpoint)
+        policies[version].model.load_state_dict(trained.model.state_dict())
+        # An evaluation in between is of the present weights alone.
+        for (greedy,) in generate_groups(stale_engine, prompts, num_responses=1, temperature=0.0, urgent=True):
+            assert greedy.weight_versions.versions == (version,)
+    mixed = 0
+    for prompt, group in zip(prompts, found, strict=True):
+        for response in group:
+            got = torch.tensor(response.rollout_logprobs)
+            spans = response.weight_versions.list_runs()
+            assert [version for version, _, _ in spans] == sorted({version for version, _, _ in spans})
+            mixed += len(spans) > 1
+            for version, start, end in spans:
+                own = policies[version].response_logprobs(prompt.token_ids, response.token_ids, 1.0)
+                torch.testing.assert_close(got[start:end], own[start:end], atol=1e-4, rtol=0)
+    assert mixed >= 4

@@ -1,27 +1,86 @@
-"""Tasks of several turns, each trained by the command: tools, guesses, and environments of the package verifiers."""
+"""Whole runs of the command: policy and critic on several processes; tasks of several turns, with guesses and with
+environments of the package verifiers.
+"""
 
+import json
 import os
+import re
 import string
 from pathlib import Path
 
 import pytest
-from whole_runs import train as run_command
+from safetensors.torch import load_file
+from whole_runs import train
 
 from megarl.examples.toys.guess import compute_best_without_answers
 from megarl.models.checkpoint import build_character_tokenizer
 from megarl.report.evaluation import compute_mean
 from megarl.report.record import load_metrics
 from megarl.rollout.rollout_file import load_rollouts
+from megarl.types import Metrics
 
 pytestmark = pytest.mark.slow
 
-ALWAYS = ("checkpoint.save_every=null", "logger.save_rollouts=true")
+SMALL = ("train.num_eval_prompts=8", "rollout.response_length=24")
 
 
-def train(run_dir: Path, *overrides: str, path: str = "") -> list:
+def train_small(directory: Path, *overrides: str) -> list[Metrics]:
+    """Run `megarl.train` to its end; the metrics of each of two iterations."""
+    fixed = ["train.num_iterations=2", *SMALL, f"hydra.run.dir={directory}/run"]
+    last = train(*overrides, *fixed, TMPDIR=str(directory)).strip().splitlines()[-1]
+    assert re.fullmatch(r"done: iterations=2 reward/heldout=0\.\d{4} .*", last)
+    lines = [line for line in load_metrics(directory / "run" / "metrics.jsonl") if line["iteration"] > 0]
+    assert len(lines) == 2
+    for line in lines:
+        # SGLang's log-probs are those of Megatron's policy, before and after an update.
+        assert line["mismatch/logprob_gap_max"] < 1e-4
+        assert line["sync/bytes_over_bound"] == 1.0
+    return lines
+
+
+def test_a_policy_of_two_stages_and_two_shards_trains_with_a_critic_and_a_server_of_two_shards(
+    short_path: Path,
+) -> None:
+    lines = train_small(
+        short_path,
+        "algo=vapo",
+        "model.random.num_layers=2",
+        "algo.value_pretrain.steps=1",
+        "train.prompts_per_iteration=4",
+        "policy.parallel={num_processes: 4, tp: 2, sp: true, pp: 2}",
+        "critic.parallel={num_processes: 2, tp: 2}",
+        "rollout.tp=2",
+    )
+    assert all(line[f"{role}/grad_norm"] > 0 for line in lines for role in ("policy", "critic"))
+
+
+def test_a_mixture_of_experts_trains_with_its_experts_on_two_processes_and_two_servers(short_path: Path) -> None:
+    lines = train_small(
+        short_path,
+        "model=tiny_moe",
+        "algo=grpo",
+        "train.prompts_per_iteration=8",
+        "policy.parallel={num_processes: 2, ep: 2}",
+        "model.megatron={moe_aux_loss_coeff: 0.01}",
+        "rollout.num_servers=2",
+        "rollout.transport=split",
+        "rollout.router_replay=true",
+    )
+    for line in lines:
+        # Rounding alone, which no tie of these routers is near enough for.
+        assert line["policy/moe_routing_agreement"] == 1.0
+        assert 1.0 <= line["policy/moe_max_load"] <= 2.0
+        assert line["policy/moe_aux_loss"] > 0.9
+    assert json.loads((short_path / "run" / "policy" / "config.json").read_text())["model_type"] == "qwen3_moe"
+    experts = {name for name in load_file(short_path / "run" / "policy" / "model.safetensors") if ".experts." in name}
+    assert len(experts) == 2 * 4 * 3
+
+
+def roll(run_dir: Path, *overrides: str, path: str = "") -> list:
     """The rollouts of a run with these overrides. path: a folder that it imports from."""
     paths = os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))
-    run_command(*overrides, *ALWAYS, f"hydra.run.dir={run_dir}", PYTHONPATH=paths)
+    always = ("checkpoint.save_every=null", "logger.save_rollouts=true", f"hydra.run.dir={run_dir}")
+    train(*overrides, *always, PYTHONPATH=paths)
     return load_rollouts(run_dir / "rollouts.jsonl")
 
 
@@ -38,7 +97,7 @@ MIXED = (
 def test_a_policy_is_trained_in_environments_of_verifiers(short_path):
     run_dir = short_path / "run"
     pytest.importorskip("verifiers", reason="needs the extra: make install EXTRAS=verifiers")
-    rollouts = train(run_dir, *MIXED, path=str(Path(__file__).parents[1] / "unit" / "task"))
+    rollouts = roll(run_dir, *MIXED, path=str(Path(__file__).parents[1] / "unit" / "task"))
     tokenizer = build_character_tokenizer(ALPHABET, 256)
     samples = [s for rollout in rollouts for s in rollout.samples]
     assert len(samples) == 128
@@ -64,7 +123,7 @@ NUM_ITERATIONS = 30
 
 def test_a_trained_policy_beats_the_best_that_ignores_the_answers(short_path):
     number = [f"train.{key}={NUM_ITERATIONS}" for key in ("num_iterations", "eval_every")]
-    rollouts = train(short_path / "run", "experiment=guess", "algo=grpo", *number)
+    rollouts = roll(short_path / "run", "experiment=guess", "algo=grpo", *number)
     assert len(rollouts) == NUM_ITERATIONS
     last = [sample.score.reward for rollout in rollouts[-4:] for sample in rollout.samples]
     assert len(last) == 1024
