@@ -19,16 +19,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.overrides import CONF_DIR, take_config_dirs
 from megarl.config.schema.root import Config, register
 from megarl.files import CheckpointError
-from megarl.run.command import (
-    Results,
-    check_command_line,
-    check_training,
-    end_with_config_error,
-    is_sweep,
-    list_overrides,
-    run_composed,
-    take_resume,
-)
+from megarl.run import command
 
 if TYPE_CHECKING:
     from megarl.trainer import Summary
@@ -44,11 +35,11 @@ def main() -> None:
     """Check every run of the command line, then let Hydra start it."""
     global _resumed
     try:
-        sys.argv[1:], _resumed = take_resume(take_config_dirs(sys.argv[1:]))
+        sys.argv[1:], _resumed = command.take_resume(take_config_dirs(sys.argv[1:]))
     except ConfigError as error:
-        end_with_config_error(error)
-    check_command_line(check_training)
-    if is_sweep(sys.argv[1:]):
+        command.end_with_config_error(error)
+    command.check_command_line(command.check_training)
+    if command.is_sweep(sys.argv[1:]):
         from megarl.sweep import run_sweep  # imports torch, for which `--help` need not wait
 
         sys.exit(run_sweep(_run_composed))
@@ -63,16 +54,16 @@ def _run_composed(composed: DictConfig) -> float | None:
 
         results = run_one()
     else:
-        results = run_composed(composed, _train)
+        results = command.run_composed(composed, _train)
     return results.get(HELDOUT) if results is not None else None
 
 
-def _train(config: Config, run_dir: Path) -> Results:
+def _train(config: Config, run_dir: Path) -> command.Results:
     # Imported here: torch and Ray take seconds, for which `--help` need not wait.
     from megarl.run.job import run_job
 
     try:
-        summary = run_job(config, run_dir, list_overrides(), is_resumed=_resumed is not None)
+        summary = run_job(config, run_dir, command.list_overrides(), is_resumed=_resumed is not None)
     except CheckpointError as error:
         raise ConfigError([str(error)]) from error
     except (OSError, RuntimeError) as error:

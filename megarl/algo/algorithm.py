@@ -17,37 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.algo import diagnostics, objective, statistics
 from megarl.algo.advantages import update_rho
 from megarl.algo.declarations import AdvantageInputs, Advantages
-from megarl.algo.diagnostics import (
-    QUARTERS,
-    compute_explained_variance,
-    compute_mismatch_metrics,
-    compute_quarters,
-    compute_replay_metrics,
-)
 from megarl.algo.losses import aggregate
-from megarl.algo.objective import (
-    find_advantage,
-    load_state,
-    name_advantages,
-    needs_critic,
-    read_state,
-    reads_old_logprobs,
-)
-from megarl.algo.statistics import (
-    STD_EPS,
-    Block,
-    RunningMoments,
-    Summary,
-    Whitening,
-    allocate_zeros,
-    check_finite,
-    compute_moments,
-    count_generated,
-    merge_moments,
-    split_blocks,
-)
 from megarl.config.schema.algo import (
     LARGEST_KL_ERROR,
     AlgoConfig,
@@ -71,11 +44,11 @@ EXPLAINED = "critic/explained_variance"
 class Algorithm:
     def __init__(self, config: Config):
         self.config = config
-        self.kl, self.reward_moments = KlController(config.algo.kl.coef, config.algo.kl), RunningMoments()
+        self.kl, self.reward_moments = KlController(config.algo.kl.coef, config.algo.kl), statistics.RunningMoments()
         self.tether_rho = config.algo.tether.initial
         self.explained: tuple[float, ...] = ()
         """Explained variance of each step of value pretraining so far"""
-        load_state(config.algo)
+        objective.load_state(config.algo)
 
     def state(self) -> dict[str, Any]:
         """The fields of a `TrainerState` that are the algorithm's."""
@@ -84,7 +57,7 @@ class Algorithm:
             "reward_moments": self.reward_moments,
             "tether_rho": self.tether_rho,
             "explained": self.explained,
-            "estimator": read_state(self.config.algo),
+            "estimator": objective.read_state(self.config.algo),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -92,7 +65,7 @@ class Algorithm:
         self.kl = replace(self.kl, coef=state["kl_coef"])
         self.reward_moments, self.tether_rho = state["reward_moments"], state["tether_rho"]
         self.explained = state["explained"]
-        load_state(self.config.algo, state["estimator"])
+        objective.load_state(self.config.algo, state["estimator"])
 
     def build_targets(
         self, experience: Experience, iteration: int, *, has_old_logprobs: bool = True
@@ -105,7 +78,7 @@ class Algorithm:
             samples, metrics = self._compute(experience, build_pretraining_algo(self.config.algo), True)
             assert experience.values is not None
             assert samples.returns is not None
-            explained = compute_explained_variance(experience.values, samples.returns, samples.mask)
+            explained = diagnostics.compute_explained_variance(experience.values, samples.returns, samples.mask)
             found = {name: value for name, value in metrics.items() if name.startswith("critic/")}
             return samples, found | {EXPLAINED: explained}
         algo = self.config.algo
@@ -203,7 +176,7 @@ def compute_targets(
     kl_coef: float,
     *,
     response_length: int | None = None,
-    reward_moments: RunningMoments | None = None,
+    reward_moments: statistics.RunningMoments | None = None,
     wrong: float = 0.0,
     tether_rho: float | None = None,
     has_old_logprobs: bool = True,
@@ -242,7 +215,9 @@ def compute_targets(
         critic_sequences=scored.critic_sequences,
     )
     metrics |= dict(found.metrics) | _compute_metrics(samples, rewards_B, scored.ages == 0)
-    metrics |= compute_replay_metrics(scored) | (measure_old_logprobs(scored, algo) if has_old_logprobs else {})
+    metrics |= diagnostics.compute_replay_metrics(scored) | (
+        measure_old_logprobs(scored, algo) if has_old_logprobs else {}
+    )
     return (samples if scored is experience else _restore_failed(samples, experience)), metrics
 
 
@@ -262,13 +237,15 @@ def measure_old_logprobs(experience: Experience, algo: AlgoConfig) -> Metrics:
     """mismatch/*, replay/* of the ratios, and kl/mean where a KL on sampled tokens is in the loss alone. Failed samples
     do not count; empty where nothing reads old_logprobs. Raises NonFiniteError.
     """
-    if not reads_old_logprobs(algo):
+    if not objective.reads_old_logprobs(algo):
         return {}
     scored, kl = drop_failed(experience), algo.kl
-    metrics = compute_mismatch_metrics(scored, algo.mismatch)
+    metrics = diagnostics.compute_mismatch_metrics(scored, algo.mismatch)
     if kl.in_loss and not kl.in_reward and kl.loss_estimator is not KLEstimator.full:
-        total = sum(float(compute_token_kl(scored, kl.loss_estimator, b).sum()) for b in split_blocks(scored.mask))
-        metrics["kl/mean"] = total / max(int(count_generated(scored.mask).sum()), 1)
+        total = sum(
+            float(compute_token_kl(scored, kl.loss_estimator, b).sum()) for b in statistics.split_blocks(scored.mask)
+        )
+        metrics["kl/mean"] = total / max(int(statistics.count_generated(scored.mask).sum()), 1)
     return metrics
 
 
@@ -281,22 +258,26 @@ def _check_experience(experience: Experience, algo: AlgoConfig) -> None:
             continue
         if tensor.shape != shape:
             raise ValueError(f"{name}: shape {list(tensor.shape)} found; must be that of the mask, {list(shape)}")
-        check_finite(name, tensor, experience.mask)
+        statistics.check_finite(name, tensor, experience.mask)
     for name in ("rewards", "failed", "truncated", "groups", "ages"):
         found = getattr(experience, name).shape
         if found != shape[:1]:
             raise ValueError(f"{name}: shape {list(found)} found; must be one per sample, [{shape[0]}]")
     if bool(experience.mask[experience.failed].any()):
         raise ValueError("mask: found tokens of failed samples; it must have none, since nothing is learned from them")
-    if uses_topr(algo) and experience.turn_rewards is not None and not find_advantage(algo.advantage).per_response:
+    if (
+        uses_topr(algo)
+        and experience.turn_rewards is not None
+        and not objective.find_advantage(algo.advantage).per_response
+    ):
         raise ValueError(
             f"algo.advantage: {algo.advantage} found with an environment's rewards at the ends of turns; the topr terms"
             " split the responses by the sign of their advantage, one for all tokens: must be"
-            f" {name_advantages(per_response=True)}"
+            f" {objective.name_advantages(per_response=True)}"
         )
     if needs_reference(algo) and experience.ref_logprobs is None:
         raise ValueError("ref_logprobs: none found; a KL term is configured, so the reference must score the responses")
-    if needs_critic(algo) and experience.values is None:
+    if objective.needs_critic(algo) and experience.values is None:
         raise ValueError(f"values: none found; algo.advantage={algo.advantage} needs the critic's values")
 
 
@@ -304,17 +285,17 @@ def _compute_penalty(experience: Experience, algo: AlgoConfig, kl_coef: float) -
     """beta * k per token, [B, T] in the dtype of the log-probs, and kl/mean; None where no KL is in the reward."""
     if not algo.kl.in_reward:
         return None, {}
-    total, penalty = 0.0, allocate_zeros(experience.mask.shape, experience.old_logprobs.dtype)
-    for block in split_blocks(experience.mask):
+    total, penalty = 0.0, statistics.allocate_zeros(experience.mask.shape, experience.old_logprobs.dtype)
+    for block in statistics.split_blocks(experience.mask):
         kl = compute_token_kl(experience, algo.kl.reward_estimator, block)
         total += float(kl.sum())
         block.put(kl_coef * kl, penalty)
-    return penalty, {"kl/mean": total / max(int(count_generated(experience.mask).sum()), 1)}
+    return penalty, {"kl/mean": total / max(int(statistics.count_generated(experience.mask).sum()), 1)}
 
 
 def _compute_advantages(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages:
     """What the estimator gives. Raises ValueError for another shape."""
-    estimator, mask = find_advantage(algo.advantage), inputs.mask_BT
+    estimator, mask = objective.find_advantage(algo.advantage), inputs.mask_BT
     found = estimator.compute(inputs, algo)
     for name, tensor, shape in (
         ("advantages", found.advantages, list(mask.shape[:1] if estimator.per_response else mask.shape)),
@@ -331,14 +312,14 @@ def _compute_advantages(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages
 def _finish_advantages(advantages: Tensor, mask: Tensor, algo: AlgoConfig, dtype: torch.dtype) -> Tensor:
     """Whitened and clipped where configured, [B, T] in `dtype`, 0 outside the mask. advantages: float [B] or [B, T]."""
 
-    def find(block: Block) -> Tensor:
+    def find(block: statistics.Block) -> Tensor:
         found = block.spread(advantages) if advantages.dim() == 1 else block.flatten(advantages)
         return found.double()
 
-    check_finite("advantages", advantages, None if advantages.dim() == 1 else mask)
-    whitening = Whitening.measure(find, mask) if algo.whiten_advantages else None
-    out = allocate_zeros(mask.shape, dtype)
-    for block in split_blocks(mask):
+    statistics.check_finite("advantages", advantages, None if advantages.dim() == 1 else mask)
+    whitening = statistics.Whitening.measure(find, mask) if algo.whiten_advantages else None
+    out = statistics.allocate_zeros(mask.shape, dtype)
+    for block in statistics.split_blocks(mask):
         found = find(block)
         if whitening is not None:
             found = whitening.apply(found)
@@ -355,15 +336,15 @@ def measure_learned(mask: Tensor, loss_mask: Tensor) -> Metrics:
     policy/learned_frac_at_0_25 .. at_75_100: by the quarter of its response in which a token lies.
     policy/learned_frac_of_length_1 .. 4: of the quarter of the responses that is the shortest .. the longest.
     """
-    generated, learned = count_generated(mask), count_generated(loss_mask)
-    at = torch.zeros(2, len(QUARTERS), dtype=torch.int64)
-    for block in split_blocks(mask):
-        quarters = compute_quarters(block.lengths).long()
-        at[0] += quarters.bincount(minlength=len(QUARTERS))
-        at[1] += quarters[block.flatten(loss_mask).bool()].bincount(minlength=len(QUARTERS))
+    generated, learned = statistics.count_generated(mask), statistics.count_generated(loss_mask)
+    at = torch.zeros(2, len(diagnostics.QUARTERS), dtype=torch.int64)
+    for block in statistics.split_blocks(mask):
+        quarters = diagnostics.compute_quarters(block.lengths).long()
+        at[0] += quarters.bincount(minlength=len(diagnostics.QUARTERS))
+        at[1] += quarters[block.flatten(loss_mask).bool()].bincount(minlength=len(diagnostics.QUARTERS))
     rows = (generated > 0).nonzero()[:, 0]
     by_length = rows[generated[rows].argsort(stable=True)].tensor_split(4)
-    found = {f"at_{name}": (int(at[1, i]), int(at[0, i])) for i, name in enumerate(QUARTERS)}
+    found = {f"at_{name}": (int(at[1, i]), int(at[0, i])) for i, name in enumerate(diagnostics.QUARTERS)}
     found |= {f"of_length_{i}": (int(learned[r].sum()), int(generated[r].sum())) for i, r in enumerate(by_length, 1)}
     return {f"policy/learned_frac_{name}": part / whole for name, (part, whole) in found.items() if whole}
 
@@ -374,15 +355,17 @@ def _compute_metrics(samples: TrainingSamples, rewards_B: Tensor, fresh_B: Tenso
     if bool(fresh_B.any()):
         metrics["reward/positive_frac"] = float(samples.positive[fresh_B].double().mean())
         metrics["reward/shaped_mean"] = float(rewards_B[fresh_B].mean())
-    inside = Summary()
-    for block in split_blocks(mask):
+    inside = statistics.Summary()
+    for block in statistics.split_blocks(mask):
         inside.add(block.flatten(samples.advantages).double())
     if not inside.count:
         return metrics
     if not torch.equal(mask, samples.loss_mask):
         metrics |= measure_learned(mask, samples.loss_mask)
     return metrics | {
-        "policy/dropped_frac": float(1.0 - count_generated(samples.loss_mask).sum() / count_generated(mask).sum()),
+        "policy/dropped_frac": float(
+            1.0 - statistics.count_generated(samples.loss_mask).sum() / statistics.count_generated(mask).sum()
+        ),
         "advantage/mean": inside.mean,
         "advantage/std": inside.std,
         "advantage/max_abs": max(abs(inside.low), abs(inside.high)),
@@ -395,8 +378,8 @@ def warn_of_returns(samples: TrainingSamples, value_range: Sequence[float] | Non
     """
     if value_range is None or samples.returns is None:
         return
-    (low, high), found = value_range, Summary()
-    for block in split_blocks(samples.mask):
+    (low, high), found = value_range, statistics.Summary()
+    for block in statistics.split_blocks(samples.mask):
         found.add(block.flatten(samples.returns).double())
     room = 1e-6 * (high - low)  # rounding of float32
     if found.count and not low - room <= found.low <= found.high <= high + room:
@@ -427,7 +410,7 @@ def compute_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -
     return torch.expm1(-d) + d
 
 
-def compute_token_kl(experience: Experience, estimator: KLEstimator, block: Block) -> Tensor:
+def compute_token_kl(experience: Experience, estimator: KLEstimator, block: statistics.Block) -> Tensor:
     """KL(old policy, reference) per generated token of a block, float64 [R]. Raises ValueError without its `ref_kl`."""
     if estimator is KLEstimator.full:
         if experience.ref_kl is None:
@@ -446,13 +429,13 @@ def compute_adapted_coef(coef: float, kl: float, target: float, horizon: float, 
     return coef * (1.0 + error * num_samples / horizon)
 
 
-def compute_mean_kl(find_kl: Callable[[Block], Tensor], mask_BT: Tensor) -> float:
+def compute_mean_kl(find_kl: Callable[[statistics.Block], Tensor], mask_BT: Tensor) -> float:
     """The KL of a batch as one number: the mean over responses of their tokens' means; 0 where there are none.
 
     find_kl: gives that of a block's tokens, float [R]. mask_BT: bool [B, T].
     """
-    lengths, mode = count_generated(mask_BT), LossAggMode["seq-mean-token-mean"]
-    counts, blocks = (int(lengths.sum()), int((lengths > 0).sum())), split_blocks(mask_BT)
+    lengths, mode = statistics.count_generated(mask_BT), LossAggMode["seq-mean-token-mean"]
+    counts, blocks = (int(lengths.sum()), int((lengths > 0).sum())), statistics.split_blocks(mask_BT)
     return sum(float(aggregate(find_kl(x), mode, x.token_rows, x.lengths, *counts)) for x in blocks)
 
 
@@ -518,7 +501,7 @@ def compute_penalised_rewards(
     experience: Experience, algo: AlgoConfig, response_length: int | None, wrong: float = 0.0
 ) -> Tensor:
     """Scaled rewards plus the overlong penalty where configured, float64 [B]. Raises NonFiniteError, ValueError."""
-    check_finite("rewards", experience.rewards)
+    statistics.check_finite("rewards", experience.rewards)
     rewards = compute_scaled_rewards(experience.rewards, wrong)
     if algo.overlong.penalty == 0:
         return rewards
@@ -532,29 +515,29 @@ def compute_penalised_rewards(
 
 
 def update_reward_moments(
-    moments: RunningMoments,
+    moments: statistics.RunningMoments,
     experience: Experience,
     algo: AlgoConfig,
     response_length: int | None = None,
     wrong: float = 0.0,
-) -> RunningMoments:
+) -> statistics.RunningMoments:
     """The run's moments with this iteration's rewards taken in, without failed samples, for reward_norm=running."""
     experience = drop_failed(experience)
-    return merge_moments(moments, compute_penalised_rewards(experience, algo, response_length, wrong))
+    return statistics.merge_moments(moments, compute_penalised_rewards(experience, algo, response_length, wrong))
 
 
 def compute_normalised_rewards(
-    rewards_B: Tensor, groups_B: Tensor, norm: RewardNormConfig, running: RunningMoments | None = None
+    rewards_B: Tensor, groups_B: Tensor, norm: RewardNormConfig, running: statistics.RunningMoments | None = None
 ) -> Tensor:
     """(R - mean) / (std + 1e-6), float64 [B]; 0 where all rewards of a set that normalises are equal."""
     out = rewards_B.double()
     constant = torch.zeros(out.shape, dtype=torch.bool)
     if norm.mean is not NormScope.none:
-        moments = compute_moments(rewards_B, groups_B, norm.mean, running)
+        moments = statistics.compute_moments(rewards_B, groups_B, norm.mean, running)
         out, constant = (out - moments.mean, constant | (moments.constant & (norm.mean is not NormScope.running)))
     if norm.std is not NormScope.none:
-        moments = compute_moments(rewards_B, groups_B, norm.std, running)
-        out, constant = out / (moments.std + STD_EPS), constant | moments.constant
+        moments = statistics.compute_moments(rewards_B, groups_B, norm.std, running)
+        out, constant = out / (moments.std + statistics.STD_EPS), constant | moments.constant
     return torch.where(constant, 0.0, out)
 
 
@@ -562,7 +545,7 @@ def compute_shaped_rewards(
     experience: Experience,
     algo: AlgoConfig,
     response_length: int | None = None,
-    reward_moments: RunningMoments | None = None,
+    reward_moments: statistics.RunningMoments | None = None,
     wrong: float = 0.0,
 ) -> Tensor:
     """R' per sample: scale (`wrong`), overlong penalty, normalisation and clipping, in this order; float64 [B]."""
@@ -577,7 +560,7 @@ def compute_turn_rewards(
     experience: Experience,
     algo: AlgoConfig,
     response_length: int | None = None,
-    reward_moments: RunningMoments | None = None,
+    reward_moments: statistics.RunningMoments | None = None,
     wrong: float = 0.0,
 ) -> Tensor | None:
     """The part of R' that stands at the ends of turns before the last, [B, T] in the dtype of `turn_rewards`; None
@@ -589,21 +572,21 @@ def compute_turn_rewards(
     """
     if experience.turn_rewards is None:
         return None
-    check_finite("turn_rewards", experience.turn_rewards)
+    statistics.check_finite("turn_rewards", experience.turn_rewards)
     scale_B = torch.ones(experience.rewards.shape, dtype=torch.float64)
     if algo.reward_norm.std is not NormScope.none:
         rewards = compute_penalised_rewards(experience, algo, response_length, wrong)
-        moments = compute_moments(rewards, experience.groups, algo.reward_norm.std, reward_moments)
-        scale_B = torch.where(moments.constant, 0.0, 1 / (moments.std + STD_EPS))
+        moments = statistics.compute_moments(rewards, experience.groups, algo.reward_norm.std, reward_moments)
+        scale_B = torch.where(moments.constant, 0.0, 1 / (moments.std + statistics.STD_EPS))
     out = torch.zeros_like(experience.turn_rewards)
-    for block in split_blocks(experience.mask):
+    for block in statistics.split_blocks(experience.mask):
         turn_rewards = (1 - wrong) * block.flatten(experience.turn_rewards).double()
         block.put(turn_rewards * block.spread(scale_B), out)
     return out
 
 
 def place_rewards(
-    block: Block, rewards_B: Tensor, penalty_BT: Tensor | None, turn_rewards_BT: Tensor | None = None
+    block: statistics.Block, rewards_B: Tensor, penalty_BT: Tensor | None, turn_rewards_BT: Tensor | None = None
 ) -> Tensor:
     """Of a block's tokens, float64 [R]: the turns' rewards, the rest of R' at the last generated token, so that both
     are R', and minus the KL penalty (beta * k) at every generated token.
@@ -628,11 +611,11 @@ def compute_token_rewards(
 ) -> Tensor:
     """`place_rewards` of the whole batch, float64 [B, T]; 0 where not generated."""
     out = torch.zeros(mask_BT.shape, dtype=torch.float64)
-    for block in split_blocks(mask_BT):
+    for block in statistics.split_blocks(mask_BT):
         block.put(place_rewards(block, rewards_B, penalty_BT, turn_rewards_BT), out)
     return out
 
 
 def sum_penalty(penalty_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """The KL penalty of all generated tokens of each response, float64 [B]."""
-    return torch.cat([block.sum_rows(block.flatten(penalty_BT).double()) for block in split_blocks(mask_BT)])
+    return torch.cat([block.sum_rows(block.flatten(penalty_BT).double()) for block in statistics.split_blocks(mask_BT)])

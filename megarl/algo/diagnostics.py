@@ -10,17 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megarl.algo import statistics
 from megarl.algo.losses import compute_log_ratio, compute_outside
-from megarl.algo.statistics import (
-    Block,
-    Mean,
-    Summary,
-    check_finite,
-    compute_group_index,
-    compute_moments,
-    count_generated,
-    split_blocks,
-)
 from megarl.config.schema.algo import MismatchConfig, NormScope
 from megarl.types import Experience, Metrics
 
@@ -37,7 +28,7 @@ class ExplainedVariance:
     """1 - Var(G - V) / Var(G) of tokens that come in pieces; 1 is perfect, 0 no better than a constant."""
 
     def __init__(self) -> None:
-        self.returns, self.errors = Summary(), Summary()
+        self.returns, self.errors = statistics.Summary(), statistics.Summary()
 
     def add(self, values: Tensor, returns: Tensor) -> None:
         """values (V), returns (G): float64 [R]."""
@@ -57,10 +48,10 @@ class ExplainedVariance:
 
 def compute_explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """`ExplainedVariance` over the mask. values (V), returns (G): float [B, T]. mask: bool [B, T]."""
-    check_finite("values", values, mask)
-    check_finite("returns", returns, mask)
+    statistics.check_finite("values", values, mask)
+    statistics.check_finite("returns", returns, mask)
     explained = ExplainedVariance()
-    for block in split_blocks(mask):
+    for block in statistics.split_blocks(mask):
         explained.add(block.flatten(values).double(), block.flatten(returns).double())
     return explained.value
 
@@ -98,13 +89,13 @@ def compute_batch_metrics(experience: Experience) -> Metrics:
         return {}
     failed_frac = {"reward/failed_frac": float(experience.failed[fresh].double().mean())}
     fresh &= ~experience.failed
-    check_finite("rewards", experience.rewards, ~experience.failed)
+    statistics.check_finite("rewards", experience.rewards, ~experience.failed)
     rewards, groups = experience.rewards[fresh].double(), experience.groups[fresh]
     if rewards.numel() == 0:
         return failed_frac
-    lengths = count_generated(experience.mask)[fresh].double()
-    index, sizes = compute_group_index(groups)
-    constant = compute_moments(rewards, groups, NormScope.group).constant
+    lengths = statistics.count_generated(experience.mask)[fresh].double()
+    index, sizes = statistics.compute_group_index(groups)
+    constant = statistics.compute_moments(rewards, groups, NormScope.group).constant
     equal_groups = torch.zeros(sizes.shape, dtype=torch.bool).index_put((index,), constant)
     return {
         **failed_frac,
@@ -135,10 +126,10 @@ def compute_mismatch_metrics(experience: Experience, config: MismatchConfig) -> 
     token is left out. Raises NonFiniteError.
     """
     mask = experience.mask
-    check_finite("old_logprobs", experience.old_logprobs, mask)
-    check_finite("rollout_logprobs", experience.rollout_logprobs, mask)
+    statistics.check_finite("old_logprobs", experience.old_logprobs, mask)
+    statistics.check_finite("rollout_logprobs", experience.rollout_logprobs, mask)
     fresh, replayed = GapSummary(config), RatioSummary("replay")
-    for block in split_blocks(mask):
+    for block in statistics.split_blocks(mask):
         old, rollout = (block.flatten(x).double() for x in (experience.old_logprobs, experience.rollout_logprobs))
         token = (old - rollout).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
         level = compute_log_ratio(token, block.token_rows, block.lengths, config.level)
@@ -158,8 +149,8 @@ def _compute_older_logprobs(experience: Experience) -> Metrics:
     """
     older, rewards = experience.ages > 0, experience.rewards.double()
     is_above = rewards > rewards[older & ~experience.failed].mean()
-    above, below = Mean(), Mean()
-    for block in split_blocks(experience.mask):
+    above, below = statistics.Mean(), statistics.Mean()
+    for block in statistics.split_blocks(experience.mask):
         logprobs, is_older = block.flatten(experience.old_logprobs).double(), block.spread(older)
         better = block.spread(is_above)
         above.add(logprobs[is_older & better])
@@ -184,7 +175,7 @@ class RatioSummary:
 
     def __init__(self, prefix: str):
         self._prefix = prefix
-        self._ratio, self._kl, self._largest = Mean(), Mean(), -math.inf
+        self._ratio, self._kl, self._largest = statistics.Mean(), statistics.Mean(), -math.inf
 
     @property
     def count(self) -> int:
@@ -216,8 +207,8 @@ class GapSummary(RatioSummary):
     def __init__(self, config: MismatchConfig):
         super().__init__("mismatch")
         self._config = config
-        self._outside, self._gap, self._largest_gap = Mean(), Mean(), -math.inf
-        self._quarters = [(Mean(), Mean()) for _ in QUARTERS]
+        self._outside, self._gap, self._largest_gap = statistics.Mean(), statistics.Mean(), -math.inf
+        self._quarters = [(statistics.Mean(), statistics.Mean()) for _ in QUARTERS]
 
     def add_gaps(self, token_R: Tensor, level_R: Tensor, quarters_R: Tensor) -> None:
         kl, gap = self.add(token_R, level_R), token_R.abs()
@@ -287,7 +278,7 @@ class SignalSummary:
         # One for all blocks: fresh memory costs several times what the sums do.
         self._squares = torch.empty(0, dtype=torch.float64)
 
-    def add(self, block: Block, values_R: Tensor, outcomes_R: Tensor, advantages_R: Tensor) -> None:
+    def add(self, block: statistics.Block, values_R: Tensor, outcomes_R: Tensor, advantages_R: Tensor) -> None:
         """values (V), outcomes (G) and advantages (A): float64 [R]."""
         lengths = block.lengths[block.lengths > 0]
         if not len(lengths):
@@ -350,7 +341,7 @@ def _sum_parts(x_R: NDArray[np.float64], bounds_K5: NDArray[np.int64]) -> NDArra
 
 def _compute_baseline_error(outcomes_N: Tensor, groups_N: Tensor) -> tuple[str, Tensor, Tensor]:
     """Name of the baseline; which responses it has others for, bool [N]; (outcome - mean of the others)^2, float64."""
-    index, sizes = compute_group_index(groups_N)
+    index, sizes = statistics.compute_group_index(groups_N)
     name = "group"
     if int(sizes.max()) == 1:
         name, index, sizes = "batch", torch.zeros_like(index), torch.tensor([len(index)])
@@ -399,12 +390,14 @@ class CriticSummary:
         lengths = lengths_B.double()
         self._quartiles_B = find_quantiles(lengths[lengths > 0], lengths, 4) if bool(lengths_B.any()) else lengths
         self._signal = SignalSummary(groups_B, lengths_B, gamma)
-        self._all, self._value = ExplainedVariance(), Mean()
+        self._all, self._value = ExplainedVariance(), statistics.Mean()
         self._quarters = [ExplainedVariance() for _ in QUARTERS]
         self._quartiles = [ExplainedVariance() for _ in range(4)]
         self._states: dict[str, list[Tensor]] = {"first": [], "middle": []}
 
-    def add(self, block: Block, values_R: Tensor, returns_R: Tensor, outcomes_R: Tensor, advantages_R: Tensor) -> None:
+    def add(
+        self, block: statistics.Block, values_R: Tensor, returns_R: Tensor, outcomes_R: Tensor, advantages_R: Tensor
+    ) -> None:
         """values (V), returns (G), outcomes and the policy's advantages: float64 [R]."""
         self._signal.add(block, values_R, outcomes_R, advantages_R)
         self._all.add(values_R, returns_R)

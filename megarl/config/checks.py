@@ -9,17 +9,9 @@ from typing import Any
 
 from megarl.algo import objective
 from megarl.algo.declarations import AdvantageEstimator
-from megarl.algo.objective import (
-    LOSS_TERMS,
-    find_advantage,
-    find_policy_loss,
-    has_ratio_to_rollout,
-    name_advantages,
-    name_policy_losses,
-    needs_critic,
-)
 from megarl.config.errors import ConfigError
 from megarl.config.placement import find_server_offload
+from megarl.config.schema import task
 from megarl.config.schema.algo import (
     LARGEST_KL_ERROR,
     AlgoConfig,
@@ -34,14 +26,6 @@ from megarl.config.schema.key import Effect, Key, get_key, show
 from megarl.config.schema.roles import Dtype, ModelSource, ParallelConfig, TrainedRoleConfig
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import NO_QUANTIZED_WEIGHTS, TrainConfig, check_truncation
-from megarl.config.schema.task import (
-    EnvironmentRewardConfig,
-    SingleTurnEnvironmentConfig,
-    ToolsEnvironmentConfig,
-    WeightedRewardConfig,
-    find_score_range,
-    read_parts,
-)
 
 
 @dataclass(frozen=True)
@@ -161,9 +145,9 @@ def _is_off(value: object, default: object, stated: Key) -> bool:
 
 def check_parts(config: Config) -> Iterator[str]:
     """One message per problem of the parts of a weighted sum; none for another reward."""
-    if isinstance(config.reward, WeightedRewardConfig):
+    if isinstance(config.reward, task.WeightedRewardConfig):
         try:
-            parts = read_parts(config.reward)
+            parts = task.read_parts(config.reward)
         except ConfigError as error:
             yield from error.problems
         else:
@@ -235,7 +219,7 @@ def describe_iteration_size(train: TrainConfig) -> str:
 
 
 def _check_train(config: Config) -> Iterator[str]:
-    train, pretrains = config.train, needs_critic(config.algo) and config.algo.value_pretrain.num_steps > 0
+    train, pretrains = config.train, objective.needs_critic(config.algo) and config.algo.value_pretrain.num_steps > 0
     wanted, group, samples = train.samples_per_iteration, train.responses_per_prompt, train.num_samples
     key = "samples_per_minibatch" if train.num_minibatches is None else "num_minibatches"
     if train.num_iterations == 0 and not pretrains:
@@ -273,7 +257,7 @@ def _check_roles(config: Config) -> Iterator[str]:
     steps, size = config.train.num_optimizer_steps, config.train.minibatch_size
     layouts = {"policy": config.policy.parallel}
     yield from _check_role("policy", config.policy, steps, config.train.num_iterations)
-    if needs_critic(config.algo):
+    if objective.needs_critic(config.algo):
         layouts["critic"] = config.critic.parallel
         steps *= config.critic.updates_per_policy_update
         yield from _check_role("critic", config.critic, steps, config.train.num_iterations)
@@ -340,7 +324,7 @@ def check_critic(config: Config) -> Iterator[str]:
     if frozen >= iterations > 0:
         right = f"it must be below {iterations}. To train a critic alone: train.num_iterations=0"
         yield f"policy.frozen_iterations: found {frozen}; the policy would never learn: {right}"
-    value_range = config.critic.value_range if needs_critic(algo) else None
+    value_range = config.critic.value_range if objective.needs_critic(algo) else None
     if value_range is None:
         return
     found = f"critic.value_range: found {_show(*value_range)}"
@@ -364,8 +348,8 @@ def find_return_range(config: Config) -> tuple[float, float] | None:
     """The least and the largest return of a response without a KL or a normalization of rewards; None where the
     configuration does not say, because the scores, or an environment's rewards of turns, may be any number.
     """
-    scores = find_score_range(config.reward)
-    if scores is None or not isinstance(config.environment, SingleTurnEnvironmentConfig):
+    scores = task.find_score_range(config.reward)
+    if scores is None or not isinstance(config.environment, task.SingleTurnEnvironmentConfig):
         return None
     wrong, clip = config.reward.wrong, config.algo.reward_clip
     low, high = (wrong + (1 - wrong) * score for score in scores)
@@ -420,10 +404,10 @@ def _check_options(options: Mapping[str, Any], longest: int) -> Iterator[str]:
 
 def _check_environment(config: Config) -> Iterator[str]:
     tools = config.environment
-    if isinstance(config.reward, EnvironmentRewardConfig) and isinstance(tools, SingleTurnEnvironmentConfig):
+    if isinstance(config.reward, task.EnvironmentRewardConfig) and isinstance(tools, task.SingleTurnEnvironmentConfig):
         right = "choose one that does, such as environment=guess, or another reward"
         yield f"reward: found environment with environment=single_turn, which gives no rewards; {right}"
-    if not isinstance(tools, ToolsEnvironmentConfig):
+    if not isinstance(tools, task.ToolsEnvironmentConfig):
         return
     if (longest := tools.max_calls * tools.call_timeout_s) >= tools.step_deadline_s:
         right = f"it must be above environment.max_calls x environment.call_timeout_s = {longest:g} s"
@@ -448,7 +432,7 @@ def _check_saved(config: Config) -> Iterator[str]:
     for key, value, right, why in asked:
         if value:
             yield f"{key}: found {str(value).lower()} with rollout.file={rollout.file}; {why}: it must be {right}"
-    if needs_critic(algo) and pretraining.num_steps > 0 and pretraining.rollouts is None:
+    if objective.needs_critic(algo) and pretraining.num_steps > 0 and pretraining.rollouts is None:
         right = f"must be a file, such as {rollout.file}, or algo.value_pretrain.enabled=false"
         yield f"algo.value_pretrain.rollouts: null found with rollout.file={rollout.file}; {right}"
 
@@ -459,7 +443,7 @@ def _check_saved(config: Config) -> Iterator[str]:
 def check_modules(algo: AlgoConfig) -> list[str]:
     """Why an advantage estimator or a policy loss cannot be found by its name; everything else needs them."""
     problems: list[str] = []
-    for find, name in ((find_advantage, algo.advantage), (find_policy_loss, algo.surrogate)):
+    for find, name in ((objective.find_advantage, algo.advantage), (objective.find_policy_loss, algo.surrogate)):
         try:
             find(name)
         except ConfigError as error:
@@ -471,10 +455,10 @@ def check_algo(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps_per_
     """One message per contradiction of values that are each in their range (`check_keys`): the key, what was found and
     what would be right.
     """
-    checks = [find_advantage(algo.advantage).check]
+    checks = [objective.find_advantage(algo.advantage).check]
     if algo.rl_loss_coef != 0:
-        checks.append(find_policy_loss(algo.surrogate).check)
-    checks += [term.check for term in LOSS_TERMS if term.is_used(algo)]
+        checks.append(objective.find_policy_loss(algo.surrogate).check)
+    checks += [term.check for term in objective.LOSS_TERMS if term.is_used(algo)]
     return [
         *_check_groups(algo, responses_per_prompt),
         *_check_replay(algo),
@@ -484,7 +468,7 @@ def check_algo(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps_per_
 
 
 def _check_groups(algo: AlgoConfig, responses_per_prompt: int) -> Iterator[str]:
-    norm, compares = algo.reward_norm, find_advantage(algo.advantage).compares_group
+    norm, compares = algo.reward_norm, objective.find_advantage(algo.advantage).compares_group
     asked = {
         f"algo.advantage={algo.advantage}": compares,
         "algo.reward_norm.mean=group": norm.mean is NormScope.group,
@@ -506,8 +490,8 @@ def _check_replay(algo: AlgoConfig) -> Iterator[str]:
     if algo.replay.num_iterations == 0:
         return
     where = f"algo.replay.num_iterations: {algo.replay.num_iterations} found"
-    if needs_critic(algo):
-        right = name_advantages(needs_critic=False)
+    if objective.needs_critic(algo):
+        right = objective.name_advantages(needs_critic=False)
         yield f"{where}; the critic's returns would be of older policies: algo.advantage must be {right}"
     yield from check_older_samples(algo, where)
     if NormScope.running in (algo.reward_norm.mean, algo.reward_norm.std):
@@ -519,10 +503,10 @@ def check_older_samples(algo: AlgoConfig, where: str, off: str = "0") -> Iterato
 
     where: the key that asks for them and what was found. off: the key's value that does not.
     """
-    if algo.rl_loss_coef == 0 or has_ratio_to_rollout(algo):
+    if algo.rl_loss_coef == 0 or objective.has_ratio_to_rollout(algo):
         return
     if algo.mismatch.correction is MismatchCorrection.none:
-        losses = name_policy_losses(ratio_to_rollout=True)
+        losses = objective.name_policy_losses(ratio_to_rollout=True)
         yield (
             f"{where} with algo.mismatch.correction=none; the surrogate takes its samples as the present policy's: must"
             f" be {off}, or algo.mismatch.correction=tis (or mis), which weights them by the ratio to that policy,"
@@ -534,7 +518,7 @@ def _check_loss(algo: AlgoConfig) -> Iterator[str]:
     correction = algo.mismatch.correction
     if algo.rl_loss_coef == 0 and not uses_topr(algo):
         yield "algo.rl_loss_coef: 0 found with both topr weights 0, so that nothing is learned: one must be above 0"
-    if correction is not MismatchCorrection.none and has_ratio_to_rollout(algo):
+    if correction is not MismatchCorrection.none and objective.has_ratio_to_rollout(algo):
         found = f"{correction.name} found with algo.surrogate={algo.surrogate}, whose ratio is to the rollout engine's"
         yield f"algo.mismatch.correction: {found}; it would count the mismatch twice: must be none"
     if algo.value_loss_agg_mode is LossAggMode["seq-mean-token-sum-norm"]:

@@ -13,17 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from megarl.report import charts
-from megarl.report.charts import (
-    NUM_COLOURS,
-    Chart,
-    Curve,
-    Picture,
-    build_curves,
-    draw_curves,
-    name_metrics,
-    needs_log,
-    pile_up,
-)
 from megarl.report.record import HELDOUT, SECONDS, UNFINISHED, History, RunRecord, Start, State
 from megarl.report.signs import NUM_RULES, list_warnings
 from megarl.report.text import LOG_NAME, format_number, format_seconds, shorten
@@ -150,22 +139,24 @@ class _Charts:
         self.data: dict[str, Any] = {"iterations": [point.last for point in points], "domain": self.domain}
         self.data["charts"] = []
 
-    def format_section(self, title: str, found: Sequence[Chart], pictures: Sequence[Picture] = ()) -> Iterator[str]:
+    def format_section(
+        self, title: str, found: Sequence[charts.Chart], pictures: Sequence[charts.Picture] = ()
+    ) -> Iterator[str]:
         """Heading and cards; nothing where no chart has values."""
-        named = [(chart, name_metrics(chart, self.history.names)) for chart in found]
+        named = [(chart, charts.name_metrics(chart, self.history.names)) for chart in found]
         cards = [self.format_chart(chart, metrics) for chart, metrics in named if metrics]
         for each in pictures:
             head = f"{escape(each.title)} <span>{escape(each.x)}</span>"
-            cards.append(_format_card(head, draw_curves(each.curves), each.curves, escape(each.note)))
+            cards.append(_format_card(head, charts.draw_curves(each.curves), each.curves, escape(each.note)))
         if cards:
             yield f'<h2 id="{title.lower().replace(" ", "-")}">{escape(title)}</h2>'
             yield f'<div class="grid-of-charts">{"".join(cards)}</div>'
 
-    def format_chart(self, chart: Chart, metrics: Mapping[str, str]) -> str:
-        curves = build_curves(self.history, metrics, is_stack=chart.is_stack)
-        shown = pile_up(curves) if chart.is_stack else curves
-        svg = draw_curves(shown, self.domain, chart.floor, is_stack=chart.is_stack)
-        is_log = needs_log([max(value, chart.floor) for curve in curves for _, value in curve.points])
+    def format_chart(self, chart: charts.Chart, metrics: Mapping[str, str]) -> str:
+        curves = charts.build_curves(self.history, metrics, is_stack=chart.is_stack)
+        shown = charts.pile_up(curves) if chart.is_stack else curves
+        svg = charts.draw_curves(shown, self.domain, chart.floor, is_stack=chart.is_stack)
+        is_log = charts.needs_log([max(value, chart.floor) for curve in curves for _, value in curve.points])
         unit = f"{chart.unit} (log scale)".strip() if is_log and not chart.is_stack else chart.unit
         # For the script, of each curve its value at each point, where it has one.
         found = [dict(curve.points) for curve in curves]
@@ -176,7 +167,7 @@ class _Charts:
         return _format_card(head, svg, curves, mark_keys(chart.note), f' data-chart="{number}"')
 
 
-def _format_card(head: str, svg: str, curves: Sequence[Curve], note: str, attributes: str = "") -> str:
+def _format_card(head: str, svg: str, curves: Sequence[charts.Curve], note: str, attributes: str = "") -> str:
     """attributes: where there are any, the legend has the newest values."""
     keys = []
     for number, curve in enumerate(curves):
@@ -340,9 +331,9 @@ def format_comparison(title: str, runs: Sequence[RunRecord]) -> str:
     scores = {run.name: run.history.last[HELDOUT] for run in done}
     key = [*parameters, ""][0]
     values = sort_values({get_value(run, key) for run in runs})
-    values = values if len(values) <= NUM_COLOURS else [*values[:NUM_COLOURS], OTHERS]
+    values = values if len(values) <= charts.NUM_COLOURS else [*values[: charts.NUM_COLOURS], OTHERS]
     number = {value: i for i, value in enumerate(values)}
-    group_of = {run.name: number.get(get_value(run, key), NUM_COLOURS) for run in runs}
+    group_of = {run.name: number.get(get_value(run, key), charts.NUM_COLOURS) for run in runs}
     ranked = sorted(runs, key=lambda run: (run.name not in scores, -scores.get(run.name, 0.0), run.name))
     swatches = (f'<span><i class="swatch g{i}"></i>{escape(value)}</span>' for i, value in enumerate(values))
     body = [
@@ -403,12 +394,12 @@ def _format_curves(runs: Sequence[RunRecord], group_of: Mapping[str, int], param
             if points:
                 setting = ", ".join(f"{each}={get_value(run, each)}" for each in parameters) or run.name
                 label = f"{setting}: {format_number(points[-1][1])} at iteration {points[-1][0]}"
-                curves.append(Curve(label, group_of[run.name], points, run=run.name))
+                curves.append(charts.Curve(label, group_of[run.name], points, run=run.name))
         if curves:
-            is_log = needs_log([value for curve in curves for _, value in curve.points])
+            is_log = charts.needs_log([value for curve in curves for _, value in curve.points])
             shown = escape(f"{unit} (log scale)".strip() if is_log else unit)
             yield f'<div class="card"><h3>{title} <span>{shown}</span><small>{metric}</small></h3>'
-            yield f"{draw_curves(curves)}</div>"
+            yield f"{charts.draw_curves(curves)}</div>"
     yield "</div>"
 
 
