@@ -3,6 +3,7 @@ imported once it is chosen.
 """
 
 import argparse
+import contextlib
 import os
 import runpy
 import shlex
@@ -90,31 +91,36 @@ def serve(words: Sequence[str]) -> None:
     Exit status 2 for bad arguments, 1 for what the server cannot do, or where it is lost.
     """
     from megarl.config.errors import ConfigError
+    from megarl.files import write_private
     from megarl.interfaces import DeadlineError
-    from megarl.rollout.server import ServerError, write_private
+    from megarl.rollout.server import ServerError
 
-    folder = Path(tempfile.mkdtemp(prefix="megarl-serve-"))  # which this user alone can read
+    folder, stopped = Path(tempfile.mkdtemp(prefix="megarl-serve-")), threading.Event()
+    key = folder / "key"  # This user alone can read the folder.
     try:
         server, model = _build_server(words, folder)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stopped.set())
+        try:
+            server.start()
+            print(f"starting {model}; log: {server.log_file}", flush=True)
+            server.wait_healthy(600.0)
+            print(f"ready: reward.url={server.url} reward.api_key_env={KEY}", flush=True)
+            if KEY not in os.environ:
+                print(f'the key: export {KEY}="$(cat {write_private(key, server.api_key)})"', flush=True)
+            while not stopped.wait(1.0):
+                server.check_alive()
+        finally:
+            server.stop()
     except ConfigError as error:
-        sys.exit("\n".join(f"error: {problem}" for problem in error.problems))
-    stopped = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopped.set())
-    try:
-        server.start()
-        print(f"starting {model}; log: {server.log_file}", flush=True)
-        server.wait_healthy(600.0)
-        print(f"ready: reward.url={server.url} reward.api_key_env={KEY}", flush=True)
-        if KEY not in os.environ:
-            print(f'the key: export {KEY}="$(cat {write_private(folder / "key", server.api_key)})"', flush=True)
-        while not stopped.wait(1.0):
-            server.check_alive()
+        _end("\nerror: ".join(error.problems))
     except (ServerError, DeadlineError) as error:
         if not stopped.is_set():
             sys.exit(f"error: {error}")
     finally:
-        server.stop()
+        key.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # The log of a server that was started stays in it.
+            folder.rmdir()
 
 
 def _build_server(words: Sequence[str], folder: Path) -> "tuple[SGLangServer, str]":
@@ -123,7 +129,7 @@ def _build_server(words: Sequence[str], folder: Path) -> "tuple[SGLangServer, st
     from megarl.config.schema.run import RolloutConfig
     from megarl.cpu.process import CpuServing
     from megarl.models.checkpoint import find_checkpoint
-    from megarl.rollout.server import WEIGHT_LOADER, SGLangServer, find_serving
+    from megarl.rollout.server import SGLangServer, find_serving
 
     about = "One SGLang server for reward=judge or reward=reward_model, until Ctrl-C."
     parser = argparse.ArgumentParser(prog="megarl serve", description=about)
@@ -146,13 +152,8 @@ def _build_server(words: Sequence[str], folder: Path) -> "tuple[SGLangServer, st
         kv_cache_tokens=tokens if tokens is not None else find_serving().default_tokens,
     )
     log, port, key = given.log or folder / "server.log", given.port or None, os.environ.get(KEY)
-    checkpoint = find_checkpoint(given.model, "MODEL")
-    server = SGLangServer(config, checkpoint, log_file=log, seed=1, host=given.host, port=port, api_key=key)
-    # A rollout server's command line has these too; this one takes messages, and its weights stay what they are.
-    for left_out in (["--skip-tokenizer-init"], ["--custom-weight-loader", WEIGHT_LOADER]):
-        start = server._command.index(left_out[0])
-        del server._command[start : start + len(left_out)]
-    return server, given.model
+    own = {"host": given.host, "port": port, "api_key": key, "is_policy": False}
+    return SGLangServer(config, find_checkpoint(given.model, "MODEL"), log_file=log, seed=1, **own), given.model
 
 
 if __name__ == "__main__":

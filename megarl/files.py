@@ -84,6 +84,23 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     _sync_directory(path.parent)
 
 
+def write_private(path: Path, text: str) -> Path:
+    """Write a new file that this user alone can read; returns its path."""
+    path.touch(0o600)
+    path.write_text(text)
+    return path
+
+
+def read_tail(file: Path, num_lines: int = 25) -> str:
+    """The last lines of a text file; where it does not exist, a sentence that says so."""
+    if not file.is_file():
+        return f"({file} does not exist)"
+    with open(file, "rb") as stream:
+        stream.seek(max(0, file.stat().st_size - 65536))
+        lines = stream.read().decode(errors="replace").splitlines()
+    return "\n".join(lines[-num_lines:])
+
+
 def _sync_directory(directory: Path) -> None:
     """Sync the directory's entries to disk."""
     descriptor = os.open(directory, os.O_RDONLY)

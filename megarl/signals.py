@@ -39,6 +39,8 @@ from typing import Any, TextIO
 
 DRIVER_LOG = "driver.log"
 FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
+GUARD = Path(__file__)
+"""What the guard of a server is started with"""
 _captured: tuple[TextIO, TextIO] | None = None
 """Standard output and error as they were before; None: nothing is captured"""
 

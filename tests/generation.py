@@ -1,12 +1,14 @@
-"""Responses of an engine without rewards, for tests of what generates them."""
+"""Responses of an engine without rewards, for tests of what generates them; rollouts of a file."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from megarl.rollout.collector import Collector
 from megarl.rollout.conversation import EpisodeRunner, Sampling
 from megarl.rollout.engine import SGLangEngine
+from megarl.rollout.rollout_file import read_rollouts
 from megarl.task.scorer import Scorer
-from megarl.types import Prompt, Response, Score
+from megarl.types import Prompt, Response, Rollout, Score
 
 
 def build_collector(engine: SGLangEngine, kind: type[Collector] = Collector, **keys) -> Collector:
@@ -32,3 +34,7 @@ def generate_groups(
     samples = collector._collect(prompts, num_responses, key, Sampling(temperature, urgent))
     rows = range(0, len(samples), num_responses)
     return [[sample.response for sample in samples[row : row + num_responses]] for row in rows]
+
+
+def load_rollouts(path: Path) -> tuple[Rollout, ...]:
+    return tuple(rollout for rollout, _ in read_rollouts(path))

@@ -30,9 +30,9 @@ from megarl.cluster.calls import ADDRESS_FILE, RayLostError, ask, wait_for
 from megarl.cluster.process import Gpu, build_variables, choose_gpus, find_gpus, resolve_host
 from megarl.config.placement import DeviceSlot, find_ray_address, format_numbers
 from megarl.config.schema.run import ClusterConfig
+from megarl.files import read_tail, write_private
 from megarl.interfaces import DeadlineError
-from megarl.rollout.server import GUARD, read_tail, write_private
-from megarl.signals import STOPPING_SIGNALS
+from megarl.signals import GUARD, STOPPING_SIGNALS
 
 ORDER_VARIABLE = "MEGARL_NODES"
 """Environment variable: names of the nodes, separated by commas, in the order in which they are filled"""

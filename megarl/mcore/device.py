@@ -103,13 +103,13 @@ class Gpu:
         return "cuda" in state
 
 
-def find_machine() -> Gpu | Cpu:
+def find_processor() -> Gpu | Cpu:
     return Gpu() if torch.cuda.is_available() else Cpu()
 
 
 def device() -> torch.device:
     """The device of parameters and batches in this process."""
-    return find_machine().device()
+    return find_processor().device()
 
 
 def take_gpu(rank: int, uuid: str | None) -> str:

@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.config.schema.roles import OptimizerConfig, ParallelConfig
-from megarl.mcore.device import find_machine
+from megarl.mcore.device import find_processor
 from megarl.mcore.router import ExpertLayer, Router
 from megarl.mcore.spec import WorkerSpec, has_transformer_engine
 from megarl.models.architecture import Architecture
@@ -134,7 +134,7 @@ class Kernels:
 
 @functools.cache
 def find_kernels() -> Kernels:
-    if find_machine().capability is None:
+    if find_processor().capability is None:
         return Kernels()
     return Kernels(
         gpu=True,

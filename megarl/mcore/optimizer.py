@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megarl.config.schema.roles import LrDecay, Offload, OptimizerConfig
 from megarl.mcore.checkpoints import GATHERED_ELEMENTS
-from megarl.mcore.device import device, find_machine
+from megarl.mcore.device import device, find_processor
 from megarl.report.timeline import span
 
 STATE_KEYS = ("param", "exp_avg", "exp_avg_sq")
@@ -291,7 +291,7 @@ class StorageOffloader:
             self._reserve(sum(size for _, size in parked))
             for content, host in self._pair(parked):
                 host.copy_(content, non_blocking=True)
-        find_machine().synchronize()
+        find_processor().synchronize()
         self._parked = parked
         for storage, _ in parked:
             storage.resize_(0)
@@ -305,7 +305,7 @@ class StorageOffloader:
         if self.keep:
             for content, host in self._pair(self._parked):
                 content.copy_(host, non_blocking=True)
-        find_machine().synchronize()
+        find_processor().synchronize()
         self._parked = []
 
     def _reserve(self, size: int) -> None:
@@ -315,7 +315,7 @@ class StorageOffloader:
         held = sum(host.numel() for host in self._hosts)
         while held < size:
             piece = min(PIECE_BYTES, size - held)
-            self._hosts.append(torch.empty(piece, dtype=torch.uint8, pin_memory=find_machine().pins_memory))
+            self._hosts.append(torch.empty(piece, dtype=torch.uint8, pin_memory=find_processor().pins_memory))
             held += piece
 
     def _pair(self, parked: Sequence[tuple[torch.UntypedStorage, int]]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -376,7 +376,7 @@ class OffloadManager:
         if self.offload is Offload.all:
             self._weights.park(weights)
         drop_fp8_weights(self._models)
-        find_machine().give_back()
+        find_processor().give_back()
 
 
 def _on_device(verb: Callable[..., Any], training: bool) -> Callable[..., Any]:

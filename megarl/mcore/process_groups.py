@@ -12,7 +12,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
 from megarl.config.schema.roles import ParallelConfig
-from megarl.mcore.device import claim_gpu, device, find_machine
+from megarl.mcore.device import claim_gpu, device, find_processor
 
 
 def initialize(
@@ -29,7 +29,7 @@ def initialize(
     gpu: UUID of the GPU that this process was started for. Raises RuntimeError for a layout that does not fit and where
     this rank has another GPU or that of another rank, and torch's own errors where not all ranks come in time.
     """
-    machine = find_machine()
+    machine = find_processor()
     found = machine.take(rank, gpu)
     timeout = timedelta(seconds=deadline_s)
     dist.init_process_group(machine.backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)

@@ -28,7 +28,7 @@ from megarl.config.schema.roles import (
     Trainable,
 )
 from megarl.files import load_json_object
-from megarl.mcore.device import find_machine
+from megarl.mcore.device import find_processor
 from megarl.models.architecture import Architecture, Experts
 from megarl.models.families import parse_architecture
 
@@ -231,7 +231,7 @@ def build_role_fields(spec: WorkerSpec) -> dict[str, Any]:
         "recompute_num_layers": spec.recompute_num_layers if full else None,
         "fp8": spec.fp8.value if spec.fp8 else None,
         "fp8_recipe": spec.fp8_recipe.value,
-        "deterministic_mode": spec.deterministic and not find_machine().repeats,
+        "deterministic_mode": spec.deterministic and not find_processor().repeats,
     }
 
 
@@ -246,7 +246,7 @@ def has_transformer_engine() -> bool:
     # Not importlib.util.find_spec: without CUDA the import hook finds it nowhere.
     if PathFinder.find_spec("transformer_engine") is None:
         return False
-    find_machine().import_engine()
+    find_processor().import_engine()
     return True
 
 
@@ -269,7 +269,7 @@ def check_role_fields(arch: Architecture, spec: WorkerSpec, in_worker: bool = Fa
     if spec.recompute is Recompute.full:
         yield from _check_recompute(role, arch, spec)
     if spec.fp8:
-        yield from check_engine(spec, has_transformer_engine(), find_machine().capability, in_worker)
+        yield from check_engine(spec, has_transformer_engine(), find_processor().capability, in_worker)
 
 
 def _check_lora(arch: Architecture, spec: WorkerSpec, lora: LoraConfig) -> Iterator[str]:

@@ -27,7 +27,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema.roles import ParallelConfig
 from megarl.files import CheckpointError
 from megarl.mcore.checkpoints import CONTENT, CheckpointReader, holds_optimizer, is_finite, load_metadata
-from megarl.mcore.device import find_machine
+from megarl.mcore.device import find_processor
 from megarl.mcore.entries import PREFIX, VALUE_HEAD, Entry, describe, to_hf, to_megatron
 from megarl.mcore.model import PackedGPT
 from megarl.models.architecture import Architecture
@@ -197,12 +197,12 @@ def _separate_halves(sharded: ShardedStateDict) -> None:
 
 def _take_random_state() -> dict[str, Any]:
     state = {"torch": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
-    return state | find_machine().take_random_state()
+    return state | find_processor().take_random_state()
 
 
 def _put_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
-    if find_machine().put_random_state(state):
+    if find_processor().put_random_state(state):
         tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
 
 

@@ -23,7 +23,7 @@ from megarl.config.schema.algo import KLEstimator, needs_full_kl
 from megarl.mcore import process_groups, state
 from megarl.mcore.batch import ContextGroup, PackedBatch, build_batch
 from megarl.mcore.checkpoints import DESCRIPTION, copy_description, write_hf_checkpoint
-from megarl.mcore.device import find_machine
+from megarl.mcore.device import find_processor
 from megarl.mcore.entries import Entry, PeftAdapter
 from megarl.mcore.layers import choose_overlap, describe_fast_ways, find_layers
 from megarl.mcore.logprobs import VocabShard, compute_full_kl, compute_logprobs
@@ -214,7 +214,7 @@ class MegatronWorker:
         gpu: UUID of the GPU that this process was started for; None: not known, or there is none.
         Raises ValueError or FileNotFoundError for a layout, checkpoint or model.megatron that does not fit.
         """
-        machine = find_machine()
+        machine = find_processor()
         machine.prepare(spec.dtype, deterministic=spec.deterministic, num_threads=spec.num_threads)
         self.spec = spec = choose_overlap(spec)
         self.arch = read_architecture(Path(spec.checkpoint))

@@ -88,7 +88,7 @@ class Machine:
     tmp_free_gb: float
 
 
-def find_machine() -> Machine:
+def describe_machine() -> Machine:
     versions: dict[str, str] = {}
     for each in importlib.metadata.distributions():
         if name := each.metadata["Name"]:  # None where a folder is half removed
@@ -381,7 +381,7 @@ def main() -> None:
     except ConfigError as error:
         end_with_config_error(error)
     print("\n".join(loaded.lines), end="\n" if loaded.lines else "")
-    machine, config = find_machine(), loaded.config
+    machine, config = describe_machine(), loaded.config
     findings = [*judge(machine, config, arguments), *(Finding(WRONG, each) for each in check_machine(config))]
     findings += list(check_models(config)) or check_tensors(config)
     print("\n".join(render(machine, findings)))

@@ -18,7 +18,7 @@ from megarl.config.placement import list_groups, place
 from megarl.config.schema.roles import Offload, ParallelConfig, Recompute, RecomputeMethod
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import ClusterConfig, Placement, RolloutConfig, Transport
-from megarl.mcore.device import find_machine
+from megarl.mcore.device import find_processor
 from megarl.mcore.microbatches import count_layer_work
 from megarl.models.architecture import Architecture
 from megarl.plan.memory import (
@@ -449,4 +449,4 @@ def find_peak_tflops(config: Config) -> float | None:
     gpus = {(slot.node, gpu) for role in ("policy", "critic") for slot in slots.get(role, ()) for gpu in slot.gpus}
     if gpus:
         return hardware.bf16_tflops * len(gpus) if hardware.gpu is not None else None
-    return find_machine().measure_tflops(getattr(torch, config.policy.dtype.value))
+    return find_processor().measure_tflops(getattr(torch, config.policy.dtype.value))

@@ -16,8 +16,8 @@ from typing import Any
 from megarl.report.text import Decode, has_observations, list_turns, make_printable, shorten
 from megarl.types import FinishReason, Metrics, Sample
 
-FILE_NAME = "evaluation.json"
-RESPONSES_FILE_NAME = "responses.jsonl"
+EVALUATION_FILE = "evaluation.json"
+RESPONSES_FILE = "responses.jsonl"
 UNKNOWN = "-"
 CONFIDENCE = 0.95
 PRIOR_WEIGHT = 2.0

@@ -16,8 +16,7 @@ from megarl.report import charts
 from megarl.report.record import HELDOUT, SECONDS, UNFINISHED, History, RunRecord, Start, State
 from megarl.report.signs import NUM_RULES, list_warnings
 from megarl.report.text import LOG_NAME, format_number, format_seconds, shorten
-from megarl.report.tokens import FILE_NAME as TOKENS
-from megarl.report.tokens import Record, load_records
+from megarl.report.tokens import TOKENS_FILE, Record, load_records
 
 STYLE, SCRIPT = (Path(__file__).with_name(f"page.{kind}") for kind in ("css", "js"))
 VIEWER_BYTES = 4_000_000
@@ -115,7 +114,7 @@ def format_viewer(records: Sequence[Record]) -> str:
     if not records:
         return ""
     return f"""<section class="viewer">
-<p><code>{TOKENS}</code> has a few responses of each iteration and of each evaluation, token by token
+<p><code>{TOKENS_FILE}</code> has a few responses of each iteration and of each evaluation, token by token
 (<code>logger.num_token_records</code>). Those shown here are spread evenly over the run.</p>
 <div class="rv-controls"><span data-rv="outcome"></span><span data-rv="kind"></span>
 <label>colour <select data-rv="field"></select></label>

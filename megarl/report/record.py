@@ -49,7 +49,7 @@ from megarl.config.schema.run import LoggerConfig
 from megarl.files import RUN_FILE, load_json_object, naming_file, parse_strict_json, write_atomically
 from megarl.report.text import TIME
 
-FILE_NAME = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 IDS = "sinks.json"
 ITERATION = "iteration"
 """Also the axis of wandb's charts: its own step must not go back, as a resumed run's iterations do"""
@@ -419,7 +419,7 @@ class RunRecord:
 
 def is_run(directory: Path) -> bool:
     """Whether it is the folder of a run, and not of a sweep or anything else."""
-    return any((directory / name).is_file() for name in (RUN_FILE, FILE_NAME))
+    return any((directory / name).is_file() for name in (RUN_FILE, METRICS_FILE))
 
 
 def load_runs(directories: Sequence[Path]) -> list[RunRecord]:
@@ -453,7 +453,7 @@ def load_run(directory: Path) -> RunRecord:
             why = f"in progress or killed, at iteration {int(status['iteration'])}, in {phase}"
     except DAMAGED as error:
         problems.append(f"{directory / RUN_FILE}: is not what a run writes: {error!r}")
-    history = load_history(directory / FILE_NAME, problems)
+    history = load_history(directory / METRICS_FILE, problems)
     # A run that goes on elsewhere is measured by its newest machine.
     if starts and (peak := starts[-1].hardware.get("peak_tflops")):
         add_mfu(history, float(peak))

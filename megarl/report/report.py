@@ -10,7 +10,7 @@ from typing import Any, TextIO
 import psutil
 
 from megarl.config.schema.run import LoggerConfig
-from megarl.report.record import FILE_NAME, ONCE, MetricsWriter, Sink, check_metrics, open_sinks, write_status
+from megarl.report.record import METRICS_FILE, ONCE, MetricsWriter, Sink, check_metrics, open_sinks, write_status
 from megarl.report.signs import Watch
 from megarl.report.text import LOG_NAME, TIME, Decode, Progress, format_iteration, format_samples, format_seconds
 from megarl.report.timeline import span
@@ -141,7 +141,7 @@ def build_report(
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     sinks = list(open_sinks(logger, run_dir, settings or {}))
-    metrics = MetricsWriter(run_dir / FILE_NAME)
+    metrics = MetricsWriter(run_dir / METRICS_FILE)
     progress = Progress((stream or sys.stdout) if logger.terminal else None, log=run_dir / LOG_NAME)
     report = Report(metrics, sinks, progress, num_iterations, logger.num_logged_samples, decode)
     if metrics.num_dropped_bytes:

@@ -17,7 +17,7 @@ from megarl.report.record import LineFile
 from megarl.report.text import shorten
 from megarl.types import Experience, FinishReason, Rollout, Sample, TrainingSamples
 
-FILE_NAME = "tokens.jsonl"
+TOKENS_FILE = "tokens.jsonl"
 TRAIN, HELDOUT = "train", "heldout"
 MAX_BYTES = 100_000
 LONGEST_TEXT = 4000
@@ -162,7 +162,7 @@ def load_records(run_dir: Path, max_bytes: int) -> list[Record]:
     fourth ... one up to the last. Lines that cannot be read are left out; without a file there are none.
     """
     sizes, lines = dict[int, int](), list[tuple[int, bytes]]()
-    if (path := run_dir / FILE_NAME).is_file():
+    if (path := run_dir / TOKENS_FILE).is_file():
         matches = ((re.match(rb'\{"iteration":\s?(\d+)', line), line) for line in path.read_bytes().splitlines())
         lines = [(int(match[1]), line) for match, line in matches if match]
     for number, line in lines:

@@ -27,6 +27,7 @@ from megarl.config.schema.task import (
     ToolsEnvironmentConfig,
     VerifiersEnvironmentConfig,
 )
+from megarl.cpu.process import STANDINS
 from megarl.environment import Action, Environment, EpisodeSetting, Observation, Step
 from megarl.interfaces import Truncation, TurnRequest
 from megarl.report.timeline import RESPONSES, span
@@ -335,11 +336,9 @@ def load_parser(
     and the tokenizer's added `tokens`. Raises ValueError for a parser that SGLang does not have, or where there is
     none.
     """
-    from megarl.cpu.process import STANDINS  # The server reads a chat template with what stands here.
-
     os.environ["SGLANG_FORWARD_UNKNOWN_TOOLS"] = "true"  # A call of an unknown tool is answered, too.
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # This process sees no GPU.
-    sys.path.insert(0, str(STANDINS))
+    sys.path.insert(0, str(STANDINS))  # The server reads a chat template with what stands here.
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
     from sglang.srt.parser.reasoning_parser import ReasoningParser

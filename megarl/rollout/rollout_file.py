@@ -55,7 +55,9 @@ from megarl.types import (
     check_score,
 )
 
-FILE_NAME = "rollouts.jsonl"
+ROLLOUTS_FILE = "rollouts.jsonl"
+Group = tuple[Sample, ...]
+"""The samples of one prompt"""
 
 
 class RolloutWriter(LineFile):
@@ -237,11 +239,6 @@ def read_rollouts(path: Path, limits: Limits | None = None) -> Iterator[tuple[Ro
         raise ValueError(f"{path}: found no complete rollout; expected the rollouts.jsonl of a run")
 
 
-def load_rollouts(path: Path) -> tuple[Rollout, ...]:
-    """All rollouts of a file, in order; otherwise as `read_rollouts`."""
-    return tuple(rollout for rollout, _ in read_rollouts(path))
-
-
 def _read_lines(path: Path) -> Iterator[tuple[Line, Any]]:
     """Every line and what its JSON is."""
     start = 0
@@ -388,11 +385,10 @@ def read_group(path: Path, group: SavedGroup) -> tuple[Sample, ...]:
 
 JOURNAL = "journal"
 """The folder of `Journal` in a run's directory"""
-Samples = tuple[Sample, ...]
 ARRAYS = {"token_ids": np.int32, "rollout_logprobs": np.float32, "generated": np.bool_}
 
 
-def save_samples(path: Path, groups: Sequence[Sequence[Samples]]) -> None:
+def save_samples(path: Path, groups: Sequence[Sequence[Group]]) -> None:
     """Write samples; the file is complete on disk or absent. What only environments and rewards read is left out."""
     records = [[[_describe(sample) for sample in group] for group in each] for each in groups]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -411,7 +407,7 @@ def _describe(sample: Sample) -> dict[str, Any]:
     }
 
 
-def load_samples(path: Path) -> list[list[Samples]]:
+def load_samples(path: Path) -> list[list[Group]]:
     """What `save_samples` wrote, bit for bit. Raises ValueError naming the file where it is damaged."""
     content = path.read_bytes()
     try:
@@ -450,7 +446,7 @@ class Journal:
     def __init__(self, directory: Path):
         self._directory = directory
 
-    def load(self, key: str, prompts: Sequence[Prompt], num_responses: int) -> Samples | None:
+    def load(self, key: str, prompts: Sequence[Prompt], num_responses: int) -> tuple[Sample, ...] | None:
         """The samples that were saved under this key; None where there are none for these prompts.
 
         A file that cannot be read or has other prompts is not used; a warning says so.
@@ -472,7 +468,7 @@ class Journal:
         found = (_GROUP.fullmatch(path.stem) for path in self._directory.glob("group-*.samples"))
         return sorted((int(m[1]), int(m[2])) for m in found if m is not None and int(m[1]) >= first)
 
-    def save(self, key: str, samples: Samples) -> None:
+    def save(self, key: str, samples: tuple[Sample, ...]) -> None:
         save_samples(self._find(key), [[samples]])
 
     def drop(self, key: str) -> None:

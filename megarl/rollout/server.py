@@ -21,15 +21,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.run import RolloutConfig
 from megarl.cpu.process import CpuServing
-from megarl.files import load_json_object
+from megarl.files import load_json_object, read_tail, write_private
 from megarl.interfaces import UNPUBLISHED, DeadlineError
 from megarl.models.families import FAMILIES
 from megarl.rollout.client import ConnectionLostError, RequestError, SGLangClient
-from megarl.signals import pick_free_port
+from megarl.signals import GUARD, pick_free_port
 
 OWN_OPTIONS = {
     "model_path": "model.path",
@@ -218,7 +220,6 @@ def load_json(file: Path) -> dict[str, Any]:
         raise ConfigError([str(error)]) from error
 
 
-GUARD = Path(__file__).parents[1] / "signals.py"
 TRACKER_WARNINGS = "ignore::UserWarning:multiprocessing.resource_tracker"
 LONGEST_TMPDIR = 42
 """Bytes of TMPDIR with which unix sockets in a scratch folder, torch's above all, keep to 107 bytes of path"""
@@ -272,18 +273,23 @@ class GpuServing:
 
 @functools.cache
 def find_serving() -> GpuServing | CpuServing:
-    # Of NVIDIA's driver on Linux, and in WSL.
-    if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
-        return CpuServing()  # without the seconds that the import of torch takes
-    import torch
-
-    return GpuServing() if torch.cuda.is_available() else CpuServing()
+    # Of NVIDIA's driver on Linux, and in WSL; without it CUDA is not asked.
+    has_driver = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
+    return GpuServing() if has_driver and torch.cuda.is_available() else CpuServing()
 
 
 def build_command(
-    config: RolloutConfig, checkpoint: Path, *, host: str, port: int, seed: int, weight_version: int = 0
+    config: RolloutConfig,
+    checkpoint: Path,
+    *,
+    host: str,
+    port: int,
+    seed: int,
+    weight_version: int = 0,
+    is_policy: bool = True,
 ) -> list[str]:
-    """The command line of one server. weight_version: the version of the checkpoint's weights.
+    """The command line of one server. weight_version: the version of the checkpoint's weights. is_policy: False for a
+    server that takes messages, and whose weights stay what they are.
 
     Raises ConfigError for keys of `rollout.sglang` that SGLang does not have, and what else it cannot start with.
     """
@@ -299,12 +305,12 @@ def build_command(
         "random_seed": seed,
         "max_running_requests": config.max_running_requests,
         "max_total_tokens": config.kv_cache_tokens,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": is_policy,
         "weight_version": str(weight_version),
         "tp_size": config.tp,
         "skip_server_warmup": True,
         # Executes the trainer's requests inside each rank: see megarl.sync.receiver.
-        "custom_weight_loader": [WEIGHT_LOADER],
+        "custom_weight_loader": [WEIGHT_LOADER] if is_policy else None,
         # Without it an idle scheduler spins and takes a core from the trainer.
         "sleep_on_idle": True,
         # Verification of a weight sync and evaluations do not wait for prefetched responses.
@@ -380,13 +386,6 @@ def make_scratch() -> Path:
     return Path(tempfile.mkdtemp(prefix=f"megarl-sglang-{os.getpid()}-", dir=parent if fits else "/tmp"))
 
 
-def write_private(path: Path, text: str) -> Path:
-    """Write a new file that this user alone can read; returns its path."""
-    path.touch(0o600)
-    path.write_text(text)
-    return path
-
-
 def link_model(command: Sequence[str], scratch: Path) -> list[str]:
     """The command with a link in `scratch` for the model where SGLang would not find the files in its path, in which it
     takes brackets for a pattern, or would take a name of Mistral's in it for another form of config.json.
@@ -419,10 +418,11 @@ class SGLangServer:
         weight_version: int = 0,
         api_key: str | None = None,
         shares_gpus: bool = False,
+        is_policy: bool = True,
     ):
-        """port: None picks a free one. weight_version: of the checkpoint's weights. api_key: required of callers, also
-        on loopback, where other users of the machine can call; None: a new one. shares_gpus: whether training roles
-        use the same GPUs.
+        """port: None picks a free one. weight_version, is_policy: of `build_command`. api_key: required of callers,
+        also on loopback, where other users of the machine can call; None: a new one. shares_gpus: whether training
+        roles use the same GPUs.
 
         Raises ConfigError for bad options or a checkpoint without config.json.
         """
@@ -434,9 +434,8 @@ class SGLangServer:
         self.log_file = log_file
         self.api_key = api_key or secrets.token_hex(32)
         self.shares_gpus = shares_gpus
-        self._command = build_command(
-            config, Path(checkpoint), host=host, port=self.port, seed=seed, weight_version=weight_version
-        )
+        own: dict[str, Any] = {"weight_version": weight_version, "is_policy": is_policy}
+        self._command = build_command(config, Path(checkpoint), host=host, port=self.port, seed=seed, **own)
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch: Path | None = None
 
@@ -542,16 +541,6 @@ class SGLangServer:
 
     def _describe_log(self) -> str:
         return f"the end of its log {self.log_file}:\n{read_tail(self.log_file)}"
-
-
-def read_tail(file: Path, num_lines: int = 25) -> str:
-    """The last lines of a text file; where it does not exist, a sentence that says so."""
-    if not file.is_file():
-        return f"({file} does not exist)"
-    with open(file, "rb") as stream:
-        stream.seek(max(0, file.stat().st_size - 65536))
-        lines = stream.read().decode(errors="replace").splitlines()
-    return "\n".join(lines[-num_lines:])
 
 
 CALL_DEADLINE_S = 60.0

@@ -19,12 +19,9 @@ from megarl.config.schema.root import Config
 from megarl.report.evaluation import describe_failures
 from megarl.rollout.collector import Collector, check_versions, compute_staleness
 from megarl.rollout.engine import SGLangEngine
-from megarl.rollout.rollout_file import Journal, SavedGroups, name_group, read_group
+from megarl.rollout.rollout_file import Group, Journal, SavedGroups, name_group, read_group
 from megarl.task.data import PromptSampler
 from megarl.types import Metrics, Prompt, Rollout, Sample
-
-Group = tuple[Sample, ...]
-
 
 SAME = 1e-6
 """Rewards that differ by less are equal: what is left is rounding, which a standard deviation would make large."""
@@ -35,7 +32,7 @@ class NoSignalError(RuntimeError):
 
 
 def split_groups(samples: Sequence[Sample]) -> list[Group]:
-    """The samples of each prompt, in order."""
+    """In order."""
     return [tuple(group) for _, group in groupby(samples, key=lambda sample: sample.group)]
 
 
@@ -394,8 +391,6 @@ class SourceState:
 class IterationBatch:
     """The groups of one iteration."""
 
-    state: SourceState
-    """The source's state after this iteration"""
     fresh: list[Group] = field(default_factory=list)
     replayed: list[Group] = field(default_factory=list)
     """Groups of past iterations, with the log-probs of their first iteration where these are kept"""
@@ -480,7 +475,7 @@ class GroupSource:
             batch = self._sample(iteration, weight_version)
         else:
             batch = self._take_complete(iteration, weight_version)
-        self._state, self._taken = batch.state, batch.fresh
+        self._state, self._taken = self._find_state(), batch.fresh
         return batch
 
     def keep_logprobs(self, old_logprobs: Tensor) -> None:
@@ -520,11 +515,11 @@ class GroupSource:
 
     def _sample_to_pretrain(self, iteration: int, weight_version: int) -> IterationBatch:
         if self._saved is not None:
-            return IterationBatch(self._find_state(), self._saved.take(iteration))
+            return IterationBatch(self._saved.take(iteration))
         self._guard(self._engine.check_health)
         key = f"pretraining-{self._pretraining.count_step(iteration)}"
         samples = self._collect(self._train.num_prompts, key, weight_version)
-        return IterationBatch(self._find_state(), split_groups(samples), sampled=(samples,))
+        return IterationBatch(split_groups(samples), sampled=(samples,))
 
     def _sample(self, iteration: int, weight_version: int) -> IterationBatch:
         """With max_staleness=0: sample the iteration's groups now."""
@@ -538,7 +533,7 @@ class GroupSource:
 
         fresh, metrics = self._choose(collect, self._train.num_prompts - len(replayed))
         self._replay.add(fresh)
-        return IterationBatch(self._find_state(), fresh, replayed, tuple(sampled), metrics)
+        return IterationBatch(fresh, replayed, tuple(sampled), metrics)
 
     def _choose(
         self, collect: Callable[[int], list[Group]], num_groups: int, *, one_by_one: bool = False
@@ -578,7 +573,7 @@ class GroupSource:
         fresh, metrics = self._choose(take, planned[0], one_by_one=True)
         self._replay.add(fresh)
         metrics |= compute_staleness([s for group in fresh for s in group], weight_version, self._max_staleness)
-        return IterationBatch(self._find_state(), fresh, replayed, (join_groups(taken, 0).samples,), metrics)
+        return IterationBatch(fresh, replayed, (join_groups(taken, 0).samples,), metrics)
 
     def _open(self) -> GroupScheduler:
         self._guard(self._engine.check_health)
@@ -627,7 +622,7 @@ class SavedSource:
         responses with a reward. Raises RuntimeError where the file has changed since it was validated.
         """
         if self._pretraining is not None and iteration <= 0:
-            return IterationBatch(self.state(), self._pretraining.take(iteration))
+            return IterationBatch(self._pretraining.take(iteration))
         groups = [read_group(self._path, group) for group in self._sampler.next_batch(self._num_groups)]
         # What another run's trainer said of them is left out.
         aged = [tuple(replace(sample, age=iteration, group_number=None) for sample in group) for group in groups]
@@ -636,7 +631,7 @@ class SavedSource:
         if scores := [s.score for group in groups for s in group if s.score.failure is None]:
             metrics["saved/reward_mean"] = sum(score.reward for score in scores) / len(scores)
             metrics["saved/correct_frac"] = sum(score.correct for score in scores) / len(scores)
-        return IterationBatch(self.state(), replayed=aged, metrics=metrics)
+        return IterationBatch(replayed=aged, metrics=metrics)
 
     def keep_logprobs(self, old_logprobs: Tensor) -> None:
         """Nothing is kept: log mu stays what the file recorded."""

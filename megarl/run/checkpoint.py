@@ -28,19 +28,18 @@ from megarl.files import (
 from megarl.interfaces import DeadlineError, TrainBackend, wait_all
 from megarl.mcore.checkpoints import count_parameters, describe_role
 from megarl.mcore.spec import Role, WorkerSpec
-from megarl.report import record
-from megarl.report import tokens as token_file
+from megarl.report.record import METRICS_FILE
 from megarl.report.report import Report
 from megarl.report.timeline import span
-from megarl.rollout import rollout_file
-from megarl.rollout.rollout_file import load_samples, save_samples
+from megarl.report.tokens import TOKENS_FILE
+from megarl.rollout.rollout_file import ROLLOUTS_FILE, load_samples, save_samples
 from megarl.rollout.source import GroupState, SourceState
 from megarl.signals import Stopped, deferring_stops
 from megarl.types import Metrics
 
 STATE = "state.json"
 REPLAY = "replay.samples"
-TRACKED = (record.FILE_NAME, rollout_file.FILE_NAME, token_file.FILE_NAME)
+TRACKED = (METRICS_FILE, ROLLOUTS_FILE, TOKENS_FILE)
 """Files that a run appends to; a resumed run truncates them to their size at the checkpoint"""
 
 

@@ -52,10 +52,9 @@ from megarl.interfaces import (
 from megarl.mcore.spec import Role, read_architecture
 from megarl.plan.job import PlannedModels, check_plan
 from megarl.plan.seconds import find_peak_tflops
-from megarl.report import tokens as token_file
-from megarl.report.evaluation import FILE_NAME as EVALUATION_NAME
 from megarl.report.evaluation import (
-    RESPONSES_FILE_NAME,
+    EVALUATION_FILE,
+    RESPONSES_FILE,
     SetResult,
     check_failures,
     describe_failures,
@@ -64,15 +63,15 @@ from megarl.report.evaluation import (
     summarize_set,
     write_evaluation,
 )
-from megarl.report.record import FILE_NAME as METRICS_NAME
-from megarl.report.record import Outcome, State, load_metrics, record_start, write_outcome
+from megarl.report.record import METRICS_FILE, Outcome, State, load_metrics, record_start, write_outcome
 from megarl.report.report import Report, build_report
 from megarl.report.text import LOG_NAME, Decode, Progress, append_log, format_heldout, format_seconds
+from megarl.report.tokens import TOKENS_FILE, TokenFile
 from megarl.rollout.client import ServerOffloader
 from megarl.rollout.collector import Collector
 from megarl.rollout.conversation import EpisodeRunner
 from megarl.rollout.engine import SGLangEngine
-from megarl.rollout.rollout_file import FILE_NAME, JOURNAL, Journal, RolloutWriter, SavedGroups
+from megarl.rollout.rollout_file import JOURNAL, ROLLOUTS_FILE, Journal, RolloutWriter, SavedGroups
 from megarl.run.checkpoint import (
     TRACKED,
     LoopSaver,
@@ -299,8 +298,8 @@ def build_components(
     """
     policy, logger, token_records = roles.get(Role.policy), config.logger, None
     if logger.num_token_records > 0 and policy is not None:
-        path = run_dir / token_file.FILE_NAME
-        token_records = token_file.TokenFile(path, logger.num_token_records, inputs.tokenizer.decode)
+        path = run_dir / TOKENS_FILE
+        token_records = TokenFile(path, logger.num_token_records, inputs.tokenizer.decode)
         stack.callback(token_records.close)
     components = TrainerComponents(
         policy=policy,
@@ -314,7 +313,7 @@ def build_components(
     )
     if (it := generation) is None:
         return components
-    writer = RolloutWriter(run_dir / FILE_NAME) if logger.save_rollouts else None
+    writer = RolloutWriter(run_dir / ROLLOUTS_FILE) if logger.save_rollouts else None
     if writer is not None:
         stack.callback(writer.close)
     return replace(
@@ -486,7 +485,7 @@ class _Attempts:
         if limit is not None:
             go_on = f"; go on with megarl train resume={run_dir} {limit.key}=null" if self.is_saving else ""
             report.message(format_limit(limit, summary.num_iterations, total) + go_on)
-        lines = load_metrics(run_dir / METRICS_NAME)
+        lines = load_metrics(run_dir / METRICS_FILE)
         if rewards := [(int(line["iteration"]), line[HELDOUT]) for line in lines if HELDOUT in line]:
             report.message(format_heldout(rewards))
         where = run_dir / Role.policy.value
@@ -578,7 +577,7 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
         recovery = Recovery(servers, progress.line, rollout.max_server_restarts)
         decode = inputs.tokenizer.decode
         results = evaluate_sets(engine, inputs.sets, run_dir, progress, recovery=recovery, decode=decode)
-        write_evaluation(run_dir / EVALUATION_NAME, results, list_settings(inputs))
+        write_evaluation(run_dir / EVALUATION_FILE, results, list_settings(inputs))
         progress.line(format_table(results))
     return results
 
@@ -601,7 +600,7 @@ def evaluate_sets(
     """
     recovery = recovery or Recovery(None, progress.line, 0)
     results = []
-    with (run_dir / RESPONSES_FILE_NAME).open("w", encoding="utf-8") as file:
+    with (run_dir / RESPONSES_FILE).open("w", encoding="utf-8") as file:
         for each in sets:
             samples: list[Sample] = []
             reward, evaluate, number = each.config.reward, each.config.evaluate, each.config.evaluate.num_samples

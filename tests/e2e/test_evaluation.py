@@ -12,7 +12,7 @@ from servers import API_KEY
 from megarl.config.load import load_config
 from megarl.config.schema.run import EvaluateConfig
 from megarl.interfaces import DeadlineError
-from megarl.report.evaluation import RESPONSES_FILE_NAME
+from megarl.report.evaluation import RESPONSES_FILE
 from megarl.report.text import Progress
 from megarl.rollout.engine import SGLangEngine
 from megarl.run.inputs import EvaluationSet
@@ -64,7 +64,7 @@ def evaluate(server, tiny_checkpoint, rollout_config, tmp_path):
         finally:
             progress.close()
             engine.close()
-        lines = (tmp_path / RESPONSES_FILE_NAME).read_text().splitlines()
+        lines = (tmp_path / RESPONSES_FILE).read_text().splitlines()
         return results, [json.loads(line) for line in lines], stream.getvalue()
 
     return run

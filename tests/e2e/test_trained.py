@@ -9,6 +9,7 @@ import string
 from pathlib import Path
 
 import pytest
+from generation import load_rollouts
 from safetensors.torch import load_file
 from whole_runs import train
 
@@ -16,7 +17,6 @@ from megarl.examples.toys.guess import compute_best_without_answers
 from megarl.models.checkpoint import build_character_tokenizer
 from megarl.report.evaluation import compute_mean
 from megarl.report.record import load_metrics
-from megarl.rollout.rollout_file import load_rollouts
 from megarl.types import Metrics
 
 pytestmark = pytest.mark.slow

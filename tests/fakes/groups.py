@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from megarl.rollout.source import Group
+from megarl.rollout.rollout_file import Group
 from megarl.types import FinishReason, Prompt, Response, Sample, Score
 
 DEADLINE_S = 30.0

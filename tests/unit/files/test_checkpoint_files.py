@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from generation import load_rollouts
 
 from megarl.config.errors import ConfigError
 from megarl.files import (
@@ -27,7 +28,6 @@ from megarl.files import (
 )
 from megarl.mcore.spec import read_architecture
 from megarl.report.record import load_metrics, load_outcome
-from megarl.rollout.rollout_file import load_rollouts
 from megarl.run.command import load_run
 from megarl.task.data import read_jsonl
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from fakes.disturbed import RUN, Disturbance, check_disturbed, check_resumed
 from fakes.run import Said, World, reward_length
+from generation import load_rollouts
 
 from megarl.environment import Action, Environment, Step
 from megarl.report.evaluation import TooManyFailuresError
 from megarl.report.record import load_metrics
-from megarl.rollout.rollout_file import load_rollouts
 from megarl.types import Prompt, Response, Score
 
 REPLAYED = ("algo=topr", "algo.replay.num_iterations=2", "algo.replay.frac=0.5", "train.num_iterations=5")

@@ -10,13 +10,13 @@ import pytest
 import torch
 from fakes.disturbed import add_engine_noise
 from fakes.run import World, load_untimed, reward_length
+from generation import load_rollouts
 
 from megarl.algo.objective import needs_critic, reuses_logprobs
 from megarl.algo.statistics import NonFiniteError
 from megarl.config.load import list_options
 from megarl.config.schema.algo import needs_reference
 from megarl.report.record import load_metrics
-from megarl.rollout.rollout_file import load_rollouts
 from megarl.rollout.source import NoSignalError
 from megarl.task.data import PromptSampler
 from megarl.task.scorer import Scorer

@@ -8,10 +8,11 @@ import pytest
 import torch
 from fakes.disturbed import Disturbance, Killed, check_disturbed
 from fakes.run import World, load
+from generation import load_rollouts
 
 from megarl.files import CheckpointError
 from megarl.report.record import load_metrics
-from megarl.rollout.rollout_file import NO_GROUPS, Limits, find_groups, load_rollouts
+from megarl.rollout.rollout_file import NO_GROUPS, Limits, find_groups
 from megarl.rollout.source import SavedPretraining, SavedSource
 from megarl.trainer import Trainer
 from megarl.types import TrainingSamples

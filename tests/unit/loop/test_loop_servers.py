@@ -12,11 +12,11 @@ import torch
 from fakes.disturbed import Disturbance, stop
 from fakes.rollout import FakeServers
 from fakes.run import Said, World, load, load_untimed
+from generation import load_rollouts
 
 from megarl.cluster.calls import WorkerError
 from megarl.interfaces import UNPUBLISHED
 from megarl.report.record import load_metrics
-from megarl.rollout.rollout_file import load_rollouts
 from megarl.signals import Stopped, stopping_on_signals
 from megarl.task.data import PromptSampler
 from megarl.trainer import Trainer

@@ -44,8 +44,8 @@ PROCESSES = {
 import torch
 torch.cuda.is_available = lambda: True
 import megarl.mcore
-from megarl.mcore.device import find_machine
-assert find_machine().backend == "nccl"
+from megarl.mcore.device import find_processor
+assert find_processor().backend == "nccl"
 import megatron.core.parallel_state as state
 assert not hasattr(state, "_megarl_cuda") and type(state.__loader__).__name__ == "SourceFileLoader"
 """,

@@ -7,6 +7,7 @@ import numpy as np
 import orjson
 import pytest
 import torch
+from generation import load_rollouts
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ from megarl.rollout import engine
 from megarl.rollout.client import RequestError
 from megarl.rollout.collector import build_sequences
 from megarl.rollout.engine import decode_answer, load_expert_architecture
-from megarl.rollout.rollout_file import Journal, RolloutWriter, load_rollouts
+from megarl.rollout.rollout_file import Journal, RolloutWriter
 from megarl.rollout.server import build_command
 from megarl.types import FinishReason, Prompt, Response, Rollout, RoutedExperts, Sample, Score, WeightVersions
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from generation import load_rollouts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,6 @@ from megarl.rollout.rollout_file import (
     Limits,
     RolloutWriter,
     find_groups,
-    load_rollouts,
     load_samples,
     name_group,
     save_samples,

@@ -258,3 +258,12 @@ def test_a_server_by_hand_takes_messages_and_keeps_its_weights(tmp_path):
         server.WEIGHT_LOADER,
     }
     assert [word for word in of_rollouts if word in made._command] == made._command
+
+
+@pytest.mark.parametrize(("words", "code"), [(["nowhere"], 2), ([], 2), (["--help"], 0)])
+def test_a_server_by_hand_that_cannot_start_leaves_no_folder(tmp_path, monkeypatch, words, code):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        cli.serve(words)
+    assert ended.value.code == code
+    assert not list(tmp_path.iterdir())
