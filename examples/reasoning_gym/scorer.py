@@ -3,15 +3,16 @@
 import ast
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
-from megarl.task.function import Scorer, guard_sympy
+from megarl.task.math_grading import guard_sympy
 
 SCORERS_WITH_EVAL = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 """reasoning-gym modules (last part of the name) that call eval() on an answer, to read a list."""
 
 
-def build_scorer() -> Scorer:
+def build_scorer() -> Callable[..., dict[str, Any]]:
     """(task, entry, config, text) -> {"score"}."""
     from reasoning_gym.factory import DATASETS, create_dataset
 

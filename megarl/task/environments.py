@@ -62,7 +62,7 @@ class Toolbox:
         self._free: queue.LifoQueue[FunctionProcess] = queue.LifoQueue()
         self._processes = [
             FunctionProcess(
-                "megarl.task.function:load_tools",
+                "megarl.task.process:load_tools",
                 timeout_s=config.call_timeout_s,
                 memory_gb=config.memory_gb,
                 options={"paths": by_name, "result_length": config.result_length},

@@ -4,6 +4,7 @@ First the text alone, in searches that are linear in its length; then what a sta
 equal, of its kind, and as evaluated.
 """
 
+import ast
 import math
 import random
 import re
@@ -1132,3 +1133,70 @@ def _is_words(text: str) -> bool:
 def _fold(text: str) -> str:
     """Words without case, spaces, quotes and a full stop at the end."""
     return re.sub(r"\s+|[\"'`]|\\[,; ]|[{}$]", "", strip_text(text)).casefold().rstrip(".!")
+
+
+TEXT_TAKERS = frozenset({"Float", "Function", "Integer", "Rational", "Symbol"})
+"""The only calls that may hold a string: sympy's own way of writing a name or a number."""
+FUNCTIONS = TEXT_TAKERS | {
+    *("Abs", "Add", "Mul", "Pow", "Max", "Min", "Eq", "Ne", "Lt", "Le", "Gt", "Ge", "Not", "And", "Or", "sin", "cos"),
+    *("tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth", "asin", "acos", "atan", "acot", "atan2", "asinh"),
+    *("acosh", "atanh", "exp", "ln", "log", "sqrt", "cbrt", "root", "factorial", "binomial", "gamma", "erf"),
+    *("ceiling", "floor", "sign", "re", "im", "conjugate"),
+}
+NODES: tuple[type[ast.AST], ...] = (
+    *(ast.Expression, ast.BinOp, ast.UnaryOp, ast.Compare, ast.operator, ast.unaryop, ast.cmpop),
+    *(ast.Constant, ast.Name, ast.Tuple, ast.List, ast.keyword, ast.expr_context),
+)
+"""What may stand in the source besides calls."""
+
+
+def guard_sympy() -> None:
+    """Make sympy, which turns text into Python source and evaluates it, refuse all but arithmetic, names and common
+    functions with ValueError."""
+    from sympy.parsing import sympy_parser
+
+    stringify = sympy_parser.stringify_expr
+
+    def guarded_stringify(*args: Any, **kwargs: Any) -> str:
+        source: str = stringify(*args, **kwargs)
+        check_source(source)
+        return source
+
+    sympy_parser.stringify_expr = guarded_stringify
+
+
+def check_source(source: str) -> None:
+    """Raises ValueError unless the source is nothing but operators, numbers, names and calls of FUNCTIONS."""
+    try:
+        tree = ast.parse(source.strip(), mode="eval")
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"not an expression: {error}") from error
+    texts: set[int] = set()
+    for node in ast.walk(tree):  # Parents come before their children.
+        if isinstance(node, ast.Call):
+            if not _is_allowed(node.func):
+                raise ValueError(f"{ast.unparse(node.func)} is not a function that an answer may use")
+            if isinstance(node.func, ast.Name) and node.func.id in TEXT_TAKERS:
+                texts.update(map(id, node.args))
+        elif not isinstance(node, NODES):
+            raise ValueError(f"{type(node).__name__} is not part of an answer")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str | bytes) and id(node) not in texts:
+            raise ValueError("text is not part of an answer")
+
+
+def _is_allowed(function: ast.expr) -> bool:
+    """Whether f(...) may be called; Function('f')(...) is how sympy writes a function it does not know."""
+    if isinstance(function, ast.Call):
+        return isinstance(function.func, ast.Name) and function.func.id == "Function"
+    return isinstance(function, ast.Name) and function.id in FUNCTIONS
+
+
+def build_math_scorer() -> Callable[..., dict[str, Any]]:
+    """(gold, text, mode, prompt) -> {"correct", "read", "answer"}."""
+    guard_sympy()
+
+    def score(gold: str, text: str, mode: str, prompt: str) -> dict[str, Any]:
+        verdict = grade(gold, text, mode, thinking=ends_in_open_thinking(prompt))
+        return {"correct": verdict.is_right, "read": verdict.is_read, "answer": verdict.answer}
+
+    return score

@@ -2,7 +2,7 @@
 
 Its time limit holds in any thread and inside C code (a power of powers), which a signal handler's would not. The other
 end is python -m megarl.task.process: it reads the task and then one call a line (JSON) from standard input, and writes
-one answer a line, until its input ends or its parent does.
+one answer a line, until its input ends or its parent does. No torch is imported here, which takes seconds.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -29,8 +30,10 @@ from megarl.task.sandbox import (
     describe_status,
     end_process,
     exchange,
+    find_protections,
     kill_group,
     list_readable,
+    python,
     refuse_calls,
 )
 
@@ -227,6 +230,30 @@ def call(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
 
     result = function(*args, **keywords)
     return asyncio.run(wait(result)) if inspect.isawaitable(result) else result
+
+
+def build_pattern_matcher(pattern: str) -> Callable[..., bool]:
+    """(text) -> whether the text but for white space at its ends matches the pattern."""
+    compiled = re.compile(pattern, re.DOTALL)
+    return lambda text: compiled.fullmatch(text.strip()) is not None
+
+
+def load_tools(paths: Mapping[str, str], result_length: int) -> Callable[..., str]:
+    """The function (name, arguments) -> result as text, of the tools at `paths`, package.module:function by name.
+
+    A result that is no text is given as JSON; results are cut to `result_length` characters.
+    """
+    functions = {name: load_callable(path) for name, path in paths.items()}
+    if functions.get("python") is python:
+        find_protections()  # Tries what the machine has, which takes a second: no call's time.
+
+    def run(name: str, arguments: dict[str, Any]) -> str:
+        result = call(functions[name], **arguments)
+        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+        more = len(text) - result_length
+        return text if more <= 0 else f"{text[:result_length]}\n... ({more} more characters)"
+
+    return run
 
 
 def main() -> None:

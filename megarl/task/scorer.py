@@ -11,7 +11,6 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import task as schema
 from megarl.config.schema.task import RewardConfig, WeightedRewardConfig, read_parts
 from megarl.task.data import GYM
-from megarl.task.function import FunctionReward
 from megarl.task.process import describe, load_callable
 from megarl.task.reward import (
     AsyncReward,
@@ -19,6 +18,7 @@ from megarl.task.reward import (
     DirectReward,
     EnvironmentReward,
     FormatReward,
+    FunctionReward,
     LengthReward,
     MathReward,
     NumericReward,

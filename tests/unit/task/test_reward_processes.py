@@ -12,7 +12,7 @@ from reward_cases import build_prompt, build_response, build_reward
 
 from megarl.config.schema.task import MathRewardConfig, ReasoningGymRewardConfig
 from megarl.examples.reasoning_gym.scorer import SCORERS_WITH_EVAL
-from megarl.task.function import check_source
+from megarl.task.math_grading import check_source
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema import task as schema
 from megarl.config.schema.task import SCHEMAS, FunctionRewardConfig, read_parts
-from megarl.task.function import RESERVED_NAMES
-from megarl.task.reward import AsyncReward, DirectReward, RewardFailedError
+from megarl.task.reward import RESERVED_NAMES, AsyncReward, DirectReward, RewardFailedError
 from megarl.task.scorer import Part, Scorer, WeightedReward, build_scorer, reads_answers
 from megarl.types import Score
 

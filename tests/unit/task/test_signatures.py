@@ -12,7 +12,7 @@ from reward_cases import ask
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.task import FunctionRewardConfig
-from megarl.task.function import adapt, decode_question, encode_question, encode_score
+from megarl.task.reward import adapt, decode_question, encode_question, encode_score
 from megarl.task.scorer import build_scorer
 from megarl.types import FinishReason, Message, Prompt, Response, RoutedExperts, Score, Turn
 
