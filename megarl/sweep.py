@@ -25,11 +25,10 @@ from megarl.config.schema.root import Config
 from megarl.files import RUN_FILE
 from megarl.report.record import Outcome, State, format_outcomes, load_outcome, load_sweep
 from megarl.run.command import Results, end_with_config_error, format_results, list_overrides, quote, write_if_ours
-from megarl.signals import Stopped, stopping_on_signals
+from megarl.signals import PR_SET_PDEATHSIG, Stopped, stopping_on_signals
 
 OUTPUT = "output.log"
 LONGEST_TAIL = 20_000
-PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 _say = partial(print, flush=True)
 

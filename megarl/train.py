@@ -19,12 +19,12 @@ from megarl.config.errors import ConfigError
 from megarl.config.overrides import CONF_DIR, take_config_dirs
 from megarl.config.schema.root import Config, register
 from megarl.files import CheckpointError
+from megarl.report.record import HELDOUT
 from megarl.run import command
 
 if TYPE_CHECKING:
     from megarl.trainer import Summary
 
-HELDOUT = "reward/heldout"
 FULL = os.strerror(errno.ENOSPC)
 """The text of a full disk's error, also of one from a training process"""
 _resumed: Path | None = None

@@ -17,6 +17,7 @@ from megarl.algo.algorithm import Algorithm, describe_end
 from megarl.algo.objective import reuses_logprobs
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import TrainConfig
+from megarl.report.record import HELDOUT
 from megarl.run.checkpoint import LoopSaver, TrainerState
 from megarl.run.components import Fleet, Roles, Source, TrainerComponents
 from megarl.signals import deferring_stops
@@ -134,7 +135,7 @@ class Trainer:
                 metrics = metrics | found
         if (self.iteration >= 0 and self.iteration % self.config.train.eval_every == 0) or self.is_last():
             evaluated = self.fleet.evaluate(self.iteration)
-            self.heldout_reward = evaluated.get("reward/heldout", self.heldout_reward)
+            self.heldout_reward = evaluated.get(HELDOUT, self.heldout_reward)
             metrics = metrics | evaluated
         self.report.log(self.iteration, metrics)
         self.saver.score(metrics.get(self.config.checkpoint.best_metric))

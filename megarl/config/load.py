@@ -43,10 +43,9 @@ from megarl.config.schema.roles import ModelSource
 from megarl.config.schema.root import Config, register
 from megarl.config.schema.run import check_evaluate
 from megarl.config.schema.task import SCHEMAS, FileDataConfig, FunctionDataConfig
-from megarl.files import load_json_object
+from megarl.files import RUN_FILE, load_json_object
 
 MAX_CHECKED_SWEEP_RUNS = 256
-RUN_FILE = "run.json"
 """In a run's directory, that of its model's"""
 MODEL_FILE = "megarl.json"
 """The copy in the directory of a model, which may be moved"""

@@ -17,9 +17,17 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.config.errors import ConfigError
-from megarl.config.load import MODEL_FILE, RUN_FILE
+from megarl.config.load import MODEL_FILE
 from megarl.config.schema.roles import Dtype, LoraConfig, LoraLayers, ParallelConfig
-from megarl.files import MANIFEST, CheckpointError, load_json_object, load_manifest, verify_files, write_manifest
+from megarl.files import (
+    MANIFEST,
+    RUN_FILE,
+    CheckpointError,
+    load_json_object,
+    load_manifest,
+    verify_files,
+    write_manifest,
+)
 from megarl.mcore import state
 from megarl.mcore.batch import build_batch
 from megarl.mcore.checkpoints import (

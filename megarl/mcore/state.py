@@ -26,7 +26,7 @@ from torch import Tensor
 from megarl.config.errors import ConfigError
 from megarl.config.schema.roles import ParallelConfig
 from megarl.files import CheckpointError
-from megarl.mcore.checkpoints import CONTENT, CheckpointReader, holds_optimizer, is_finite, load_metadata
+from megarl.mcore.checkpoints import BACKENDS, CONTENT, CheckpointReader, holds_optimizer, is_finite, load_metadata
 from megarl.mcore.device import find_processor
 from megarl.mcore.entries import PREFIX, VALUE_HEAD, Entry, describe, to_hf, to_megatron
 from megarl.mcore.model import PackedGPT
@@ -108,8 +108,8 @@ def load_state(directory: Path, state: TrainingState) -> None:
 
     Raises FileNotFoundError where `directory` holds no checkpoint, CheckpointError where it has no optimizer's state.
     """
-    if not (directory / "metadata.json").is_file():
-        raise FileNotFoundError(f"{directory}: no training state (metadata.json is missing)")
+    if not (directory / BACKENDS).is_file():
+        raise FileNotFoundError(f"{directory}: no training state ({BACKENDS} is missing)")
     # Megatron reads the metadata as the pickle that it is; this reads it without running any of it, so it comes first.
     has_optimizer = holds_optimizer(directory)
     if state.optimizer is not None and not has_optimizer:

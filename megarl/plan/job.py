@@ -241,18 +241,6 @@ def find_microbatch(config: Config, parallel: ParallelConfig, longest: int) -> t
     return MicroBatch(own, own, longest), number
 
 
-def check_batches(config: Config, jobs: Mapping[str, RoleJob]) -> list[str]:
-    """Problems with dividing an iteration's samples over the ranks of a role, one message each."""
-    samples, problems = config.train.minibatch_size, []
-    for name, job in jobs.items():
-        if job.is_trained and samples < job.parallel.dp:
-            problems.append(
-                f"{name}.parallel: {job.parallel.dp} data-parallel ranks share {samples} samples"
-                " (train.samples_per_minibatch); each needs at least one"
-            )
-    return problems
-
-
 @dataclass(frozen=True)
 class JobPlan:
     jobs: Mapping[str, RoleJob]
@@ -304,7 +292,7 @@ def build_plan(config: Config, models: PlannedModels, mean_response: float | Non
     server = min(servers, key=lambda memory: memory.kv_cache, default=None)
     transfer = estimate_transfer(jobs["policy"], stages["policy"], rollout, weights)
     host = compute_host(config, jobs, stages, places, server.kv_tokens if server else 0)
-    problems = (*check_batches(config, jobs), *_find_problems(config, server, longest, gpus, host))
+    problems = tuple(_find_problems(config, server, longest, gpus, host))
     work = describe_work(config, mean_response)
     seconds = estimate_seconds(config, jobs, stages, server, transfer, work)
     left = config.cluster.hardware.memory_gib * GIB - max(max(each.phases.values()) for each in gpus)
@@ -451,11 +439,10 @@ class Change:
 def check_plan(config: Config, models: PlannedModels) -> list[str]:
     """Why the job does not fit, as messages of a ConfigError, the last with a change that would make it fit; else [].
 
-    The check at the start of every job. Memory is planned on clusters whose hardware is known (cluster.hardware);
-    elsewhere only batches are checked.
+    The check at the start of every job. Only clusters whose hardware is known (cluster.hardware) are planned.
     """
     if config.cluster.hardware.gpu is None:
-        return check_batches(config, build_jobs(config, models, on_gpu=False))
+        return []
     try:
         plan = build_plan(config, models)
     except ConfigError as error:

@@ -387,7 +387,7 @@ def count_replicas(job: RoleJob) -> tuple[int, int]:
 
 def compute_gathered(job: RoleJob, parameters: StageParameters) -> int:
     """Float32 buffers of the data-parallel rank that gathers: its own piece, and those of all, which are at most
-    GATHERED_ELEMENTS (megarl/mcore/optimizer.py).
+    GATHERED_ELEMENTS (megarl/mcore/checkpoints.py).
     """
     sizes = []
     for count, replicas in zip(count_trained(job, parameters), count_replicas(job), strict=True):

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from math import inf
 from statistics import median_high
 
-from megarl.report.record import History
+from megarl.report.record import HELDOUT, History
 from megarl.report.text import format_number
 from megarl.types import Metrics
 
-HELDOUT, REWARD, GAP, ENTROPY = "reward/heldout", "reward/mean", "mismatch/logprob_gap_mean", "policy/entropy"
+REWARD, GAP, ENTROPY = "reward/mean", "mismatch/logprob_gap_mean", "policy/entropy"
 RECENT = 10
 FEWEST = 20
 """Iterations from which a run is judged by what it has learned"""

@@ -341,9 +341,9 @@ def wait_left_over(deadline_s: float) -> None:
         raise DeadlineError(f"{num_left} abandoned calls to SGLang servers have not ended within {deadline_s:g} s")
 
 
-def find_cause(check_processes: Callable[[], None] | None, deadline_s: float = FIND_DEADLINE_S) -> RuntimeError | None:
-    """The error that `check_processes` raises for a server that is down, polled until the deadline; None: all run."""
-    end = time.monotonic() + deadline_s
+def find_cause(check_processes: Callable[[], None] | None) -> RuntimeError | None:
+    """The error that `check_processes` raises for a server that is down, polled for FIND_DEADLINE_S; None: all run."""
+    end = time.monotonic() + FIND_DEADLINE_S
     while check_processes is not None:
         try:
             check_processes()

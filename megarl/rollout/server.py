@@ -550,22 +550,22 @@ EXIT_DEADLINE_S = 5.0
 """How long to wait for an exit status: a connection breaks before the process behind it has been reaped."""
 
 
-def find_loss(server: SGLangServer, deadline_s: float = CALL_DEADLINE_S) -> str | None:
-    """Why the server is lost, in one line: its exit status, or the call that it did not answer within `deadline_s`.
+def find_loss(server: SGLangServer) -> str | None:
+    """Why the server is lost, in one line: its exit status, or the call that it did not answer within CALL_DEADLINE_S.
 
     None where it answers and generates (where it may have given memory back, answers); it then has no requests, no open
     update session, and is not paused.
     """
     unanswered = None
     if server.is_alive():
-        client = SGLangClient(server.url, vocab_size=1, deadline_s=deadline_s, api_key=server.api_key)
+        client = SGLangClient(server.url, vocab_size=1, deadline_s=CALL_DEADLINE_S, api_key=server.api_key)
         with contextlib.closing(client):
             try:
                 client.reset()
                 # Its memory may be with the roles then, and a token would be its end.
                 is_away = server.config.offload is not None and client.load_weight_version() == UNPUBLISHED
                 # A token covers every rank, where /health covers the HTTP server alone.
-                if client.is_healthy(deadline_s, generating=not is_away):
+                if client.is_healthy(CALL_DEADLINE_S, generating=not is_away):
                     return None
                 unanswered = f"{client.url}/health{'' if is_away else '_generate'} gave no healthy answer"
             except (RequestError, ConnectionLostError, DeadlineError) as error:

@@ -302,7 +302,7 @@ def take_resume(arguments: Sequence[str]) -> tuple[list[str], Path | None]:
         return own, None
     if len(directories) > 1 or not directories[0]:
         raise ConfigError([f"resume: found {', '.join(directories) or 'nothing'}; one run directory is needed"])
-    if any(text in ("-m", "--multirun") for text in own):
+    if is_sweep(own):
         how = "by its own command with hydra.sweep.dir=SWEEP_DIR; resume=SWEEP_DIR/RUN is for one run"
         raise ConfigError([f"resume: a sweep is resumed {how}"])
     run_dir = Path(directories[0]).expanduser().resolve()

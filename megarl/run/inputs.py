@@ -36,7 +36,7 @@ from megarl.rollout.conversation import Conversation, add_turn_end, build_conver
 from megarl.rollout.rollout_file import NO_GROUPS, Limits, SavedGroups, find_groups
 from megarl.rollout.server import build_command, load_generation_spec
 from megarl.sync.pieces import check_serving_layout
-from megarl.sync.sync import build_probe_tokens
+from megarl.sync.sync import PROBE_LENGTH, build_probe_tokens
 from megarl.task.data import DataSplits, build_data, build_evaluation_set, draw
 from megarl.task.environments import ToolPrompt, build_tool_prompt
 from megarl.task.render import CriticPrompt, Renderer, use_chat_template
@@ -45,8 +45,6 @@ from megarl.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-PROBE_LENGTH = 64
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ from megarl.report.evaluation import (
     summarize_set,
     write_evaluation,
 )
-from megarl.report.record import METRICS_FILE, Outcome, State, load_metrics, record_start, write_outcome
+from megarl.report.record import HELDOUT, METRICS_FILE, Outcome, State, load_metrics, record_start, write_outcome
 from megarl.report.report import Report, build_report
 from megarl.report.text import LOG_NAME, Decode, Progress, append_log, format_heldout, format_seconds
 from megarl.report.tokens import TOKENS_FILE, TokenFile
@@ -91,7 +91,7 @@ from megarl.run.inputs import (
     load_evaluation_inputs,
     load_inputs,
 )
-from megarl.signals import Stopped, get_terminal, show_warnings
+from megarl.signals import Stopped, get_terminal, is_stopping, show_warnings
 from megarl.sync.ranks import Ranks
 from megarl.sync.sync import DiskSync, ShardSync
 from megarl.task.data import PromptSampler
@@ -99,7 +99,6 @@ from megarl.task.scorer import Scorer, build_scorer, reads_answers
 from megarl.trainer import Summary, Trainer, format_limit
 from megarl.types import Sample
 
-HELDOUT = "reward/heldout"
 LOCK_PATIENCE_S = 150.0
 """How long a requeued job waits for the lock of its earlier start. The NFS server of Linux releases the locks of a lost
 client after 90 s and Lustre's after 100 s, unless set otherwise"""
@@ -441,7 +440,8 @@ class _Attempts:
             except RuntimeError as error:
                 before, newest = newest, self.folder.list_complete()[-1:]
                 num_restarts = 1 if newest > before else num_restarts + 1
-                if not self.is_saving:
+                # A signal during the save that follows a failure leaves the failure to be raised.
+                if not self.is_saving or is_stopping():
                     raise
                 # It also resets the servers that are not lost.
                 lost = servers.find_lost() if servers is not None else {}

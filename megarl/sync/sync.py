@@ -33,6 +33,8 @@ ROUNDING = {Dtype.float32: 2.0**-20, Dtype.bfloat16: 2.0**-8}
 rounding the sum"""
 KV_ROUNDING = 2.0**-4
 """The same with keys and values of 8 bits (e4m3)"""
+PROBE_LENGTH = 64
+"""Tokens"""
 NUM_ESTIMATES = 4
 """Copies of the text whose log-probs are computed with random errors"""
 MARGIN = 3.0
@@ -40,7 +42,7 @@ MARGIN = 3.0
 that of YaRN on one side alone 4.8 (SmolLM2-135M) to 22 (tiny)"""
 
 
-def build_probe_tokens(prompts: Sequence[Prompt], vocab_size: int, length: int = 64) -> tuple[int, ...]:
+def build_probe_tokens(prompts: Sequence[Prompt], vocab_size: int, length: int = PROBE_LENGTH) -> tuple[int, ...]:
     """A fixed text of `length` tokens: prompts one after the other, then tokens spread over the vocabulary.
 
     The task's text has likely tokens, whose log-probs change little under bfloat16 rounding; the other tokens are

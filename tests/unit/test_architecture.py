@@ -12,10 +12,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megarl"
 
 ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
-    "cli": (8, 860, ("cli", "train", "api", "plan.command", "plan.doctor")),
+    "cli": (8, 850, ("cli", "train", "api", "plan.command", "plan.doctor")),
     "run": (7, 2680, ("run", "trainer", "sweep")),
     "cluster": (6, 1710, ("cluster",)),
-    "plan": (6, 2010, ("plan",)),
+    "plan": (6, 2000, ("plan",)),
     "sync": (5, 2160, ("sync",)),
     "mcore": (4, 4540, ("mcore",)),
     "rollout": (4, 3820, ("rollout",)),
@@ -25,7 +25,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "models": (2, 1020, ("models",)),
     "report": (2, 3260, ("report",)),
     "task": (2, 4880, ("task",)),
-    "files": (1, 740, ("files", "signals")),
+    "files": (1, 750, ("files", "signals")),
     "schema": (1, 1810, ("config.schema", "config.errors")),
     "types": (1, 710, ("types", "interfaces", "environment")),
 }

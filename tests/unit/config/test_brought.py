@@ -12,7 +12,6 @@ from omegaconf import OmegaConf
 from megarl.config.errors import ConfigError
 from megarl.config.load import (
     MODEL_FILE,
-    RUN_FILE,
     RunSettings,
     complete_overrides,
     expand_sets,
@@ -21,6 +20,7 @@ from megarl.config.load import (
 )
 from megarl.config.overrides import write_value
 from megarl.config.schema.root import Config
+from megarl.files import RUN_FILE
 from megarl.run.command import check_command_line, check_training, save_run
 
 RUN = (

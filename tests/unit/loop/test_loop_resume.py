@@ -429,12 +429,17 @@ def test_a_failed_save_is_a_note_and_hides_nothing(run_dir: Path) -> None:
     ]
 
 
-def test_a_signal_while_a_failed_run_is_saved_does_not_replace_the_error(run_dir: Path) -> None:
-    failing = Disturbance(lambda: ValueError("no tokens"), key="iteration-3/round-1")
+@pytest.mark.parametrize("error", [ValueError("no tokens"), WorkerError("critic rank 0/1 died", lost=True)])
+def test_a_signal_while_a_failed_run_is_saved_replaces_no_error_and_no_attempt_follows(
+    error: Exception, run_dir: Path
+) -> None:
+    failing = Disturbance(lambda: error, key="iteration-3/round-1")
     again = Disturbance(stop, "policy", "finish_save", 2)
-    with pytest.raises(ValueError, match="no tokens"), stopping_on_signals():
-        World(watch=again.watch, on_token=failing.on_token).run_job(run_dir, [*RUN, *SELDOM])
+    world = World(watch=again.watch, on_token=failing.on_token)
+    with pytest.raises(type(error), match=str(error)), stopping_on_signals():
+        world.run_job(run_dir, [*RUN, *SELDOM])
     assert again.has_come
+    assert len(world.components) == 1
 
 
 def test_what_failed_to_be_written_is_not_written_again(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import find_constants, write_checkpoint
 
-from megarl.config.load import MODEL_FILE, RUN_FILE
+from megarl.config.load import MODEL_FILE
 from megarl.config.schema.roles import Dtype
-from megarl.files import CheckpointError, load_manifest
+from megarl.files import RUN_FILE, CheckpointError, load_manifest
 from megarl.mcore import convert as conversion
 from megarl.mcore.convert import compare_tensors, open_source
 from megarl.mcore.spec import Role
