@@ -85,7 +85,7 @@ def find_imports(source: str, module: str, is_package: bool = False) -> Iterator
 def is_module(name: str) -> bool:
     """Whether it is one of megarl's modules or rooms, and not a name inside one."""
     path = ROOT / name.replace(".", "/")
-    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+    return path.with_suffix(".py").is_file() or path.is_dir()
 
 
 def find_imported_name(call: ast.Call) -> str | None:
@@ -244,16 +244,18 @@ def inside():
     assert in_package == {"megarl.room.h", "megarl.j"}
 
 
-def test_every_room_is_a_package_whose_init_says_in_one_line_what_it_is() -> None:
-    problems = []
-    for directory in sorted(path.parent for path in PACKAGE.rglob("*.py")):
-        if in_standins(directory) or directory == PACKAGE / "rollout" / "models":  # SGLang lists the files of that one.
+def test_the_page_on_the_architecture_says_what_each_folder_holds_and_no_folder_says_it_again() -> None:
+    """An __init__.py is there only for what runs at the import of its folder."""
+    page, problems = (ROOT / "docs" / "architecture.md").read_text(), []
+    for directory in sorted({path.parent for path in PACKAGE.rglob("*.py")} - {PACKAGE}):
+        if in_standins(directory) or directory == PACKAGE / "rollout" / "models":
             continue
-        init = directory / "__init__.py"
-        docstring = ast.get_docstring(ast.parse(init.read_text())) if init.exists() else None
-        if not docstring or len(docstring.splitlines()) != 1:
-            problems.append(f"{init.relative_to(ROOT)}: needs a one-line docstring")
-    report_problems(dict.fromkeys(problems))
+        init, name = directory / "__init__.py", f"`{directory.relative_to(PACKAGE)}/`"
+        if name not in page:
+            problems.append(f"docs/architecture.md: has no line for {name}")
+        if init.exists() and not ast.parse(init.read_text()).body[1:]:
+            problems.append(f"{init.relative_to(ROOT)}: runs nothing; docs/architecture.md says what the folder holds")
+    report_problems(problems)
 
 
 def test_no_module_is_a_drawer_for_odds_and_ends() -> None:

@@ -1,1 +1,0 @@
-"""Pure math on tensors: rewards, advantages, KL, losses, targets, diagnostics."""

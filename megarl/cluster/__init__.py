@@ -1,1 +1,0 @@
-"""Ray, which no other room uses: placement of actors, fan-out of calls, deadlines, clean shutdown."""

@@ -1,1 +1,0 @@
-"""The typed configuration: one file of dataclasses for each group of conf/."""

@@ -1,1 +1,0 @@
-"""Models: their families, and their checkpoints on this machine."""

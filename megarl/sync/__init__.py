@@ -1,1 +1,0 @@
-"""Moving the policy's weights into the generation servers, and verification that they arrived."""

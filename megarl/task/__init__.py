@@ -1,1 +1,0 @@
-"""What is asked, what answers and what scores: data, environments, tools, rewards, and the processes that run them."""
