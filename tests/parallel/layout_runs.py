@@ -2,6 +2,7 @@
 
 import gc
 import re
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,13 +19,28 @@ import megarl.mcore  # noqa: F401
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig
 from megarl.files import CheckpointError, write_manifest
-from megarl.mcore.checkpoints import CheckpointReader, describe_role
-from megarl.mcore.spec import Role, WorkerSpec
+from megarl.mcore.checkpoints import CheckpointReader, describe_role, write_safetensors
+from megarl.mcore.entries import VALUE_HEAD
+from megarl.mcore.spec import Role, WorkerSpec, read_architecture
 from megarl.types import Metrics, Sequences, TrainingSamples
+
+FLOAT32 = {"loss": 1e-6, "gradient norm": 1e-5, "gradient": 1e-5, "update": 1e-3, "evaluation": 2e-5}
+"""Up to which a relative difference is rounding: of mean |L_t|, of the norm before clipping, of a tensor's gradient in
+the first step, of what all steps together changed; an absolute one of log-probs and values after them"""
+BOUNDS = {Dtype.float32: FLOAT32, Dtype.bfloat16: dict.fromkeys(FLOAT32, 1e-1) | {"loss": 2e-2, "update": 5e-1}}
+VERBS = "weights:before gradient:gradient update:3 weights:after evaluate details"
+"""Three optimizer steps over all samples, and what a layout must not change of them"""
+
+
+def describe_layout(parallel: ParallelConfig) -> str:
+    """A short name: tp2-sp-pp2, one."""
+    sizes = {name: getattr(parallel, name) for name in ("tp", "sp", "pp", "vpp", "cp", "dp", "ep", "etp")}
+    parts = ["sp" if name == "sp" else f"{name}{size}" for name, size in sizes.items() if size is True or size > 1]
+    return "-".join(parts) or "one"
 
 
 def read_layout(name: str) -> ParallelConfig:
-    """The layout that `check_layouts.describe_layout` calls so: tp2-sp-pp2, one."""
+    """The layout that `describe_layout` calls so."""
     found = dict(re.fullmatch(r"([a-z]+)(\d*)", part).groups() for part in name.split("-"))  # type: ignore[union-attr]
     sizes = {key: int(size) for key, size in found.items() if size}
     number = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1) * sizes.pop("dp", 1)
@@ -272,6 +288,78 @@ def run_specs(scratch: Path, specs: Mapping[str, Any], verbs: str = "", **common
     given = {x: (spec, {"verbs": verbs.replace("NAME", x), **common, **own}) for x, (spec, own) in pairs.items()}
     found = launch_each(play, given, scratch=scratch)
     return {name: Run(pairs[name][0], scratch / name, found[name]) for name in specs}
+
+
+def run_layouts(
+    scratch: Path, specs: Mapping[str, Any], samples: TrainingSamples, verbs: str = VERBS
+) -> dict[str, Run]:
+    """The same under each spec, as `run_specs` runs them. A critic whose checkpoint has no value head gets a random
+    one: its own head of zeros would leave all other gradients at zero.
+    """
+    scratch.mkdir(parents=True, exist_ok=True)
+    given = {name: spec if isinstance(spec, tuple) else (spec, {}) for name, spec in specs.items()}
+    given = {name: (_start_with_value_head(spec, scratch), own) for name, (spec, own) in given.items()}
+    return run_specs(scratch, given, verbs, samples=samples, sequences=(samples.sequences,))
+
+
+def _start_with_value_head(spec: WorkerSpec, scratch: Path) -> WorkerSpec:
+    """The spec; of a critic without a value head, with a copy of its checkpoint that has one."""
+    source = Path(spec.checkpoint).resolve()
+    if spec.role is not Role.critic or VALUE_HEAD in (tensors := read(source)):
+        return spec
+    directory = scratch / f"critic-{source.name}"
+    if not directory.exists():
+        skipped = shutil.ignore_patterns("*.safetensors*")
+        shutil.copytree(source, directory, ignore=skipped)
+        size = read_architecture(source).hidden_size
+        tensors[VALUE_HEAD] = torch.randn(1, size, generator=torch.Generator().manual_seed(spec.seed)) / size**0.5
+        write_safetensors(directory, tensors.items())
+    return replace(spec, checkpoint=str(directory))
+
+
+def compare_runs(run: Run, reference: Run) -> dict[str, float]:
+    """The largest differences, by the names of `FLOAT32`; with the name of the tensor whose gradient differs most."""
+    losses, norms = (
+        torch.tensor([one.list_metrics(name) for one in (run, reference)], dtype=torch.float64)
+        for name in ("loss", "grad_norm")
+    )
+    # Terms of either sign cancel in a loss, not in this. A critic's are never negative.
+    sizes = torch.tensor(reference.list_metrics("loss_size", "loss"), dtype=torch.float64)
+    gradients, expected = run.read("gradient"), reference.read("gradient")
+    assert gradients.keys() == expected.keys(), "runs of other models"
+    each = {name: _compare(gradients[name], tensor) for name, tensor in expected.items()}
+    worst = max(each, key=each.__getitem__)
+    changes = []
+    for one in (run, reference):
+        before, after = one.read("before"), one.read("after")
+        changes.append(torch.cat([(after[name].double() - before[name].double()).flatten() for name in after]))
+    evaluations = [
+        (found - other).abs().max()
+        for kind in ("evaluate", "reference_kl")
+        for found, other in zip(run.found.get(kind, []), reference.found.get(kind, []), strict=True)
+    ]
+    differences = {
+        "loss": ((losses[0] - losses[1]).abs() / sizes).max().item(),
+        "gradient norm": ((norms[0] - norms[1]).abs() / norms[1]).max().item(),
+        f"gradient of {worst}": each[worst],
+        "update": _compare(*changes),
+        "evaluation": torch.stack(evaluations).max().item(),
+    }
+    return {what: difference if difference == difference else float("inf") for what, difference in differences.items()}
+
+
+def _compare(found: Tensor, expected: Tensor) -> float:
+    """||difference|| / ||expected||; 0 where both are 0, infinite where there is no number."""
+    difference, size = (found.double() - expected.double()).norm().item(), expected.double().norm().item()
+    if difference == size == 0:
+        return 0.0
+    return difference / size if size and difference == difference else float("inf")
+
+
+def find_problems(differences: Mapping[str, float], bounds: Mapping[str, float] = FLOAT32) -> list[str]:
+    """What is beyond its bound; empty: the layout computes the same."""
+    found = {what: (difference, bounds[what.partition(" of ")[0]]) for what, difference in differences.items()}
+    return [f"{what}: differs by {x:.2g}; the bound is {bound:.2g}" for what, (x, bound) in found.items() if x > bound]
 
 
 def count_bytes(tensors: Iterable[Tensor]) -> int:

@@ -9,9 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from check_layouts import VERBS, compare_runs, find_problems, run_layouts
-from layout_runs import Run, build_conversations, build_spec, give_experts, read, read_layout, run_specs
-from tiny_checkpoints import padded_reference_logprobs, write_checkpoint
+from layout_runs import (
+    VERBS,
+    Run,
+    build_conversations,
+    build_spec,
+    compare_runs,
+    find_problems,
+    give_experts,
+    read,
+    read_layout,
+    run_layouts,
+    run_specs,
+)
+from tiny_checkpoints import build_samples, padded_reference_logprobs, write_checkpoint
 
 from megarl.config.schema.algo import (
     AlgoConfig,
@@ -309,3 +320,38 @@ def test_loading_continues_identically_also_under_other_layouts(
         for key, tensor in saved.read("after").items():
             tolerance = 0.0 if name == saved_in else 2e-6
             torch.testing.assert_close(after[key], tensor, rtol=0, atol=tolerance, msg=f"{name} {key}")
+
+
+OF_LOSSES = {
+    "grpo": AlgoConfig(clip_low=0.2, clip_high=0.28, entropy_coef=0.01),
+    "gspo": AlgoConfig(surrogate="gspo"),
+    "tis": AlgoConfig(mismatch=MismatchConfig(correction=MismatchCorrection.tis)),
+}
+"""Of GRPO and PPO (the same: advantages are given), of a ratio per response, and with a correction"""
+
+
+def test_an_update_that_computes_old_logprobs_itself_is_that_which_is_given_those_of_a_pass_in_every_layout(
+    root: Path, models: dict[str, Any], tmp_path: Path
+) -> None:
+    rows = [(algo, "one", tokens) for algo in OF_LOSSES for tokens in (10_000, 60)]
+    rows += [("grpo", layout, 60) for layout in TWO]
+    specs = {
+        f"{algo}-{layout}-{tokens}": build_spec(
+            Role.policy, root / "qwen3", layout, algo=OF_LOSSES[algo], tokens_per_microbatch=tokens
+        )
+        for algo, layout, tokens in rows
+    }
+    passes = run_specs(tmp_path / "passes", specs, "scores")
+    pairs: dict[str, dict[str, Run]] = {}
+    for kind, verbs in (("given", "gradient:gradient reversed"), ("own", "gradient:gradient reversed updated")):
+        old = {name: run["scores"][0] if kind == "given" else None for name, run in passes.items()}
+        given = {x: (spec, {"samples": replace(build_samples(), old_logprobs=old[x])}) for x, spec in specs.items()}
+        pairs[kind] = run_specs(tmp_path / kind, given, verbs)
+    for name, own in pairs["own"].items():
+        given = pairs["given"][name]
+        torch.testing.assert_close(own["updated"][0], passes[name]["scores"][0], atol=1e-5, rtol=1e-5, msg=name)
+        gradient = own.read("gradient")
+        for key, expected in given.read("gradient").items():
+            torch.testing.assert_close(gradient[key], expected, atol=1e-6, rtol=1e-4, msg=f"{name} {key}")
+        assert own.metrics[0] == pytest.approx(given.metrics[0], rel=1e-4, abs=1e-5)
+        assert own.list_metrics("ratio_mean")[0] == pytest.approx(1.0, abs=1e-6)

@@ -12,8 +12,7 @@ import pytest
 import reference
 import torch
 from algo_cases import samples_as_lists
-from check_layouts import run_layouts
-from layout_runs import Run, build_conversations, build_spec, run_specs
+from layout_runs import Run, build_conversations, build_spec, run_layouts, run_specs
 from tiny_checkpoints import build_samples, build_sequences, compute_padded_kl, write_checkpoint
 
 from megarl.config.schema.algo import AlgoConfig, KLConfig, KLEstimator, LossAggMode, MismatchConfig, MismatchCorrection
