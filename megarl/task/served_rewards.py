@@ -44,8 +44,8 @@ ASK_FOR_WORD = "Is the response good? Reply with one word, {yes} or {no}."
 PLACEHOLDER = re.compile(r"\{(question|answer|response)\}")
 OPENS_TAG = re.compile(r"<(?=\S)|\[(?=/?[A-Z_]+\])")
 BOXED = re.compile(r"\\boxed\{\s*([0-9]+(?:\.[0-9]+)?)\s*\}")
-NUM_TOP = 20
-"""Most probable tokens that are looked at for the two words; OpenAI's servers give so many at most"""
+ONE_TOKEN = {"max_tokens": 1, "logprobs": True, "top_logprobs": 20}
+"""Of the most probable tokens, among which the two words are looked for, OpenAI's servers give 20 at most."""
 LEAST_PROBABILITY = 0.01
 """Of the two words together: below it the judge has not understood that it is asked for them"""
 
@@ -121,11 +121,8 @@ class ScoringServer:
         return self._by_loop[loop]
 
 
-HTTP_FIELDS = {
-    "reward": {"type": "number"},
-    "correct": {"type": "boolean"},
-    "details": {"type": ["object", "null"], "additionalProperties": {"type": "number"}},
-}
+DETAILS = {"type": ["object", "null"], "additionalProperties": {"type": "number"}}
+HTTP_FIELDS = {"reward": {"type": "number"}, "correct": {"type": "boolean"}, "details": DETAILS}
 HTTP_ANSWER = Draft202012Validator({"type": "object", "required": ["reward"], "properties": HTTP_FIELDS})
 
 
@@ -197,17 +194,14 @@ class JudgeReward(AsyncReward):
     async def score(self, prompt: Prompt, response: Response) -> Score:
         config, asked = self._config, fill_rubric(self._rubric, prompt, response)
         body: dict[str, Any] = {"model": self._model, "temperature": 0.0, **config.request}
-        if config.verdict is schema.Verdict.score:
-            asked += f"\n\n{ASK_FOR_SCORE}"
-            body |= {"max_tokens": config.max_tokens}
-        else:
-            asked += f"\n\n{ASK_FOR_WORD.format(yes=config.yes, no=config.no)}"
-            body |= {"max_tokens": 1, "logprobs": True, "top_logprobs": NUM_TOP}
+        is_word = config.verdict is schema.Verdict.word
+        body |= ONE_TOKEN if is_word else {"max_tokens": config.max_tokens}
+        asked += "\n\n" + (ASK_FOR_WORD.format(yes=config.yes, no=config.no) if is_word else ASK_FOR_SCORE)
         body["messages"] = [{"role": "user", "content": asked}]
         answer = await self._server.post("/v1/chat/completions", body)
         try:
             choice = answer["choices"][0]
-            if config.verdict is schema.Verdict.word:
+            if is_word:
                 top = choice["logprobs"]["content"][0]["top_logprobs"]
                 reward = compare_words([(it["token"], it["logprob"]) for it in top], config.yes, config.no)
             elif choice["finish_reason"] == "length":
@@ -238,12 +232,12 @@ def fill_rubric(rubric: str, prompt: Prompt, response: Response) -> str:
 
 def read_score(text: str) -> float:
     """A tenth of the number in the last box. Raises RewardFailedError where there is none from 0 to 10."""
-    found = BOXED.findall(text)
-    if not found:
+    *_, last = [None, *map(float, BOXED.findall(text))]
+    if last is None:
         raise RewardFailedError("the judge's answer has no number in a box")
-    if float(found[-1]) > BEST_SCORE:
+    if last > BEST_SCORE:
         raise RewardFailedError(f"the judge's number is not from 0 to {BEST_SCORE}")
-    return float(found[-1]) / BEST_SCORE
+    return last / BEST_SCORE
 
 
 def compare_words(top: Iterable[tuple[str, float]], yes: str, no: str) -> float:
