@@ -140,11 +140,21 @@ class TurnRequest:
 
 
 class RolloutServers(Protocol):
-    """The processes of the generation servers, where they are this run's own."""
+    """The processes of the generation servers."""
 
     @property
     def names(self) -> Sequence[str]:
         """The names of all servers."""
+
+    @property
+    def api_key(self) -> str | None:
+        """Required of callers."""
+
+    def start(self) -> Pending[list[str]]:
+        """Start the servers that do not run; the result is the urls of all, once they are healthy."""
+
+    def check_alive(self) -> None:
+        """Raises RuntimeError where a server is down."""
 
     def find_lost(self) -> Mapping[str, str]:
         """The reason of each loss, by server: those that are down or do not answer. The others are reset."""

@@ -17,6 +17,7 @@ from megarl.algo.algorithm import Algorithm, describe_end
 from megarl.algo.objective import reuses_logprobs
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import TrainConfig
+from megarl.mcore.spec import Role
 from megarl.report.record import HELDOUT
 from megarl.run.checkpoint import LoopSaver, TrainerState
 from megarl.run.components import Fleet, Roles, Source, TrainerComponents
@@ -58,8 +59,8 @@ class Trainer:
         self.saver = saver or LoopSaver()
         self.fleet = Fleet(config, components)
         self.source = Source(config, components, self.fleet)
-        it = components
-        self.roles = Roles(config, it.policy, it.critic, it.reference, it.critic_prompt)
+        policy, critic, reference = map(components.roles.get, (Role.policy, Role.critic, Role.reference))
+        self.roles = Roles(config, policy, critic, reference, components.inputs.critic_prompt)
         self.algorithm = Algorithm(config)
         self.heldout_reward = float("nan")
         self.published: int | None = None

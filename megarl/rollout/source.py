@@ -640,24 +640,3 @@ class SavedSource:
 
     def close(self) -> int:
         return 0
-
-
-def build_source(
-    config: Config,
-    saved: SavedGroups | None,
-    saved_pretraining: SavedGroups | None,
-    engine: SGLangEngine | None,
-    collector: Collector | None,
-    sampler: PromptSampler[Prompt] | None,
-    with_servers: Callable[[Callable[[], Any]], Any],
-    say: Callable[[str], None],
-) -> GroupSource | SavedSource:
-    """Where the groups of each iteration come from: a file, or what generates. saved_pretraining: those of value
-    pretraining, where they come from a file."""
-    pretraining = SavedPretraining(config.algo.value_pretrain, saved_pretraining, say) if saved_pretraining else None
-    if saved is not None:
-        return SavedSource(saved, config.train.num_prompts, config.seed, pretraining)
-    assert engine
-    assert collector
-    assert sampler
-    return GroupSource(config, engine, collector, sampler, with_servers, pretraining)

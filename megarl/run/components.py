@@ -17,6 +17,7 @@ from megarl.config.schema.algo import KLEstimator, needs_reference
 from megarl.config.schema.root import Config
 from megarl.config.schema.task import MultiTurnEnvironmentConfig
 from megarl.interfaces import DeadlineError, Pending, RolloutServers, TrainBackend, WeightSync, wait_all
+from megarl.mcore.spec import Role
 from megarl.report.evaluation import (
     TooManyFailuresError,
     check_failures,
@@ -29,11 +30,12 @@ from megarl.report.tokens import TokenFile
 from megarl.rollout.client import ServerOffloader, wait_left_over
 from megarl.rollout.collector import Collector, build_tensors
 from megarl.rollout.engine import SGLangEngine
-from megarl.rollout.rollout_file import RolloutWriter, SavedGroups
-from megarl.rollout.source import build_source, join_groups
+from megarl.rollout.rollout_file import RolloutWriter
+from megarl.rollout.source import GroupSource, SavedPretraining, SavedSource, join_groups
+from megarl.run.inputs import Inputs
 from megarl.task.data import PromptSampler
 from megarl.task.render import CriticPrompt
-from megarl.types import Experience, Metrics, Prompt, Rollout, TrainingSamples
+from megarl.types import Experience, Metrics, Rollout, TrainingSamples
 
 T = TypeVar("T")
 
@@ -52,33 +54,23 @@ class NoSync:
 
 @dataclass(frozen=True)
 class TrainerComponents:
-    """The components of the loop; all but the sampler and the report run in other processes."""
+    """The components of the loop; all but the inputs, the report and the files run in other processes."""
 
-    policy: TrainBackend | None
-    """None: nothing but the critic learns, from saved rollouts"""
-    critic: TrainBackend | None
-    reference: TrainBackend | None
+    inputs: Inputs
     report: Report
-    sync: WeightSync = field(default_factory=NoSync)
-    engine: SGLangEngine | None = None
-    """None, as collector and sampler: nothing is generated (`saved`)"""
-    collector: Collector | None = None
-    sampler: PromptSampler[Prompt] | None = None
-    heldout: Sequence[Prompt] = ()
-    saved: SavedGroups | None = None
-    """What rollout.file has; None: responses are generated"""
-    saved_pretraining: SavedGroups | None = None
-    """What algo.value_pretrain.rollouts has"""
-    rollout_file: RolloutWriter | None = None
-    """With logger.save_rollouts"""
+    roles: Mapping[Role, TrainBackend]
+    """Those that the algorithm needs; without a policy nothing but the critic learns, from saved rollouts"""
     token_file: TokenFile | None = None
     """Has some responses token by token, with logger.num_token_records > 0"""
+    rollout_file: RolloutWriter | None = None
+    """With logger.save_rollouts"""
+    engine: SGLangEngine | None = None
+    """None, as what follows: nothing is generated (Inputs.saved_groups)"""
+    collector: Collector | None = None
+    sync: WeightSync = field(default_factory=NoSync)
     servers: RolloutServers | None = None
-    """None: the servers are not this run's own, and losing one ends it"""
     offloader: ServerOffloader = field(default_factory=ServerOffloader)
     """Which memory the servers have given back for the roles' calls"""
-    critic_prompt: CriticPrompt | None = None
-    """With data.critic_prompt"""
 
 
 @dataclass(frozen=True)
@@ -142,6 +134,7 @@ class Fleet:
         self.forget_groups: Callable[[], None] = lambda: None
         """Breaks off what is under way, after servers were restarted"""
         self._components, self._offloader, say = components, components.offloader, components.report.message
+        self.heldout = components.inputs.data.heldout[: config.train.num_eval_prompts]
         self._has_turns = isinstance(config.environment, MultiTurnEnvironmentConfig)
         restarts_all, most = self._offloader.offload is not None, config.rollout.max_server_restarts
         self._recovery = Recovery(components.servers, say, most, self._reconnect, restarts_all)
@@ -169,7 +162,7 @@ class Fleet:
         if (collector := it.collector) is None:
             return {}
         with it.report.phase("evaluate"):
-            rollout, further = self.ask(lambda: collector.evaluate(it.heldout, weight_version=self.version, key=key))
+            rollout, further = self.ask(lambda: collector.evaluate(self.heldout, weight_version=self.version, key=key))
         it.report.samples(rollout.samples)
         if it.token_file is not None:
             it.token_file.write_heldout(iteration, rollout)
@@ -192,10 +185,18 @@ class Source:
         """Responses sampled so far"""
         self._components, self._fleet, self._max_failed_frac = components, fleet, config.reward.max_failed_frac
         self._has_turns = isinstance(config.environment, MultiTurnEnvironmentConfig)
-        it, say = components, components.report.message
-        self.groups = build_source(
-            *(config, it.saved, it.saved_pretraining, it.engine, it.collector, it.sampler, fleet.ask, say)
-        )
+        it, inputs = components, components.inputs
+        pretraining = None
+        if inputs.saved_rollouts is not None:
+            pretraining = SavedPretraining(config.algo.value_pretrain, inputs.saved_rollouts, it.report.message)
+        self.groups: GroupSource | SavedSource
+        if inputs.saved_groups is not None:
+            self.groups = SavedSource(inputs.saved_groups, config.train.num_prompts, config.seed, pretraining)
+        else:
+            assert it.engine
+            assert it.collector
+            sampler = PromptSampler(inputs.data.train, config.seed)
+            self.groups = GroupSource(config, it.engine, it.collector, sampler, fleet.ask, pretraining)
         fleet.forget_groups = self.groups.begin_again
 
     def take(self, iteration: int) -> tuple[Rollout, Metrics]:

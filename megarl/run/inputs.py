@@ -12,7 +12,6 @@ from megarl.config.errors import ConfigError
 from megarl.config.overrides import name_choice
 from megarl.config.schema.algo import needs_reference
 from megarl.config.schema.root import Config
-from megarl.config.schema.run import RolloutConfig
 from megarl.files import load_json_object
 from megarl.interfaces import Truncation
 from megarl.mcore.checkpoints import (
@@ -89,8 +88,8 @@ class EvaluationInputs:
     checkpoint: Path
     tokenizer: "PreTrainedTokenizerBase"
     sets: tuple[EvaluationSet, ...]
-    rollout: RolloutConfig
-    """With the token among rollout.stop_token_ids with which the chat template ends an answer"""
+    stop_token_ids: tuple[int, ...]
+    """rollout.stop_token_ids, and the token with which the chat template ends an answer"""
     ends: str
     """What ends responses, in words"""
 
@@ -406,7 +405,7 @@ def load_evaluation_inputs(configs: Mapping[str, Config]) -> EvaluationInputs:
     if limit is not None and longest + length > limit:
         text = f"found {length}; with the longest prompt, of {longest} tokens, it is {longest + length}"
         raise ConfigError([f"rollout.response_length: {text}; the model has {limit} positions"])
-    return EvaluationInputs(checkpoint, tokenizer, tuple(sets), rollout, ends)
+    return EvaluationInputs(checkpoint, tokenizer, tuple(sets), tuple(rollout.stop_token_ids), ends)
 
 
 def _load_set(name: str, config: Config, tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> EvaluationSet:

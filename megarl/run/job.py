@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,11 +42,9 @@ from megarl.files import CHECKPOINTS, RUN_FILE, CheckpointError, Folder, check_s
 from megarl.interfaces import (
     UNPUBLISHED,
     DeadlineError,
-    Done,
     Pending,
     RolloutServers,
     TrainBackend,
-    WeightSync,
     wait_all,
 )
 from megarl.mcore.spec import Role, read_architecture
@@ -143,55 +141,37 @@ def describe_saved(config: Config, saved: SavedGroups) -> Iterator[str]:
         yield f"warning: {text}: the policy's ratios to them are of two distributions"
 
 
-@dataclass(frozen=True)
-class RunResources:
-    """Ray and the servers in it; several attempts may use them one after the other."""
-
-    start_servers: Callable[[], Pending[list[str]]]
-    """Starts the servers that do not run; the result is their urls, once they are healthy"""
-    check_servers: Callable[[], None]
-    """Raises RuntimeError where a server is down"""
-    cluster: Cluster
-    api_key: str | None = None
-    """Required of the servers' callers; None: there are no servers"""
-    servers: RolloutServers | None = None
-    """Restarts lost servers; None: they are not restarted"""
+Resources = tuple[Cluster, RolloutServers | None]
+"""Ray and the servers in it; several attempts may use them one after the other"""
 
 
 @contextlib.contextmanager
-def open_resources(config: Config, inputs: Inputs, log_dir: Path) -> Iterator[RunResources]:
-    """Ray, and the servers, started without waiting unless the roles come first; all is shut down on leaving."""
-    groups = list_groups(config)
+def open_resources(config: Config, checkpoint: Path, log_dir: Path, command: str = "train") -> Iterator[Resources]:
+    """Ray, and the servers, started without waiting unless the roles come first; all is shut down on leaving.
+
+    checkpoint: that the servers start from. command: as in megarl COMMAND.
+    """
+    groups, is_trained = list_groups(config, command), command == "train"
+    slots = place(config.cluster, groups)
     with open_ray(config.cluster, sum(group.num_processes for group in groups)) as cluster:
-        if not config.has_servers:
-            yield RunResources(lambda: Done([]), lambda: None, cluster)
+        if not slots[SERVERS]:
+            yield cluster, None
             return
-        slots, rollout = place(config.cluster, groups), replace(config.rollout, offload=find_server_offload(config))
+        rollout = replace(config.rollout, offload=find_server_offload(config) if is_trained else None)
         stop_s, shares_gpus = config.cluster.shutdown_deadline_s / 3, is_sharing(slots)
-        given = rollout, inputs.checkpoint, log_dir, config.seed, cluster, slots[SERVERS], stop_s
-        servers = Servers(*given, weight_version=UNPUBLISHED, shares_gpus=shares_gpus)
+        given = rollout, checkpoint, log_dir, config.seed, cluster, slots[SERVERS], stop_s
+        servers = Servers(*given, weight_version=UNPUBLISHED if is_trained else 0, shares_gpus=shares_gpus)
         with contextlib.closing(servers):
             if not shares_gpus:
                 servers.start()
-            yield RunResources(servers.start, servers.check_alive, cluster, servers.api_key, servers)
-
-
-@dataclass(frozen=True)
-class Generation:
-    """What answers prompts and scores the answers."""
-
-    engine: SGLangEngine
-    scorer: Scorer
-    sync: WeightSync
-    offloader: ServerOffloader
-    servers: RolloutServers | None
+            yield cluster, servers
 
 
 @contextlib.contextmanager
 def open_components(
     config: Config,
     inputs: Inputs,
-    resources: RunResources,
+    resources: Resources,
     run_dir: Path,
     report: Report,
     journal: Journal | None = None,
@@ -203,38 +183,54 @@ def open_components(
     """
     slots, log_dir, turns = place(config.cluster, list_groups(config)), run_dir / "logs", Turns(take_turns(config))
     groups: dict[Role, WorkerGroup] = {}
+    cluster, servers = resources
     with contextlib.ExitStack() as stack:
         with report.phase("start"):
             for role, spec in inputs.specs.items():
-                given = spec, log_dir, resources.cluster, slots[role.value], config.cluster.worker_start_deadline_s
+                given = spec, log_dir, cluster, slots[role.value], config.cluster.worker_start_deadline_s
                 groups[role] = WorkerGroup(*given, turns)
                 stack.callback(groups[role].close)
             starting = {role: group.start() for role, group in groups.items()}
-            wait_started(list(starting.values()), resources.start_servers, roles_first=is_sharing(slots))
+            wait_started(list(starting.values()), servers, roles_first=is_sharing(slots))
             for role, started in starting.items():
                 for line in started.result().splitlines():
                     report.message(f"{role.value}: {line}")
         profiler = Profiler(config.train.profile, groups.values(), run_dir, report.message)
         report.after_log = stack.enter_context(contextlib.closing(profiler)).after_log
         for name, taken in slots.items():
-            if where := resources.cluster.describe(taken):
+            if where := cluster.describe(taken):
                 report.message(f"{name}: on {where}")
         measured: dict[str, Any] = {role.value: group for role, group in groups.items()}
-        if isinstance(resources.servers, Servers):
-            measured[SERVERS] = resources.servers
+        if isinstance(servers, Servers):
+            measured[SERVERS] = servers
         report.measure = partial(measure_peaks, measured)
-        generation = None
-        if inputs.saved_groups is None:
-            generation = _open_generation(stack, config, inputs, resources, run_dir, groups[Role.policy], turns)
-        components = build_components(stack, config, inputs, run_dir, report, groups, generation, journal)
-        if (collector := components.collector) is not None:
-            report.show_processes(lambda: f"{collector.num_running} responses under way")
-        yield components
+        components = build_components(stack, config, inputs, run_dir, report, groups)
+        if servers is None or inputs.saved_groups is not None:
+            yield components
+            return
+        engine = _open_engine(stack, config, inputs.checkpoint, servers, inputs.stop_token_ids)
+        scorer = stack.enter_context(contextlib.closing(build_scorer(config.reward)))
+        collector = build_collector(config, inputs, engine, scorer, journal)
+        report.show_processes(lambda: f"{collector.num_running} responses under way")
+        # With rollout.offload the servers give memory back before each call of a role from here on.
+        offloader = ServerOffloader(engine.clients, find_server_offload(config))
+        turns.free_servers = offloader.release
+        sent = groups[Role.policy], engine.clients, config.rollout
+        ranks = Ranks(*sent, inputs.architecture, cluster.host)
+        common: dict[str, Any] = {"policy_dtype": config.policy.dtype, "offloader": offloader}
+        common["check_processes"] = servers.check_alive
+        sync: DiskSync | ShardSync
+        if config.rollout.transport is Transport.disk:
+            sync = DiskSync(*sent, ranks, inputs.probe_tokens, directory=run_dir / "sync", **common)
+        else:
+            common |= {"scratch": cluster.scratch, "host": cluster.host}
+            sync = ShardSync(*sent, ranks, inputs.probe_tokens, **common)
+        stack.callback(sync.close)
+        parts: dict[str, Any] = {"servers": servers, "offloader": offloader}
+        yield replace(components, engine=engine, collector=collector, sync=sync, **parts)
 
 
-def wait_started(
-    roles: Sequence[Pending[Any]], start_servers: Callable[[], Pending[list[str]]], *, roles_first: bool
-) -> None:
+def wait_started(roles: Sequence[Pending[Any]], servers: RolloutServers | None, *, roles_first: bool) -> None:
     """Wait for the started roles and for the servers.
 
     roles_first: the servers are started once the roles hold their models. SGLang measures the free memory of its GPUs
@@ -242,43 +238,29 @@ def wait_started(
     """
     if roles_first:
         wait_all(roles)
-    wait_all([start_servers(), *roles])
+    wait_all([*([servers.start()] if servers else ()), *roles])
 
 
-def _open_generation(
+def _open_engine(
     stack: contextlib.ExitStack,
     config: Config,
-    inputs: Inputs,
-    resources: RunResources,
-    run_dir: Path,
-    policy: WorkerGroup,
-    turns: Turns,
-) -> Generation:
-    """Waits for the servers; with rollout.offload they give memory back before each call of a role from here on."""
-    rollout, check = config.rollout, resources.check_servers
+    checkpoint: Path,
+    servers: RolloutServers,
+    stop_token_ids: Sequence[int],
+    **truncation: Any,
+) -> SGLangEngine:
+    """Waits for the servers."""
     engine = SGLangEngine(
-        resources.start_servers().result(),
-        inputs.checkpoint,
-        replace(rollout, stop_token_ids=list(inputs.stop_token_ids)),
+        servers.start().result(),
+        checkpoint,
+        replace(config.rollout, stop_token_ids=list(stop_token_ids)),
         seed=config.seed,
-        check_processes=check,
-        api_key=resources.api_key,
+        check_processes=servers.check_alive,
+        api_key=servers.api_key,
+        **truncation,
     )
     stack.callback(engine.close)
-    scorer = stack.enter_context(contextlib.closing(build_scorer(config.reward)))
-    offloader = ServerOffloader(engine.clients, find_server_offload(config))
-    turns.free_servers = offloader.release
-    host, given = resources.cluster.host, (policy, engine.clients, rollout)
-    ranks = Ranks(*given, inputs.architecture, host)
-    common: dict[str, Any] = {"policy_dtype": config.policy.dtype, "check_processes": check, "offloader": offloader}
-    sync: DiskSync | ShardSync
-    if rollout.transport is Transport.disk:
-        sync = DiskSync(*given, ranks, inputs.probe_tokens, directory=run_dir / "sync", **common)
-    else:
-        common |= {"scratch": resources.cluster.scratch, "host": host}
-        sync = ShardSync(*given, ranks, inputs.probe_tokens, **common)
-    stack.callback(sync.close)
-    return Generation(engine, scorer, sync, offloader, resources.servers)
+    return engine
 
 
 def build_components(
@@ -288,50 +270,28 @@ def build_components(
     run_dir: Path,
     report: Report,
     roles: Mapping[Role, TrainBackend],
-    generation: Generation | None,
-    journal: Journal | None = None,
 ) -> TrainerComponents:
-    """The components of the loop over these roles; their files are closed with the stack.
-
-    generation: None where the roles learn from saved responses.
-    """
-    policy, logger, token_records = roles.get(Role.policy), config.logger, None
-    if logger.num_token_records > 0 and policy is not None:
-        path = run_dir / TOKENS_FILE
-        token_records = TokenFile(path, logger.num_token_records, inputs.tokenizer.decode)
+    """The components of the loop over these roles, without those that generate; files are closed with the stack."""
+    logger, token_records, writer = config.logger, None, None
+    if logger.num_token_records > 0 and Role.policy in roles:
+        token_records = TokenFile(run_dir / TOKENS_FILE, logger.num_token_records, inputs.tokenizer.decode)
         stack.callback(token_records.close)
-    components = TrainerComponents(
-        policy=policy,
-        critic=roles.get(Role.critic),
-        reference=roles.get(Role.reference),
-        report=report,
-        saved=inputs.saved_groups,
-        saved_pretraining=inputs.saved_rollouts,
-        token_file=token_records,
-        critic_prompt=inputs.critic_prompt,
-    )
-    if (it := generation) is None:
-        return components
-    writer = RolloutWriter(run_dir / ROLLOUTS_FILE) if logger.save_rollouts else None
-    if writer is not None:
+    if logger.save_rollouts and inputs.saved_groups is None:
+        writer = RolloutWriter(run_dir / ROLLOUTS_FILE)
         stack.callback(writer.close)
-    return replace(
-        components,
-        engine=it.engine,
-        collector=Collector(
-            *(it.engine, it.scorer, EpisodeRunner(config.rollout.response_length, inputs.conversation)),
-            seed=config.seed,
-            temperature=config.rollout.temperature,
-            in_lockstep=config.rollout.max_staleness == 0,
-            journal=journal,
-            eval_sets=inputs.eval_sets,
-        ),
-        sync=it.sync,
-        sampler=PromptSampler(inputs.data.train, config.seed),
-        heldout=inputs.data.heldout[: config.train.num_eval_prompts],
-        rollout_file=writer,
-        servers=it.servers,
-        offloader=it.offloader,
+    return TrainerComponents(inputs, report, roles, token_records, writer)
+
+
+def build_collector(
+    config: Config, inputs: Inputs, engine: SGLangEngine, scorer: Scorer, journal: Journal | None = None
+) -> Collector:
+    return Collector(
+        *(engine, scorer, EpisodeRunner(config.rollout.response_length, inputs.conversation)),
+        seed=config.seed,
+        temperature=config.rollout.temperature,
+        in_lockstep=config.rollout.max_staleness == 0,
+        journal=journal,
+        eval_sets=inputs.eval_sets,
     )
 
 
@@ -393,7 +353,7 @@ def _run(config: Config, inputs: Inputs, run_dir: Path) -> Summary:
         folder = Folder(run_dir / CHECKPOINTS, keep_last=keep.keep_last, keep_best=keep.keep_best)
         try:
             with report.phase("start"):
-                resources = stack.enter_context(open_resources(config, inputs, run_dir / "logs"))
+                resources = stack.enter_context(open_resources(config, inputs.checkpoint, run_dir / "logs"))
             return _Attempts(config, inputs, resources, run_dir, folder, report, started).run()
         except Stopped:
             if not folder.list_complete():
@@ -419,7 +379,7 @@ def _describe_run(config: Config, inputs: Inputs, run_dir: Path, report: Report)
 class _Attempts:
     config: Config
     inputs: Inputs
-    resources: RunResources
+    resources: Resources
     run_dir: Path
     folder: Folder
     report: Report
@@ -432,7 +392,7 @@ class _Attempts:
 
     def run(self) -> Summary:
         """Repeat attempts until one succeeds; a lost process starts the next, at most max_restarts in a row."""
-        servers, maximum = self.resources.servers, self.config.checkpoint.max_restarts
+        servers, maximum = self.resources[1], self.config.checkpoint.max_restarts
         num_restarts, newest = 0, self.folder.list_complete()[-1:]
         while True:
             try:
@@ -464,8 +424,7 @@ class _Attempts:
         journal = Journal(run_dir / JOURNAL) if self.is_saving else None
         given = self.config, self.inputs, self.resources, run_dir, report, journal
         with open_components(*given) as components:
-            named = {Role.policy.value: components.policy, Role.critic.value: components.critic}
-            roles = {name: role for name, role in named.items() if role is not None}
+            roles = {role.value: each for role, each in components.roles.items() if role is not Role.reference}
             saved = self.config.checkpoint, self.folder, roles, self.inputs.specs, report, self.forget
             with contextlib.closing(LoopSaver(*saved) if self.is_saving else LoopSaver()) as saver:
                 trainer = Trainer(self.config, components, saver, self.started)
@@ -479,7 +438,7 @@ class _Attempts:
                     report.message(describe_start(self.config, critic, self.inputs.saved_rollouts))
                 summary = trainer.run()
             wait_all([role.export_weights(run_dir / name) for name, role in roles.items()])
-        if (run_dir / RUN_FILE).is_file() and components.policy is not None:
+        if (run_dir / RUN_FILE).is_file() and Role.policy in components.roles:
             shutil.copyfile(run_dir / RUN_FILE, run_dir / Role.policy.value / MODEL_FILE)
         total, limit = self.config.train.num_iterations, summary.limit
         if limit is not None:
@@ -556,25 +515,13 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
             progress.line(f"{each.name}: {'; '.join((*each.notes, inputs.ends))}")
         started = time.monotonic()
         progress.enter("start")
-        slots = place(config.cluster, list_groups(config, "evaluate"))[SERVERS]
-        cluster = stack.enter_context(open_ray(config.cluster, len(slots)))
-        rollout, stop_s = replace(inputs.rollout, offload=None), config.cluster.shutdown_deadline_s / 3
-        given = rollout, inputs.checkpoint, run_dir / "logs", config.seed, cluster, slots, stop_s
-        servers = stack.enter_context(contextlib.closing(Servers(*given)))
-        engine = SGLangEngine(
-            servers.start().result(),
-            inputs.checkpoint,
-            rollout,
-            seed=config.seed,
-            check_processes=servers.check_alive,
-            api_key=servers.api_key,
-            top_p=evaluate.top_p,
-            top_k=evaluate.top_k,
-        )
-        stack.callback(engine.close)
+        _, servers = stack.enter_context(open_resources(config, inputs.checkpoint, run_dir / "logs", "evaluate"))
+        assert servers
+        truncation = {"top_p": evaluate.top_p, "top_k": evaluate.top_k}
+        engine = _open_engine(stack, config, inputs.checkpoint, servers, inputs.stop_token_ids, **truncation)
         progress.leave()
         progress.line(f"servers ready after {format_seconds(time.monotonic() - started)}")
-        recovery = Recovery(servers, progress.line, rollout.max_server_restarts)
+        recovery = Recovery(servers, progress.line, config.rollout.max_server_restarts)
         decode = inputs.tokenizer.decode
         results = evaluate_sets(engine, inputs.sets, run_dir, progress, recovery=recovery, decode=decode)
         write_evaluation(run_dir / EVALUATION_FILE, results, list_settings(inputs))

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 
@@ -16,7 +17,7 @@ from megarl.mcore.spec import Role, WorkerSpec
 from megarl.report.report import build_report
 from megarl.rollout.server import SGLangServer
 from megarl.run.inputs import load_inputs
-from megarl.run.job import RunResources, open_components, open_resources
+from megarl.run.job import Resources, open_components, open_resources
 from megarl.trainer import Trainer
 
 SIZES = (
@@ -32,20 +33,21 @@ SIZES = (
 
 
 @contextlib.contextmanager
-def hosts_of(server: SGLangServer, num_workers: int) -> Iterator[RunResources]:
-    """The running server, and a Ray cluster for the workers."""
-    with open_ray(ClusterConfig(), num_workers) as cluster:
-        yield RunResources(lambda: Done([server.url]), server.check_alive, cluster, server.api_key)
+def hosts_of(server: SGLangServer, num_workers: int, config: ClusterConfig | None = None) -> Iterator[Resources]:
+    """The running server, which nobody restarts, and a Ray cluster for the workers."""
+    own = {"names": (), "find_lost": dict, "start": lambda: Done([server.url])}
+    with open_ray(config or ClusterConfig(), num_workers) as cluster:
+        yield cluster, SimpleNamespace(api_key=server.api_key, check_alive=server.check_alive, **own)
 
 
 @contextlib.contextmanager
-def open_trainer(hosts: RunResources | None, run_dir: Path, overrides: Sequence[str]) -> Iterator[Trainer]:
+def open_trainer(hosts: Resources | None, run_dir: Path, overrides: Sequence[str]) -> Iterator[Trainer]:
     """A trainer of this configuration, not started. hosts: None: Ray and servers of its own, of model=tiny."""
     config = load_config([*(SIZES if hosts else ("model=tiny", "logger.terminal=false")), *overrides])
-    inputs = load_inputs(config)
+    inputs, logs = load_inputs(config), run_dir / "logs"
     with (
         contextlib.closing(build_report(config.logger, run_dir, config.train.num_iterations)) as report,
-        contextlib.nullcontext(hosts) if hosts else open_resources(config, inputs, run_dir / "logs") as resources,
+        contextlib.nullcontext(hosts) if hosts else open_resources(config, inputs.checkpoint, logs) as resources,
         open_components(config, inputs, resources, run_dir, report) as components,
     ):
         yield Trainer(config, components)

@@ -52,7 +52,7 @@ def publish(trainer: Trainer) -> int:
 
 
 def list_prompts(trainer: Trainer, num: int) -> tuple[Prompt, ...]:
-    return tuple(trainer.components.heldout[:num])
+    return tuple(trainer.fleet.heldout[:num])
 
 
 def generate(trainer: Trainer, num: int = 6, temperature: float = 1.0, key: str | None = None) -> list[list[Response]]:
@@ -81,7 +81,7 @@ def build_samples(trainer: Trainer) -> TrainingSamples:
     def draw(deviation: float) -> torch.Tensor:
         return deviation * torch.randn(mask.shape, generator=generator) * mask
 
-    old = trainer.components.policy.logprobs(tensors.sequences, 1.0).result()
+    old = trainer.roles.policy.logprobs(tensors.sequences, 1.0).result()
     return TrainingSamples(
         sequences=tensors.sequences,
         mask=mask,
@@ -98,7 +98,7 @@ def build_samples(trainer: Trainer) -> TrainingSamples:
 
 
 def evaluate(trainer: Trainer, role: str, sequences: Sequences) -> torch.Tensor:
-    backend: TrainBackend = getattr(trainer.components, role)
+    backend: TrainBackend = getattr(trainer.roles, role)
     pending = backend.values(sequences) if role == "critic" else backend.logprobs(sequences, 1.0)
     return pending.result()
 
@@ -143,11 +143,11 @@ def test_responses_have_an_entry_for_each_token_and_end_with_the_eos_token_or_at
 def test_rollout_logprobs_are_the_training_engines_before_and_after_an_update(trainer, temperature):
     def compute_gap() -> float:
         tensors = build_tensors(build_rollout(trainer, generate(trainer, temperature=temperature)))
-        own = trainer.components.policy.logprobs(tensors.sequences, temperature).result()
+        own = trainer.roles.policy.logprobs(tensors.sequences, temperature).result()
         return float((own - tensors.rollout_logprobs)[tensors.mask].abs().max())
 
     assert compute_gap() < BOUND
-    trainer.components.policy.update(build_samples(trainer), ROWS).result()
+    trainer.roles.policy.update(build_samples(trainer), ROWS).result()
     assert compute_gap() > 10 * BOUND
     publish(trainer)
     assert compute_gap() < BOUND
@@ -155,7 +155,7 @@ def test_rollout_logprobs_are_the_training_engines_before_and_after_an_update(tr
 
 @pytest.mark.parametrize("role", TRAINED)
 def test_an_update_takes_one_step_for_each_minibatch_and_moves_the_role_and_no_other(trainer, role):
-    samples, backend = build_samples(trainer), getattr(trainer.components, role)
+    samples, backend = build_samples(trainer), getattr(trainer.roles, role)
     before = {name: evaluate(trainer, name, samples.sequences) for name in ROLES}
     metrics = backend.update(samples, [*ROWS, ROWS[0]]).result()
     assert len(metrics) == 3
@@ -173,7 +173,7 @@ def test_an_update_takes_one_step_for_each_minibatch_and_moves_the_role_and_no_o
 
 
 def test_an_update_without_old_logprobs_gives_those_before_it_in_the_order_of_the_samples(trainer, tmp_path):
-    samples, policy = build_samples(trainer), trainer.components.policy
+    samples, policy = build_samples(trainer), trainer.roles.policy
     order = torch.randperm(24, generator=torch.Generator().manual_seed(2))
     save(policy, tmp_path / "state")
     (given,) = policy.update(samples, [order]).result()
@@ -188,7 +188,7 @@ def test_an_update_without_old_logprobs_gives_those_before_it_in_the_order_of_th
 
 @pytest.mark.parametrize("role", TRAINED)
 def test_a_step_depends_on_its_own_rows_alone(trainer, role, tmp_path):
-    samples, backend = build_samples(trainer), getattr(trainer.components, role)
+    samples, backend = build_samples(trainer), getattr(trainer.roles, role)
     save(backend, tmp_path / "state")
     (first, _) = backend.update(samples, ROWS).result()
     backend.load(tmp_path / "state").result()
@@ -203,7 +203,7 @@ def save(backend: TrainBackend, directory: Path) -> None:
 
 @pytest.mark.parametrize("role", TRAINED)
 def test_a_role_returns_to_what_it_was_when_its_save_began_and_goes_on_the_same(trainer, role, tmp_path):
-    samples, backend = build_samples(trainer), getattr(trainer.components, role)
+    samples, backend = build_samples(trainer), getattr(trainer.roles, role)
     # Moments of the optimizer and a place in the schedule.
     backend.update(samples, ROWS).result()
     saved = evaluate(trainer, role, samples.sequences)
@@ -221,7 +221,7 @@ def test_a_role_returns_to_what_it_was_when_its_save_began_and_goes_on_the_same(
 
 
 def test_an_error_in_a_role_comes_when_its_call_is_waited_for(trainer, tmp_path):
-    pending = trainer.components.policy.load(tmp_path / "nowhere")
+    pending = trainer.roles.policy.load(tmp_path / "nowhere")
     with pytest.raises(Exception, match="nowhere"):
         pending.wait(60)
     with pytest.raises(Exception, match="nowhere"):
@@ -250,10 +250,10 @@ def test_temperature_zero_is_greedy_with_the_logprobs_of_temperature_one(trainer
     assert groups == generate(trainer, temperature=0.0, key="another")
     assert all(r.token_ids.tolist() == group[0].token_ids.tolist() for group in groups for r in group)
     tensors = build_tensors(build_rollout(trainer, groups))
-    own = trainer.components.policy.logprobs(tensors.sequences, 1.0).result()
+    own = trainer.roles.policy.logprobs(tensors.sequences, 1.0).result()
     assert float((own - tensors.rollout_logprobs)[tensors.mask].abs().max()) < BOUND
     # At every token the likeliest: at a low temperature it has nearly all of the probability.
-    cold = trainer.components.policy.logprobs(tensors.sequences, 1e-4).result()
+    cold = trainer.roles.policy.logprobs(tensors.sequences, 1e-4).result()
     assert float(cold[tensors.mask].min()) > -1.0
 
 

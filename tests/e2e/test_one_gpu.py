@@ -4,18 +4,16 @@ The server is real. The GPUs are counted and need not be there; on a CPU SGLang 
 """
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from loop_parts import SIZES, find_server, open_trainer
+from loop_parts import SIZES, find_server, hosts_of, open_trainer
 from whole_runs import read_numbers
 
-from megarl.cluster.opened import open_ray
 from megarl.config.load import load_config
-from megarl.interfaces import UNPUBLISHED, Done
+from megarl.interfaces import UNPUBLISHED
 from megarl.run.inputs import load_inputs
-from megarl.run.job import RunResources, open_resources
+from megarl.run.job import Resources, open_resources
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +33,7 @@ CALLS = {
 }
 
 
-def train(resources: RunResources, run_dir: Path, overrides: list[str]) -> list[dict[str, float]]:
+def train(resources: Resources, run_dir: Path, overrides: list[str]) -> list[dict[str, float]]:
     """The run's metrics, without what follows from the time taken."""
     run_dir.mkdir()
     with open_trainer(resources, run_dir, overrides) as trainer:
@@ -46,8 +44,7 @@ def train(resources: RunResources, run_dir: Path, overrides: list[str]) -> list[
 def test_memory_given_back_and_taken_again_changes_no_number_of_a_run(server, tiny_checkpoint, tmp_path):
     overrides = [*SHARED, f"model.path={tiny_checkpoint}"]
     cluster_config = load_config([*SIZES, *overrides]).cluster
-    with open_ray(cluster_config, 2) as cluster:
-        resources = RunResources(lambda: Done([server.url]), server.check_alive, cluster, server.api_key)
+    with hosts_of(server, 2, cluster_config) as resources:
         expected = train(resources, tmp_path / "kept", overrides)
         start = len(server.log_file.read_text())
         assert train(resources, tmp_path / "offloaded", [*overrides, *TURNS]) == expected
@@ -61,20 +58,20 @@ def test_memory_given_back_and_taken_again_changes_no_number_of_a_run(server, ti
     assert server.log_file.read_text()[start:].count('POST /release_memory_occupation HTTP/1.1" 200') == 5
 
 
-def test_servers_that_share_gpus_are_started_after_the_roles(tiny_checkpoint, tmp_path):
+def test_servers_that_share_gpus_are_started_after_the_roles(tiny_checkpoint, tmp_path, monkeypatch):
     overrides = ["algo=grpo", *COLOCATED, f"model.path={tiny_checkpoint}"]
     config = load_config([*SIZES, *overrides])
     logs = tmp_path / "logs"
-    with open_resources(config, load_inputs(config), logs) as hosts:
-        assert hosts.servers is not None
-        assert hosts.servers.find_lost() == {}
-        seen = []
+    with open_resources(config, load_inputs(config).checkpoint, logs) as (cluster, servers):
+        assert servers.find_lost() == {}
+        seen, start = [], servers.start
 
         def start_servers():
             seen.append({path.name for path in logs.glob("*.log")} & {"policy-0.log", "server-0.log"})
-            return hosts.start_servers()
+            return start()
 
-        with open_trainer(replace(hosts, start_servers=start_servers), tmp_path, overrides) as trainer:
+        monkeypatch.setattr(servers, "start", start_servers)
+        with open_trainer((cluster, servers), tmp_path, overrides) as trainer:
             assert seen[0] == {"policy-0.log"}
             [client] = trainer.components.engine.clients
             assert client.load_weight_version() == UNPUBLISHED
@@ -82,12 +79,12 @@ def test_servers_that_share_gpus_are_started_after_the_roles(tiny_checkpoint, tm
             assert server is not None
             assert server.environ()["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "false"
         # The next attempt finds it running, or starts it where it was lost.
-        assert hosts.servers.find_lost() == {}
-        urls = hosts.start_servers().result()
+        assert servers.find_lost() == {}
+        urls = servers.start().result()
         server.kill()
-        lost = hosts.servers.find_lost()
+        lost = servers.find_lost()
         assert list(lost) == ["SGLang server 0/1"]
-        hosts.servers.end(lost)
+        servers.end(lost)
         assert find_server(urls[0]) is None
-        assert hosts.start_servers().result() == urls
-        assert hosts.servers.find_lost() == {}
+        assert servers.start().result() == urls
+        assert servers.find_lost() == {}

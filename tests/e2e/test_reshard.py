@@ -221,9 +221,9 @@ def test_a_wrong_expert_tied_embedding_or_adapter_fails_the_checksums_and_the_ne
         parts = trainer.components
         (client,), base, right = parts.engine.clients, tmp_path / "base", tmp_path / "right"
         trainer.fleet.publish(0)
-        parts.policy.export_weights(base).result()
+        trainer.roles.policy.export_weights(base).result()
         trainer.train(1)
-        parts.policy.export_weights(right).result()
+        trainer.roles.policy.export_weights(right).result()
         planted = corrupt(*(load_file(each / "model.safetensors") for each in (right, base)))
         assert_refuted_and_mended(parts.sync, client, [planted], f"the checksum of {next(iter(planted))} ")
 

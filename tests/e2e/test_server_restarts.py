@@ -89,11 +89,11 @@ def split_starts(log: Path) -> list[str]:
 
 def compute_logprob_gap(trainer) -> float:
     """Largest |rollout_logprobs - old_logprobs| over fresh responses of all servers."""
-    prompts, sample = trainer.components.sampler.next_batch(8), trainer.components.collector.sample
+    prompts, sample = trainer.source.groups._sampler.next_batch(8), trainer.components.collector.sample
     number, version = trainer.config.train.responses_per_prompt, trainer.fleet.version
     samples = trainer.fleet.ask(lambda: sample(prompts, number, weight_version=version, key="gap"))
     tensors = build_tensors(Rollout(samples, version))
-    old = trainer.components.policy.logprobs(tensors.sequences, 1.0).result()
+    old = trainer.roles.policy.logprobs(tensors.sequences, 1.0).result()
     return float((old - tensors.rollout_logprobs)[tensors.mask].abs().max())
 
 
@@ -102,7 +102,7 @@ def test_servers_killed_in_a_sync_and_in_a_rollout_come_back_with_the_current_we
     config = load_config([*SIZES, *overrides])
     inputs = load_inputs(config)
     with (
-        open_resources(config, inputs, tmp_path / "logs") as resources,
+        open_resources(config, inputs.checkpoint, tmp_path / "logs") as resources,
         open_trainer(resources, tmp_path, overrides) as trainer,
     ):
         components = trainer.components

@@ -15,7 +15,7 @@ from fakes.rollout import FakeClient, FakeEngine, FakeServers, FakeSync
 from megarl.cluster.opened import Cluster
 from megarl.config.load import load_config
 from megarl.config.schema.root import Config
-from megarl.mcore.spec import Role
+from megarl.mcore.spec import Role, read_architecture
 from megarl.report.record import load_metrics
 from megarl.report.report import Report, build_report
 from megarl.rollout.client import ServerOffloader
@@ -23,7 +23,7 @@ from megarl.rollout.rollout_file import Journal
 from megarl.run import job
 from megarl.run.components import TrainerComponents
 from megarl.run.inputs import Inputs, load_inputs
-from megarl.run.job import Generation, RunResources, build_components
+from megarl.run.job import Resources, build_collector, build_components
 from megarl.task.reward import AsyncReward
 from megarl.task.scorer import Scorer
 from megarl.trainer import Trainer
@@ -103,45 +103,42 @@ class World:
         return note
 
     @contextlib.contextmanager
-    def open_resources(self, config: Config, inputs: Inputs, log_dir: Path) -> Iterator[RunResources]:
-        servers = FakeServers(config.rollout.num_servers, inputs.architecture.vocab_size)
-        yield RunResources(servers.start, servers.check_alive, Cluster.__new__(Cluster), None, servers)
+    def open_resources(self, config: Config, checkpoint: Path, log_dir: Path) -> Iterator[Resources]:
+        vocab_size = read_architecture(checkpoint).vocab_size
+        yield Cluster.__new__(Cluster), FakeServers(config.rollout.num_servers, vocab_size)
 
     @contextlib.contextmanager
     def open_components(
         self,
         config: Config,
         inputs: Inputs,
-        resources: RunResources,
+        resources: Resources,
         run_dir: Path,
         report: Report,
         journal: Journal | None = None,
     ) -> Iterator[TrainerComponents]:
+        _, servers = resources
+        assert isinstance(servers, FakeServers)
         with contextlib.ExitStack() as stack:
-            roles, generation = self._build_parts(stack, config, inputs, resources)
-            built = build_components(stack, config, inputs, run_dir, report, roles, generation, journal)
+            offloader = ServerOffloader([FakeClient(servers, name) for name in servers.names], config.rollout.offload)
+            note = self.note_after(offloader) if inputs.saved_groups is None else self.note
+            roles = {role: FakeBackend(spec, note) for role, spec in inputs.specs.items()}
+            built = build_components(stack, config, inputs, run_dir, report, roles)
+            if inputs.saved_groups is None:
+                servers.start().result()
+                engine = FakeEngine(
+                    servers,
+                    seed=config.seed,
+                    decode=lambda tokens: inputs.tokenizer.decode(tokens, skip_special_tokens=True),
+                    on_token=lambda key, number: self.on_token(key, number),
+                )
+                stack.enter_context(contextlib.closing(engine))
+                collector = build_collector(config, inputs, engine, Scorer(self.reward), journal)
+                sync = FakeSync(roles[Role.policy], servers, self.note, offloader)
+                parts = {"engine": engine, "collector": collector, "sync": sync, "offloader": offloader}
+                built = replace(built, servers=servers, **parts)
             self.components.append(built)
             yield built
-
-    def _build_parts(
-        self, stack: contextlib.ExitStack, config: Config, inputs: Inputs, resources: RunResources
-    ) -> tuple[dict[Role, FakeBackend], Generation | None]:
-        servers = resources.servers
-        if inputs.saved_groups is not None:
-            return {role: FakeBackend(spec, self.note) for role, spec in inputs.specs.items()}, None
-        assert isinstance(servers, FakeServers)
-        resources.start_servers().result()
-        offloader = ServerOffloader([FakeClient(servers, name) for name in servers.names], config.rollout.offload)
-        roles = {role: FakeBackend(spec, self.note_after(offloader)) for role, spec in inputs.specs.items()}
-        engine = FakeEngine(
-            servers,
-            seed=config.seed,
-            decode=lambda tokens: inputs.tokenizer.decode(tokens, skip_special_tokens=True),
-            on_token=lambda key, number: self.on_token(key, number),
-        )
-        stack.enter_context(contextlib.closing(engine))
-        sync = FakeSync(roles[Role.policy], servers, self.note, offloader)
-        return roles, Generation(engine, Scorer(self.reward), sync, offloader, servers)
 
     @contextlib.contextmanager
     def open_trainer(self, run_dir: Path, overrides: Sequence[str], **replaced: Any) -> Iterator[Trainer]:
@@ -149,7 +146,7 @@ class World:
         config, inputs = load(overrides)
         with (
             contextlib.closing(build_report(config.logger, run_dir, config.train.num_iterations)) as report,
-            self.open_resources(config, inputs, run_dir / "logs") as resources,
+            self.open_resources(config, inputs.checkpoint, run_dir / "logs") as resources,
             self.open_components(config, inputs, resources, run_dir, report) as components,
         ):
             yield Trainer(config, replace(components, **replaced))

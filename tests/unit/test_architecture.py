@@ -13,7 +13,7 @@ PACKAGE = ROOT / "megarl"
 
 ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "cli": (8, 850, ("cli", "train", "api", "plan.command", "plan.doctor")),
-    "run": (7, 2680, ("run", "trainer", "sweep")),
+    "run": (7, 2620, ("run", "trainer", "sweep")),
     "cluster": (6, 1710, ("cluster",)),
     "plan": (6, 2000, ("plan",)),
     "sync": (5, 2160, ("sync",)),
@@ -27,7 +27,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "task": (2, 4880, ("task",)),
     "files": (1, 750, ("files", "signals")),
     "schema": (1, 1810, ("config.schema", "config.errors")),
-    "types": (1, 710, ("types", "interfaces", "environment")),
+    "types": (1, 720, ("types", "interfaces", "environment")),
 }
 """Floor, most lines and modules of every room. A room imports itself and rooms of lower floors, never one of its own
 floor. Raising a budget is a line that a reviewer sees, with its reason in the commit."""

@@ -195,7 +195,7 @@ def opening(cell: Cell, args: argparse.Namespace, directory: Path) -> Iterator[t
     inputs = load_inputs(config)
     with (
         contextlib.closing(build_report(config.logger, directory, config.train.num_iterations)) as report,
-        open_resources(config, inputs, directory / "logs") as resources,
+        open_resources(config, inputs.checkpoint, directory / "logs") as resources,
         open_components(config, inputs, resources, directory, report) as components,
     ):
         fix_lengths(components.engine)

@@ -52,7 +52,7 @@ from megarl.report.record import load_metrics
 from megarl.report.report import build_report
 from megarl.run.components import TrainerComponents
 from megarl.run.inputs import load_inputs
-from megarl.run.job import RunResources, open_components, open_resources
+from megarl.run.job import Resources, open_components, open_resources
 from megarl.signals import show_warnings, stopping_on_signals
 from megarl.trainer import Trainer
 from megarl.types import Experience, Metrics, Rollout, Sample, TrainingSamples
@@ -241,7 +241,7 @@ def measure_noise_share(experience: Experience, advantages: Tensor) -> float:
     return float(per_row[solved].sum() / per_row.sum()) if float(per_row.sum()) else 0.0
 
 
-def train_once(wanted: Wanted, config: Config, out: Path, hosts: RunResources) -> Run:
+def train_once(wanted: Wanted, config: Config, out: Path, hosts: Resources) -> Run:
     """One run on the kept servers. Its metrics are left in a folder of --out."""
     (experiment, name, seed), started = wanted, time.monotonic()
     inputs = load_inputs(config)
@@ -275,7 +275,7 @@ def run_missing(missing: Sequence[Wanted], overrides: Sequence[str], out: Path) 
         # Ray gets room for the arm with the most processes.
         largest = max((config for _, config in each), key=lambda c: sum(g.num_processes for g in list_groups(c)))
         logs = out / "logs" / f"{name}-{task}"
-        with stopping_on_signals(), open_resources(largest, load_inputs(largest), logs) as hosts:
+        with stopping_on_signals(), open_resources(largest, load_inputs(largest).checkpoint, logs) as hosts:
             for (experiment, arm_name, seed), config in each:
                 title = f"{experiment.name} {arm_name}, seed {seed}"
                 try:

@@ -39,7 +39,7 @@ def pretrain(tmp_path: Path, overrides: Sequence[str]) -> tuple[dict[str, torch.
     """The critic's weights after value pretraining, and its last explained variance."""
     with World(reward=reward_number).open_trainer(tmp_path, [*GUESS, *VAPO, *overrides]) as trainer:
         curve = run_pretraining(trainer)
-        return trainer.components.critic.copy_weights(), curve[-1]
+        return trainer.roles.critic.copy_weights(), curve[-1]
 
 
 def test_a_critic_that_reads_the_answer_explains_what_the_prompts_do_not_tell(tmp_path: Path, said: Said) -> None:

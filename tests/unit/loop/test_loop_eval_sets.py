@@ -21,7 +21,7 @@ def test_each_set_is_sampled_in_its_own_way_where_an_evaluation_is_due(tmp_path:
     plain, more = {}, {}
     for run_dir, sets, lines in ((tmp_path / "plain", False, plain), (tmp_path / "more", True, more)):
         with World().open_trainer(run_dir, ["algo=grpo", "train.num_iterations=2", "train.eval_every=2"]) as trainer:
-            prompts = trainer.components.heldout[:3]
+            prompts = trainer.fleet.heldout[:3]
             if sets:
                 trainer.components.collector._eval_sets = (
                     EvalSet("greedy", prompts, 1, 0.0),

@@ -43,7 +43,7 @@ def test_every_preset_trains_with_the_roles_it_needs_and_no_other(algo: str, tmp
     before_it = ["algo.value_pretrain.steps=0"] if algo in PRETRAINED else []
     before_it += ["policy.frozen_iterations=0"] if algo in FROZEN else []
     with world.open_trainer(tmp_path, [f"algo={algo}", ONE_STEP, *TWO_ITERATIONS, *before_it]) as trainer:
-        components, config = trainer.components, trainer.config.algo
+        components, config = trainer.roles, trainer.config.algo
         assert (components.critic is not None) == needs_critic(config) == (algo in CRITICS)
         assert (components.reference is not None) == needs_reference(config) == (algo in WITH_KL)
         before = components.policy.copy_weights()
@@ -67,7 +67,7 @@ def test_the_last_evaluation_is_the_summary_and_is_of_the_last_weights(tmp_path:
     with World().open_trainer(tmp_path, ["algo=grpo", "train.num_iterations=3", "train.eval_every=2"]) as trainer:
         summary = trainer.run()
         assert trainer.fleet.version == summary.num_iterations == 3
-        again = trainer.components.collector.collect_greedy(trainer.components.heldout, weight_version=3)
+        again = trainer.components.collector.collect_greedy(trainer.fleet.heldout, weight_version=3)
     rewards = [sample.score.reward for sample in again.samples]
     assert summary.heldout_reward == pytest.approx(sum(rewards) / len(rewards))
     lines = load_metrics(tmp_path / "metrics.jsonl")
@@ -81,8 +81,10 @@ def test_a_rollout_has_whole_groups_in_order_and_none_of_the_heldout_prompts_and
     with World().open_trainer(tmp_path, ["algo=grpo", "logger.save_rollouts=true"]) as trainer:
         trainer.fleet.publish(0)
         taken = [trainer.source.take(iteration)[0] for iteration in (1, 2)]
-        heldout = {prompt.id for prompt in trainer.components.heldout}
-        expected = [p.id for p in PromptSampler(trainer.components.sampler._prompts, trainer.config.seed).next_batch(6)]
+        heldout = {prompt.id for prompt in trainer.fleet.heldout}
+        expected = [
+            p.id for p in PromptSampler(trainer.components.inputs.data.train, trainer.config.seed).next_batch(6)
+        ]
     samples = taken[0].samples
     assert [s.group for s in samples] == [g for g in range(6) for _ in range(4)]
     assert [s.prompt.id for s in samples] == [id for id in expected for _ in range(4)]
@@ -186,7 +188,7 @@ def test_the_rollout_engines_noise_changes_nothing_that_topr_learns(tmp_path: Pa
         with World().open_trainer(tmp_path / str(noise), REPLAY) as trainer:
             add_engine_noise(trainer, noise)
             trainer.run()
-            weights.append(trainer.components.policy.copy_weights())
+            weights.append(trainer.roles.policy.copy_weights())
         lines = load_metrics(tmp_path / str(noise) / "metrics.jsonl")[1:]
         assert all(0 < line["topr/taper_mean"] <= 1 for line in lines)
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
@@ -198,7 +200,7 @@ FULL_KL = ("algo.kl.reward_estimator=full", "algo.kl.in_loss=true", "algo.kl.los
 @pytest.mark.parametrize("given", [(), FULL_KL])
 def test_the_kl_is_to_the_policy_of_the_start(given: tuple[str, ...], tmp_path: Path) -> None:
     with World().open_trainer(tmp_path, ["algo=reinforce_pp", "train.num_iterations=3", *given]) as trainer:
-        assert (trainer.components.reference is None) == bool(given)  # Over the whole vocabulary the policy holds it.
+        assert (trainer.roles.reference is None) == bool(given)  # Over the whole vocabulary the policy holds it.
         trainer.run()
     lines = load_metrics(tmp_path / "metrics.jsonl")[1:]
     kl = [line["kl/mean"] for line in lines]
@@ -223,7 +225,7 @@ def test_another_seed_of_the_run_draws_and_samples_others_and_the_same_repeats(t
 
 def test_values_that_are_not_finite_end_the_run(tmp_path: Path) -> None:
     with World().open_trainer(tmp_path, ["algo=ppo"]) as trainer:
-        torch.nn.init.constant_(trainer.components.critic.model.before, torch.inf)
+        torch.nn.init.constant_(trainer.roles.critic.model.before, torch.inf)
         with pytest.raises(NonFiniteError, match="values"):
             trainer.run()
 
@@ -238,14 +240,14 @@ def test_without_a_reader_the_policy_does_not_score_and_updates_as_if_it_had(
     weights, metrics = [], []
     for scored in (False, True):
         if scored:
-            for module in ("megarl.run.components", "megarl.algo.algorithm"):
+            for module in ("megarl.run.components", "megarl.algo.objective"):
                 monkeypatch.setattr(f"{module}.reads_old_logprobs", lambda _algo: True)
         world = World()
         overrides = ["algo=vapo", *given, f"rollout.max_staleness={staleness}"]
         with world.open_trainer(tmp_path / str(scored), overrides) as trainer:
             add_engine_noise(trainer, 0.1)
             trainer.run()
-            weights.append(trainer.components.policy.copy_weights())
+            weights.append(trainer.roles.policy.copy_weights())
         assert (("policy", "logprobs") in world.log) == scored
         metrics.append(load_metrics(tmp_path / str(scored) / "metrics.jsonl")[1:])
     left_out = {name for line in metrics[1] for name in line} - {name for line in metrics[0] for name in line}
@@ -271,7 +273,7 @@ def test_one_step_with_the_updates_own_logprobs_is_that_with_a_pass_and_logs_the
             expected = reuses_logprobs(trainer.config)
             add_engine_noise(trainer, 0.1)
             trainer.run()
-            weights.append(trainer.components.policy.copy_weights())
+            weights.append(trainer.roles.policy.copy_weights())
         assert (("policy", "updated_logprobs") in world.log) == expected
         scored.append(("policy", "logprobs") in world.log)
         metrics.append(load_untimed(run_dir))

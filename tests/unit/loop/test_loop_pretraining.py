@@ -28,7 +28,7 @@ def reward_letter(prompt: Prompt, _response: Response) -> Score:
 def test_it_explains_heldout_returns_and_leaves_the_policy_bit_identical(tmp_path: Path) -> None:
     world = World(reward=reward_letter)
     with world.open_trainer(tmp_path, [*VAPO, STEPS]) as trainer:
-        policy, critic = trainer.components.policy, trainer.components.critic
+        policy, critic = trainer.roles.policy, trainer.roles.critic
         before, critic_before = policy.copy_weights(), critic.copy_weights()
         curve = pretrain(trainer)
         assert all(torch.equal(x, before[name]) for name, x in policy.copy_weights().items())
@@ -138,7 +138,7 @@ def read_versions(run_dir: Path) -> dict[int, tuple[int, set[int]]]:
 def test_in_frozen_iterations_the_critic_alone_learns(tmp_path: Path) -> None:
     world = World()
     with world.open_trainer(tmp_path, FROZEN) as trainer:
-        policy, critic = trainer.components.policy, trainer.components.critic
+        policy, critic = trainer.roles.policy, trainer.roles.critic
         start = policy.copy_weights()
         for iteration in (1, 2):
             trainer.publish_and_evaluate()

@@ -82,7 +82,7 @@ def test_ppos_ratio_begins_at_the_present_policy_and_tis_weights_by_the_recorded
             # The importance ratio of the first step is 1: it is to old_logprobs, computed now.
             weight = min(float(ratio[row, column]), 1.1)
             total -= weight * float(samples.advantages[row, column])
-        step = trainer.components.policy.update(samples, [torch.arange(24)]).result()[0]
+        step = trainer.roles.policy.update(samples, [torch.arange(24)]).result()[0]
     assert step["policy/loss"] == pytest.approx(total / int(mask.sum()), rel=1e-4, abs=1e-6)
     assert step["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-6)
 

@@ -1,6 +1,7 @@
 """When an attempt or a call is worth another one, who is started when, and how a run says what ended it."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fakes.run import World
@@ -64,11 +65,11 @@ def test_servers_that_share_gpus_start_once_every_role_is_ready_and_others_besid
         events.append("servers begin")
         return Done([])
 
-    wait_started([Role(), Role()], start_servers, roles_first=roles_first)
+    wait_started([Role(), Role()], SimpleNamespace(start=start_servers), roles_first=roles_first)
     assert events[:3] == (["role ready"] * 2 + ["servers begin"] if roles_first else ["servers begin", *events[1:3]])
     del events[:]
     with pytest.raises(RuntimeError, match="policy failed"):
-        wait_started([FailingRole()], start_servers, roles_first=roles_first)
+        wait_started([FailingRole()], SimpleNamespace(start=start_servers), roles_first=roles_first)
     assert events == ["servers begin"] * (not roles_first)
 
 
