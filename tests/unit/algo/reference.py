@@ -190,17 +190,17 @@ def targets(batch, algo, kl_coef, response_length=None, wrong=0.0):
         scales = turn_scales(batch, algo, response_length, wrong)
         turns = [[scale * r for r in row] for scale, row in zip(scales, batch.turn_rewards, strict=True)]
     token_rewards = spread_rewards(rewards, penalties, batch.mask, turns)
-    returns = None
+    total = [r - math.fsum(row) for r, row in zip(rewards, penalties, strict=True)]
+    returns = fitted = None
     kind = algo.advantage
     if kind == "gae":
         advantages, returns = gae_targets(token_rewards, batch, algo)
     elif kind == "tether":
-        advantages, returns, _ = tether_targets(batch, algo, kl_coef, response_length, wrong)
+        advantages, returns, fitted = tether_targets(token_rewards, total, batch, algo)
     elif kind == "reinforce":
         rows = zip(token_rewards, batch.mask, strict=True)
         advantages = [reward_to_go_row(r, m, algo.gamma) for r, m in rows]
     else:
-        total = [r - math.fsum(row) for r, row in zip(rewards, penalties, strict=True)]
         if kind == "rloo":
             one = rloo(total, batch.groups)
         else:
@@ -215,6 +215,7 @@ def targets(batch, algo, kl_coef, response_length=None, wrong=0.0):
     return SimpleNamespace(
         advantages=advantages,
         returns=returns,
+        fitted=fitted,
         loss_mask=[[g and k for g in m] for m, k in zip(batch.mask, keep, strict=True)],
         positive=[r >= algo.positive_threshold for r in batch.rewards],
     )
@@ -353,17 +354,10 @@ def critic_loss(values, s, algo):
     return total
 
 
-def tether_targets(batch, algo, kl_coef, response_length=None, wrong=0.0):
+def tether_targets(token_rewards, total, batch, algo):
     """TETHER's advantages, returns, and the weight fitted to the batch (None: any fits as well): the vertex of the
-    parabola through the sums of squares at three weights.
+    parabola through the sums of squares at three weights. total: of each response's rewards.
     """
-    rewards, penalties = shape_rewards(batch, algo, response_length, wrong), kl_penalties(batch, algo, kl_coef)
-    turns = [[0.0] * len(m) for m in batch.mask]
-    if batch.turn_rewards is not None:
-        scales = turn_scales(batch, algo, response_length, wrong)
-        turns = [[scale * r for r in row] for scale, row in zip(scales, batch.turn_rewards, strict=True)]
-    token_rewards = spread_rewards(rewards, penalties, batch.mask, turns)
-    total = [r - math.fsum(row) for r, row in zip(rewards, penalties, strict=True)]
     others = [[total[j] for j in members(batch.groups, i) if j != i] for i in range(len(total))]
     by_group = [r - mean(peers) if peers else 0.0 for r, peers in zip(total, others, strict=True)]
 

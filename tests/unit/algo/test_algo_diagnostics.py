@@ -150,6 +150,15 @@ def test_calibration_is_against_the_rewards_that_followed_and_not_the_bootstrapp
     assert metrics["critic/ev_at_0_25"] == pytest.approx(1.0)
 
 
+def test_the_critics_outcomes_have_the_turns_rewards():
+    # With lambda 1 the middle state's outcome is its return: 0.7 and -0.2 after the first turns' 0.3 and 0.2.
+    e = make_experience([0, 0], [4, 4], [1.0, 0.0], [False] * 2, 0, holes=False)
+    values, turns = f64([[0.5, 0.4, 0.8, 0.7], [0.0] * 4]), f64([[0.0, 0.3, 0.0, 0.0], [0.0, 0.2, 0.0, 0.0]])
+    metrics = compute_targets(dataclasses.replace(e, values=values, turn_rewards=turns), configure(), 0.0)[1]
+    assert metrics["critic/calibration_slope_middle"] == pytest.approx((0.7 + 0.2) / 0.8)
+    assert metrics["critic/calibration_slope_first"] == pytest.approx(1.0 / 0.5)
+
+
 @some
 @given(experiences(), st.lists(st.integers(0, 2), min_size=12, max_size=12))
 def test_diagnostics_are_finite_and_do_not_depend_on_the_order_of_the_rows(e, ages):

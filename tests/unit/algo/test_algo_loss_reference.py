@@ -1,6 +1,9 @@
-"""Losses and gradients against the reference, and under every cut of the minibatch."""
+"""Losses and gradients against the reference, under every cut of the minibatch, and without old_logprobs, when the loss
+takes the policy's own, detached: what a pass before the first step would give.
+"""
 
 import math
+from dataclasses import replace
 
 import pytest
 import reference
@@ -17,7 +20,7 @@ from algo_cases import (
     some,
     whole,
 )
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megarl.algo.losses import count_minibatch, critic_loss, policy_loss
@@ -158,3 +161,26 @@ def test_the_loss_has_the_dtype_of_its_input_and_float32_is_close_to_the_referen
     assert out.loss.dtype is torch.float32
     expected = reference.policy_loss(lp, h, samples_as_lists(samples), config, LIMIT, full)
     assert out.loss.item() == pytest.approx(expected.item(), rel=1e-3, abs=1e-4)
+
+
+@settings(some, max_examples=160)
+@given(experiences(), policy_configs(), st.integers(0, 2**31))
+def test_loss_gradient_and_metrics_without_old_logprobs_are_those_with_the_log_probs_of_a_pass(e, config, seed):
+    assume(not POLICY_LOSSES[config.surrogate].ratio_to_rollout)
+    samples, rows, targets = whole(e, config)
+    logprobs, entropy, full = (at_responses(samples, rows, x) for x in perturbed(e, seed))
+    outputs, gradients = [], []
+    for old in (logprobs.detach(), None):
+        given_targets, counts = replace(targets, old_logprobs=old), count_minibatch(samples)
+        output = policy_loss(logprobs, entropy, given_targets, config, counts, LIMIT, full)
+        gradients.append(torch.autograd.grad(output.loss, logprobs, retain_graph=True)[0])
+        outputs.append(output)
+    assert torch.equal(outputs[0].loss, outputs[1].loss)
+    assert torch.equal(gradients[0], gradients[1])
+    for kind in ("sums", "maxima"):
+        before, after = (getattr(output, kind) for output in outputs)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+    assert outputs[0].old_logprobs is None
+    assert torch.equal(outputs[1].old_logprobs[targets.mask], logprobs.detach()[targets.mask])
+    assert not outputs[1].old_logprobs.requires_grad

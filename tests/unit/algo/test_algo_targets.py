@@ -1,4 +1,4 @@
-"""compute_targets: every combination of estimator and shaping against the reference; diagnostics."""
+"""compute_targets: every combination of estimator and shaping against the reference; diagnostics; TETHER's weight."""
 
 import dataclasses
 import math
@@ -6,17 +6,28 @@ import math
 import pytest
 import reference
 import torch
-from algo_cases import as_lists, close, configure, experiences, make_experience, norm, some, with_turn_rewards
+from algo_cases import (
+    as_lists,
+    close,
+    configure,
+    experiences,
+    find_problems,
+    make_experience,
+    norm,
+    some,
+    with_turn_rewards,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algo.advantages import ADVANTAGES
+from megarl.algo.advantages import ADVANTAGES, fit_rho, update_rho
 from megarl.algo.algorithm import compute_targets, measure_learned
 from megarl.algo.diagnostics import compute_batch_metrics
 from megarl.algo.statistics import NonFiniteError
-from megarl.config.schema.algo import AdvantageStd, KLEstimator, StdOf
+from megarl.config.schema.algo import AdvantageStd, KLEstimator, StdOf, TetherConfig
 
 LIMIT = 20
+BATCH_RHO = "advantage/tether_rho_batch"
 
 pytestmark = pytest.mark.filterwarnings("ignore:length-adaptive")
 
@@ -33,6 +44,7 @@ def check(e, algo, tol=1e-8, wrong=0.0):
         close(samples.returns, expected.returns, tol)
     assert samples.loss_mask.tolist() == expected.loss_mask
     assert samples.positive.tolist() == expected.positive
+    assert metrics.get(BATCH_RHO) == pytest.approx(expected.fitted, abs=1e-6)
     assert all(math.isfinite(x) for x in metrics.values()), metrics
     return samples, metrics
 
@@ -55,6 +67,10 @@ ESTIMATORS = {
     "reinforce": {"gamma": GAMMAS},
     "rloo": {},
     "group": {"advantage_std": st.sampled_from(AdvantageStd), "std_of": st.sampled_from(StdOf)},
+    "tether": {
+        **{"surrogate": st.just("logprob"), "lambda_critic": st.sampled_from([0.9, 1.0])},
+        "tether__initial": st.sampled_from([0.0, 0.3, 1.0]),
+    },
 }
 
 
@@ -176,3 +192,30 @@ def test_what_is_left_out_is_counted_by_its_place_and_by_the_length_of_its_respo
         "policy/learned_frac_of_length_4": 0.5,
     }
     assert measure_learned(mask[:0], mask[:0]) == {}
+
+
+def test_the_next_weight_of_tether_is_the_decayed_mean_and_stays_where_a_batch_gives_none():
+    assert update_rho(0.5, {BATCH_RHO: 1.0}, TetherConfig(decay=0.95)) == pytest.approx(0.525)
+    assert update_rho(0.5, {}, TetherConfig()) == 0.5
+    assert fit_rho(0.0, 0.0) is None
+    assert fit_rho(-1.0, 2.0) == 0.0
+
+
+def test_a_group_of_one_has_no_fit_and_tether_refuses_gamma_and_groups_of_one():
+    tether = {"advantage": "tether", "surrogate": "logprob"}
+    e = make_experience([0], [3], [1.0], [False], 0, holes=False)
+    assert BATCH_RHO not in compute_targets(e, configure(**tether), 0.3)[1]
+    for values, responses, message in (
+        ({}, 1, "train.responses_per_prompt: 1 found"),
+        ({"gamma": 0.9}, 4, "algo.gamma: 0.9 found"),
+        ({"tether__decay": 1.5}, 4, "algo.tether.decay: found 1.5"),
+    ):
+        assert any(message in text for text in find_problems(configure(**tether, **values), responses, 1))
+    assert find_problems(configure(**tether), 4, 1) == []
+
+
+def test_topr_refuses_advantages_that_change_within_a_response():
+    e = with_turn_rewards(make_experience([0, 0], [6, 6], [1.0, 0.0], [False] * 2, 0, holes=False), 1)
+    with pytest.raises(ValueError, match=r"algo\.advantage: reinforce found with an environment's rewards at the ends"):
+        compute_targets(e, configure(advantage="reinforce", topr__positive_loss_coef=1.0), 0.0)
+    compute_targets(e, configure(advantage="group"), 0.0)
