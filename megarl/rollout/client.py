@@ -1,14 +1,14 @@
-"""HTTP client of one SGLang server, parallel calls to several, why one was lost, and what memory they gave back.
+"""HTTP client of one SGLang server, on an event loop in a thread of its own; parallel calls to several, why one was
+lost, and what memory they gave back.
 
 Every call has a deadline, and an error names the server and the call.
 """
 
 import asyncio
 import contextlib
-import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, wait
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,6 @@ from megarl.interfaces import UNPUBLISHED, DeadlineError
 from megarl.report.timeline import span
 
 T = TypeVar("T")
-
-_left_over: WeakSet[threading.Thread] = WeakSet()
-"""Threads of abandoned calls; they may still be cleaning up on a server"""
 
 CONNECT_DEADLINE_S = 10.0
 FIND_DEADLINE_S = 3.0
@@ -45,23 +42,150 @@ class ConnectionLostError(RuntimeError):
     """A server could not be reached or ended before it answered; the request may be sent again."""
 
 
+POLL_S = 0.2
+"""How long a wait sleeps at most before it sees that the loop has ended."""
+END_DEADLINE_S = 10.0
+"""How long cancelled work may take to end: it closes its connections and its environments."""
+
+
+class OnEventLoop:
+    """Runs coroutines on an event loop in a daemon thread, which the first one starts."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self._running: set[Future[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Begin `work`; the future has its result. Cancelling the future cancels the work. Thread-safe."""
+        with self._starting:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=self._loop.run_forever, name="megarl-rollout", daemon=True)
+                self._thread.start()
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._running.add(future)
+            future.add_done_callback(self._running.discard)
+            return future
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`. Thread-safe, but not for the loop's own thread.
+
+        An exception in the waiting thread (a signal's) cancels the work and waits for its end. What `work` waits for
+        has deadlines. Raises CancelledError (concurrent.futures) after `cancel`.
+        """
+        ended = threading.Event()
+        future = self.start(_noting_end(work, ended))
+        try:
+            while True:
+                try:
+                    return future.result(timeout=POLL_S)
+                except TimeoutError:
+                    if future.done():  # The work itself ran out of time.
+                        raise
+        except BaseException:
+            future.cancel()
+            ended.wait(END_DEADLINE_S)
+            raise
+
+    def cancel(self) -> None:
+        """Cancel all work that other threads wait for: each wait raises CancelledError."""
+        with self._starting:  # Work that has begun is in `_running` by then.
+            running = list(self._running)
+        for future in running:
+            future.cancel()
+
+    def close(self) -> None:
+        """Cancel all work and end the thread."""
+        self.cancel()
+        if self._loop is not None and self._thread is not None:
+            asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(END_DEADLINE_S)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(END_DEADLINE_S)
+            if not self._thread.is_alive():
+                self._loop.close()
+            self._loop = None
+
+
+async def _noting_end(work: Coroutine[Any, Any, T], ended: threading.Event) -> T:
+    try:
+        return await work
+    finally:
+        ended.set()
+
+
+async def _cancel_all() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.wait(others, timeout=END_DEADLINE_S / 2) if others else None
+
+
+async def gather_all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results in order. The first failure cancels the others, waits for their ends, and is raised as it is."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def start_in_thread(call: Callable[[], T]) -> "Future[T]":
+    """Begin a blocking call in a daemon thread of its own, which may outlive the wait for it.
+
+    The threads of asyncio.to_thread and of an executor are few and keep the process from ending.
+    """
+    future: Future[T] = Future()
+    # It is running: a wait that is cancelled leaves it as it is.
+    future.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            # A future does not take a StopIteration.
+            future.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
+
+    threading.Thread(target=work, name="megarl-call", daemon=True).start()
+    return future
+
+
+async def call_in_thread(call: Callable[[], T]) -> T:
+    """The result of a blocking call, which goes on where the wait for it is cancelled."""
+    return await asyncio.wrap_future(start_in_thread(call))
+
+
 class SGLangClient:
-    """Client of one server. Thread-safe; its coroutines are for one event loop.
+    """Client of one server. Thread-safe, but not for its loop's own thread; its coroutines are for that loop.
 
     Token ids are checked here: an id outside the vocabulary kills a server.
     """
 
-    def __init__(self, url: str, *, vocab_size: int, deadline_s: float, api_key: str | None = None):
-        """deadline_s: the default of all calls. api_key: the server's key, where it requires one."""
+    def __init__(
+        self,
+        url: str,
+        *,
+        vocab_size: int,
+        deadline_s: float,
+        api_key: str | None = None,
+        loop: OnEventLoop | None = None,
+    ):
+        """deadline_s: the default of all calls. api_key: the server's key, where it requires one. loop: None: one of
+        its own.
+        """
         self.url = url.rstrip("/")
         self._vocab_size = vocab_size
         self._deadline_s = deadline_s
-        self._api_key = api_key
+        self._owns_loop, self._loop = loop is None, loop or OnEventLoop()
+        self._calls: set[asyncio.Task[Any]] = set()
+        """In flight, but for generation by coroutines"""
         # The servers are on this machine or in this cluster: a proxy from the environment does not apply.
         headers = {"Authorization": f"Bearer {api_key}"} if api_key is not None else {}
-        self._http = httpx.Client(base_url=self.url, trust_env=False, headers=headers)
-        self._sockets: WeakSet[socket.socket] = WeakSet()
-        self._generation = httpx.AsyncClient(
+        self._http = httpx.AsyncClient(
             base_url=self.url,
             trust_env=False,
             headers=headers,
@@ -70,18 +194,14 @@ class SGLangClient:
         )
 
     def close(self) -> None:
-        """Close the connections but for those of coroutines, which `close_generation` closes."""
-        self._http.close()
-
-    async def close_generation(self) -> None:
-        await self._generation.aclose()
+        self._loop.run(self._http.aclose())
+        if self._owns_loop:
+            self._loop.close()
 
     def abort(self) -> None:
-        """Break the calls in flight in other threads: each raises ConnectionLostError. Later calls reconnect."""
-        # Only a shutdown wakes a thread that is blocked in recv; closing a socket does not.
-        for each in list(self._sockets):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+        """Break the calls in flight in other threads: each raises ConnectionLostError."""
+        for call in list(self._calls):
+            call.get_loop().call_soon_threadsafe(call.cancel)
 
     def generate(
         self, input_ids: Sequence[Sequence[int]], params: Any, *, deadline_s: float | None = None, **fields: Any
@@ -94,29 +214,19 @@ class SGLangClient:
         body = {"input_ids": [list(ids) for ids in input_ids], "sampling_params": params, "stream": False}
         return list(self._call("/generate", body | fields, deadline_s))
 
-    async def generate_turn(self, token_ids: Sequence[int], params: Mapping[str, Any], **fields: Any) -> bytes:
-        """SGLang's answer to one request, as JSON.
-
-        Raises ValueError for an empty prompt or a token id outside the vocabulary, RequestError, ConnectionLostError,
-        DeadlineError.
-        """
-        check_token_ids([token_ids], self._vocab_size)
-        body = {"input_ids": list(token_ids), "sampling_params": dict(params), "stream": False, **fields}
-        async with self._generating(body) as answer:
-            return await answer.aread()
-
     async def generate_batch(
         self, token_ids: Sequence[Sequence[int]], params: Sequence[Mapping[str, Any]], **fields: Any
     ) -> AsyncIterator[bytes]:
         """SGLang's answers to one batch of requests, each as JSON, in the order in which they are complete.
 
         The batch reaches SGLang's scheduler as a whole, so that it is computed alike whenever it is sent. An answer's
-        place in the batch is its "index". Raises as `generate_turn`.
+        place in the batch is its "index". Raises ValueError for an empty prompt or a token id outside the vocabulary,
+        RequestError, ConnectionLostError, DeadlineError.
         """
         check_token_ids(token_ids, self._vocab_size)
         streamed = [{**each, "stream_interval": ONLY_AT_THE_END} for each in params]
         body = {"input_ids": [list(ids) for ids in token_ids], "sampling_params": streamed, "stream": True, **fields}
-        async with self._generating(body) as answer:
+        async with self._asking("POST", "/generate", body, self._deadline_s, "requests") as answer:
             async for line in _read_lines(answer):
                 if line == b"data: [DONE]":
                     return
@@ -125,18 +235,6 @@ class SGLangClient:
                 if line.startswith(b"data: ") and UNFINISHED not in line:
                     yield line[6:]
         raise ConnectionLostError(f"{self.url}/generate: the answer ended before its last response")
-
-    @contextlib.asynccontextmanager
-    async def _generating(self, body: Mapping[str, Any]) -> AsyncIterator[httpx.Response]:
-        with self._explaining("/generate", self._deadline_s, "requests"):
-            async with (
-                asyncio.timeout(self._deadline_s),
-                self._generation.stream("POST", "/generate", json=body) as answer,
-            ):
-                if answer.status_code != 200:
-                    text = (await answer.aread()).decode(errors="replace")
-                    raise RequestError(f"{self.url}/generate answered {answer.status_code}: {text[:2000]}")
-                yield answer
 
     def flush_cache(self, wait_s: float = 30.0) -> None:
         """Drop all cached prefixes, once no request is left. Raises RequestError where some are left after `wait_s`."""
@@ -161,9 +259,9 @@ class SGLangClient:
 
     def is_healthy(self, deadline_s: float = 20.0, *, generating: bool = False) -> bool:
         """Whether the server answers; with `generating`, whether it generates a token, which takes a second or more."""
-        with contextlib.suppress(httpx.HTTPError):
-            path = "/health_generate" if generating else "/health"
-            return self._http.get(path, timeout=deadline_s).status_code == 200
+        with contextlib.suppress(RequestError, ConnectionLostError, DeadlineError):
+            self._call("/health_generate" if generating else "/health", deadline_s=deadline_s, method="GET")
+            return True
         return False
 
     def load_weight_version(self) -> int:
@@ -231,38 +329,47 @@ class SGLangClient:
         return [dict(rank["checksums"]) for rank in answer["ranks"]]
 
     def _call(self, path: str, body: Any = None, deadline_s: float | None = None, *, method: str = "POST") -> Any:
-        deadline_s = self._deadline_s if deadline_s is None else deadline_s
-        timeout = httpx.Timeout(deadline_s, connect=min(CONNECT_DEADLINE_S, deadline_s))
-        with self._explaining(path, deadline_s, "calls"):
-            answer = self._http.request(
-                method, path, json=body, timeout=timeout, extensions={"trace": self._remember_socket}
+        try:
+            answer = self._loop.run(
+                self._ask(method, path, body, self._deadline_s if deadline_s is None else deadline_s)
             )
-        if answer.status_code != 200:
-            raise RequestError(f"{self.url}{path} answered {answer.status_code}: {answer.text[:2000]}")
+        except CancelledError:
+            raise ConnectionLostError(f"{self.url}{path} was broken off") from None
         is_json = answer.headers.get("content-type", "").startswith("application/json")
         content = answer.json() if is_json else answer.text
         if isinstance(content, dict) and content.get("success") is False:
             raise RequestError(f"{self.url}{path} refused: {content.get('message')}")
         return content
 
-    @contextlib.contextmanager
-    def _explaining(self, path: str, deadline_s: float, track: str) -> Iterator[None]:
-        """Raises what goes wrong with a request as DeadlineError or ConnectionLostError, which name it."""
+    async def _ask(self, method: str, path: str, body: Any, deadline_s: float) -> httpx.Response:
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        async with self._asking(method, path, body, deadline_s, "calls") as answer:
+            await answer.aread()
+            return answer
+
+    @contextlib.asynccontextmanager
+    async def _asking(
+        self, method: str, path: str, body: Any, deadline_s: float, track: str
+    ) -> AsyncIterator[httpx.Response]:
+        """The answer to a request. Raises DeadlineError, ConnectionLostError and RequestError, which name it."""
         started = time.monotonic()
         try:
             with span(path.partition("?")[0], process=f"SGLang server {self.url}", track=track):
-                yield
-        except (httpx.ReadTimeout, TimeoutError) as error:
+                async with asyncio.timeout(deadline_s), self._http.stream(method, path, json=body) as answer:
+                    if answer.status_code != 200:
+                        text = (await answer.aread()).decode(errors="replace")
+                        raise RequestError(f"{self.url}{path} answered {answer.status_code}: {text[:2000]}")
+                    yield answer
+        except TimeoutError as error:
             raise DeadlineError(f"{self.url}{path} gave no answer within {deadline_s:g} s") from error
         except (httpx.TransportError, OSError) as error:
             lost_after = time.monotonic() - started
             raise ConnectionLostError(
                 f"{self.url}{path}: {error or type(error).__name__} (after {lost_after:.1f} s)"
             ) from error
-
-    def _remember_socket(self, event: str, info: Mapping[str, Any]) -> None:
-        if event == "connection.connect_tcp.complete":
-            self._sockets.add(info["return_value"].get_extra_info("socket"))
 
 
 def check_token_ids(input_ids: Sequence[Sequence[int]], vocab_size: int) -> None:
@@ -289,39 +396,24 @@ async def _read_lines(answer: httpx.Response) -> AsyncIterator[bytes]:
         parts.append(rest)
 
 
+_left_over: WeakSet[Future[Any]] = WeakSet()
+"""Abandoned calls; they may still be cleaning up on a server"""
+
+
 def run_in_parallel(jobs: Sequence[Callable[[], T]], clients: Sequence[SGLangClient]) -> list[T]:
     """Run each job in a thread of its own; returns their results in order. clients: what the jobs call.
 
-    The first failure, or an exception in the waiting thread (Stopped), is raised at once; jobs that have not begun do
-    not begin then, and the clients' calls in flight are broken. The threads are daemons, so that one that still hangs
-    (while it connects, say) does not keep the process from ending, as the threads of an executor would.
+    The first failure, or an exception in the waiting thread (Stopped), is raised at once; the clients' calls in flight
+    are broken then. A thread that still hangs (while it connects, say) does not keep the process from ending.
     """
-    is_abandoned = threading.Event()
-    futures: list[Future[T]] = [Future() for _ in jobs]
-
-    def run(job: Callable[[], T], future: Future[T]) -> None:
-        try:
-            if is_abandoned.is_set():
-                raise CancelledError
-            future.set_result(job())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threads = [
-        threading.Thread(target=run, args=pair, name="megarl-call", daemon=True)
-        for pair in zip(jobs, futures, strict=True)
-    ]
+    futures: list[Future[T]] = []
     try:
-        for thread in threads:
-            thread.start()
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in futures:
-            if future in done:
-                future.result()
-        return [future.result() for future in futures]
+        for job in jobs:
+            futures.append(start_in_thread(job))
+        wait(futures, return_when=FIRST_EXCEPTION)
+        return [future.result() for future in futures if future.done()]
     except BaseException:
-        is_abandoned.set()
-        _left_over.update(threads)
+        _left_over.update(futures)
         for client in clients:
             client.abort()
         raise
@@ -332,13 +424,8 @@ def wait_left_over(deadline_s: float) -> None:
 
     Raises DeadlineError where one is still running after `deadline_s`.
     """
-    end = time.monotonic() + deadline_s
-    for thread in list(_left_over):
-        if thread.ident is not None:
-            thread.join(max(0.0, end - time.monotonic()))
-    num_left = sum(thread.is_alive() for thread in _left_over)
-    if num_left:
-        raise DeadlineError(f"{num_left} abandoned calls to SGLang servers have not ended within {deadline_s:g} s")
+    if left := wait(list(_left_over), deadline_s).not_done:
+        raise DeadlineError(f"{len(left)} abandoned calls to SGLang servers have not ended within {deadline_s:g} s")
 
 
 def find_cause(check_processes: Callable[[], None] | None) -> RuntimeError | None:

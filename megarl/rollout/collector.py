@@ -22,15 +22,9 @@ from megarl.algo.statistics import allocate_zeros
 from megarl.cpu.process import Lockstep
 from megarl.interfaces import DeadlineError, Truncation, TurnRequest
 from megarl.report.timeline import RESPONSES, span
-from megarl.rollout.client import ConnectionLostError
+from megarl.rollout.client import ConnectionLostError, gather_all
 from megarl.rollout.conversation import Episode, EpisodeRequest, EpisodeRunner, Sampling, draw_seed
-from megarl.rollout.engine import (
-    ATTEMPT_PAUSE_S,
-    MAX_ATTEMPTS,
-    SGLangEngine,
-    compute_sampling_seed,
-    gather_all,
-)
+from megarl.rollout.engine import ATTEMPT_PAUSE_S, MAX_ATTEMPTS, SGLangEngine, compute_sampling_seed
 from megarl.rollout.rollout_file import Journal
 from megarl.task.render import CriticPrompt
 from megarl.task.scorer import Scorer

@@ -31,7 +31,7 @@ from megarl.cpu.process import STANDINS
 from megarl.environment import Action, Environment, EpisodeSetting, Observation, Step
 from megarl.interfaces import Truncation, TurnRequest
 from megarl.report.timeline import RESPONSES, span
-from megarl.rollout.engine import call_in_thread
+from megarl.rollout.client import call_in_thread
 from megarl.rollout.server import GenerationSpec, find_stop_tokens
 from megarl.task.environments import (
     EnvironmentFactory,

@@ -1,4 +1,4 @@
-"""Generation over one or several SGLang servers, asked by coroutines on an event loop in a thread of its own.
+"""Generation over one or several SGLang servers, asked by coroutines on one event loop.
 
 An answer of SGLang 0.5.23, which writes JSON without spaces, has each token twice, about 40 bytes:
 
@@ -16,14 +16,12 @@ import functools
 import hashlib
 import json
 import re
-import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -35,126 +33,18 @@ from megarl.interfaces import DeadlineError, TurnRequest
 from megarl.models.architecture import Architecture
 from megarl.models.checkpoint import load_tokenizer
 from megarl.models.families import parse_architecture
-from megarl.rollout.client import URGENT, ConnectionLostError, RequestError, SGLangClient, find_cause
+from megarl.rollout.client import (
+    URGENT,
+    ConnectionLostError,
+    OnEventLoop,
+    RequestError,
+    SGLangClient,
+    call_in_thread,
+    find_cause,
+    gather_all,
+)
 from megarl.rollout.server import find_serving, find_stop_tokens, load_generation_spec, load_json
 from megarl.types import FinishReason, Response, RoutedExperts, WeightVersions
-
-T = TypeVar("T")
-
-POLL_S = 0.2
-"""How long a wait sleeps at most before it sees that the loop has ended."""
-END_DEADLINE_S = 10.0
-"""How long cancelled work may take to end: it closes its connections and its environments."""
-
-
-class OnEventLoop:
-    """Runs coroutines on an event loop in a daemon thread, which the first one starts."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
-        self._running: set[Future[Any]] = set()
-
-    def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Begin `work`; the future has its result. Cancelling the future cancels the work. Thread-safe."""
-        with self._starting:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=_run, args=(self._loop,), name="megarl-rollout", daemon=True)
-                self._thread.start()
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-            self._running.add(future)
-            future.add_done_callback(self._running.discard)
-            return future
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`. Thread-safe, but not for the loop's own thread.
-
-        An exception in the waiting thread (a signal's) cancels the work and waits for its end. What `work` waits for
-        has deadlines. Raises CancelledError (concurrent.futures) after `cancel`.
-        """
-        ended = threading.Event()
-        future = self.start(_noting_end(work, ended))
-        try:
-            while True:
-                try:
-                    return future.result(timeout=POLL_S)
-                except TimeoutError:
-                    if future.done():  # The work itself ran out of time.
-                        raise
-        except BaseException:
-            future.cancel()
-            ended.wait(END_DEADLINE_S)
-            raise
-
-    def cancel(self) -> None:
-        """Cancel all work that other threads wait for: each wait raises CancelledError."""
-        with self._starting:  # Work that has begun is in `_running` by then.
-            running = list(self._running)
-        for future in running:
-            future.cancel()
-
-    def close(self) -> None:
-        """Cancel all work and end the thread."""
-        self.cancel()
-        if self._loop is not None and self._thread is not None:
-            asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(END_DEADLINE_S)
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(END_DEADLINE_S)
-            self._loop = None
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    loop.run_forever()
-    loop.close()
-
-
-async def _noting_end(work: Coroutine[Any, Any, T], ended: threading.Event) -> T:
-    try:
-        return await work
-    finally:
-        ended.set()
-
-
-async def _cancel_all() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.wait(others, timeout=END_DEADLINE_S / 2) if others else None
-
-
-async def gather_all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results in order. The first failure cancels the others, waits for their ends, and is raised as it is."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
-
-
-async def call_in_thread(call: Callable[[], T]) -> T:
-    """The result of a blocking call in a daemon thread of its own, which may outlive the wait for it.
-
-    The threads of asyncio.to_thread are few and keep the process from ending.
-    """
-    future: Future[T] = Future()
-    # It is running: a wait that is cancelled leaves it as it is.
-    future.set_running_or_notify_cancel()
-
-    def work() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            # A future does not take a StopIteration.
-            future.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
-
-    threading.Thread(target=work, name="megarl-call", daemon=True).start()
-    return await asyncio.wrap_future(future)
-
 
 MAX_ATTEMPTS = 3
 """How often a request is sent before a lost connection becomes an error."""
@@ -207,7 +97,9 @@ class SGLangEngine(OnEventLoop):
             raise ValueError("SGLangEngine: no server urls")
         spec = load_generation_spec(checkpoint)
         self.clients = [
-            SGLangClient(url, vocab_size=spec.vocab_size, deadline_s=config.request_deadline_s, api_key=api_key)
+            SGLangClient(
+                url, vocab_size=spec.vocab_size, deadline_s=config.request_deadline_s, api_key=api_key, loop=self
+            )
             for url in urls
         ]
         self._checkpoint, self._config = checkpoint, config
@@ -243,10 +135,11 @@ class SGLangEngine(OnEventLoop):
         """
         try:
             if len(requests) == 1:
-                take(0, await self._generate_one(requests[0]))
+                await self._generate_one(requests, take)
                 return
             shares = [[i for i, each in enumerate(requests) if each.server == n] for n in range(self.num_servers)]
-            await gather_all(self._generate_share(requests, share, take) for share in shares if share)
+            pairs = zip(self.clients, shares, strict=True)
+            await gather_all(self._generate_share(client, requests, share, take) for client, share in pairs if share)
         except (ConnectionLostError, DeadlineError) as error:
             cause = await call_in_thread(lambda: find_cause(self._check_processes))
             if cause is not None:
@@ -268,31 +161,30 @@ class SGLangEngine(OnEventLoop):
                 raise cause or error from error
 
     def close(self) -> None:
-        self.run(gather_all(client.close_generation() for client in self.clients))
-        super().close()
         for client in self.clients:
             client.close()
+        super().close()
 
-    async def _generate_one(self, request: TurnRequest) -> Response:
-        """One turn, by the server that is asked or, where its connection is lost, by the next."""
-        clients = self.clients[request.server :] + self.clients[: request.server]
-        ids, params = request.token_ids.tolist(), self._build_params(request)
+    async def _generate_one(self, requests: Sequence[TurnRequest], take: Callable[[int, Response], None]) -> None:
+        """The one turn, by the server that is asked or, where its connection is lost, by the next."""
+        clients = self.clients[requests[0].server :] + self.clients[: requests[0].server]
         for attempt in range(MAX_ATTEMPTS):
             await asyncio.sleep(ATTEMPT_PAUSE_S if attempt >= len(clients) else 0.0)
             try:
-                client = clients[attempt % len(clients)]
-                raw = await client.generate_turn(ids, params, **self._build_fields(request))
-                return self._read(raw, [request])[1]
+                return await self._generate_share(clients[attempt % len(clients)], requests, [0], take)
             except ConnectionLostError:
                 if attempt == MAX_ATTEMPTS - 1:
                     raise
         raise AssertionError("unreachable")
 
     async def _generate_share(
-        self, requests: Sequence[TurnRequest], share: list[int], take: Callable[[int, Response], None]
+        self,
+        client: SGLangClient,
+        requests: Sequence[TurnRequest],
+        share: list[int],
+        take: Callable[[int, Response], None],
     ) -> None:
         """The turns of one server, in as few calls as it takes well."""
-        client = self.clients[requests[share[0]].server]
         step = REQUEST_ROWS_PER_SLOT * self._config.max_running_requests
         for start in range(0, len(share), step):
             rows = share[start : start + step]

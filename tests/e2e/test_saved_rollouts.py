@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from generation import load_rollouts
 from whole_runs import find_marked, find_scratch, start, wait_end
 
 from megarl.cluster.actors import WorkerGroup
@@ -17,7 +18,7 @@ from megarl.config.placement import DeviceSlot
 from megarl.mcore.spec import Role
 from megarl.report.record import load_metrics
 from megarl.rollout.collector import build_sequences
-from megarl.rollout.rollout_file import RolloutWriter, load_rollouts
+from megarl.rollout.rollout_file import RolloutWriter
 from megarl.run.inputs import load_models, load_specs
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 

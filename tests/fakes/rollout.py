@@ -11,8 +11,8 @@ import torch
 from fakes.backend import Done, FakeBackend
 from fakes.model import EOS, TableModel, build_policy
 from megarl.interfaces import UNPUBLISHED, SyncError, TurnRequest
-from megarl.rollout.client import CACHE, WEIGHTS, ConnectionLostError, ServerOffloader
-from megarl.rollout.engine import OnEventLoop, call_in_thread, compute_sampling_seed
+from megarl.rollout.client import CACHE, WEIGHTS, ConnectionLostError, OnEventLoop, ServerOffloader, call_in_thread
+from megarl.rollout.engine import compute_sampling_seed
 from megarl.types import FinishReason, Metrics, Response
 
 

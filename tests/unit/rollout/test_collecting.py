@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from megarl.cpu.process import Lockstep
 from megarl.interfaces import Truncation, TurnRequest
 from megarl.rollout import collector as collector_module
-from megarl.rollout.client import ConnectionLostError
+from megarl.rollout.client import ConnectionLostError, OnEventLoop, call_in_thread
 from megarl.rollout.collector import EvalSet, Independent
-from megarl.rollout.engine import OnEventLoop, call_in_thread
 from megarl.rollout.rollout_file import Journal
 from megarl.task.scorer import Scorer
 from megarl.types import FinishReason, Prompt, Response, Score, Turn
