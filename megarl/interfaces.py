@@ -96,7 +96,7 @@ class TrainBackend(Protocol):
     def call_senders(
         self, verb: str, arguments: Sequence[tuple[Any, ...]] | None, deadline_s: float
     ) -> Pending[list[Any]]:
-        """Call a method of every rank's `megarl.sync.sender.WeightSender`, with its own arguments (None: none)."""
+        """Call a method of every rank's `megarl.sync.ends.WeightSender`, with its own arguments (None: none)."""
 
     def begin_save(self, directory: Path) -> Pending[None]:
         """Begin to write the whole training state; once it returns, updates no longer change what is written."""

@@ -57,7 +57,7 @@ from megarl.types import Metrics, Sequences, TrainingSamples
 
 if TYPE_CHECKING:
     from megarl.mcore.worker import MegatronWorker
-    from megarl.sync.sender import WeightSender
+    from megarl.sync.ends import WeightSender
 
 P = TypeVar("P", bound=Pending[Any])
 
@@ -253,7 +253,7 @@ class WorkerActor:
 
     def call_sender(self, verb: str, *args: Any) -> Any:
         with self._tracker.enter(f"{verb} of weights"), span(f"{verb} of weights"):
-            from megarl.sync.sender import WeightSender
+            from megarl.sync.ends import WeightSender
 
             if self._sender is None:
                 assert self._worker is not None

@@ -223,7 +223,7 @@ def load_json(file: Path) -> dict[str, Any]:
 TRACKER_WARNINGS = "ignore::UserWarning:multiprocessing.resource_tracker"
 LONGEST_TMPDIR = 42
 """Bytes of TMPDIR with which unix sockets in a scratch folder, torch's above all, keep to 107 bytes of path"""
-WEIGHT_LOADER = "megarl.sync.receiver.receive"
+WEIGHT_LOADER = "megarl.sync.ends.receive"
 """The function that servers call for the requests of a weight sync"""
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables of torch's allocator, by their old and their new name"""
@@ -309,7 +309,7 @@ def build_command(
         "weight_version": str(weight_version),
         "tp_size": config.tp,
         "skip_server_warmup": True,
-        # Executes the trainer's requests inside each rank: see megarl.sync.receiver.
+        # Executes the trainer's requests inside each rank: see megarl.sync.ends.
         "custom_weight_loader": [WEIGHT_LOADER] if is_policy else None,
         # Without it an idle scheduler spins and takes a core from the trainer.
         "sleep_on_idle": True,

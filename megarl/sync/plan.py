@@ -4,21 +4,14 @@ Every element that a server rank holds is sent to it once: a pure function of wh
 are counted at the receivers, in the servers' dtypes. Whole tensors are those of the Hugging Face checkpoint, by its
 names. All tensors are treated as matrices: a vector [n] is [n, 1], and all dimensions but the last are flattened,
 [E, n, m] to [E * n, m].
-
-Checksums add up over the parts of a tensor, so that ranks which hold parts of it make its checksum: the sum over the
-words w of a matrix of w * a(row) * b(column) modulo 2^64, with odd pseudo-random a and b. A change of one word always
-changes it (an odd factor has an inverse), and any other difference is missed once in 2^48 or so, as are swapped rows,
-columns, words or tensors. A word is 8 bytes where the bounds of all parts of the tensor are multiples of 8 bytes, else
-it is one element.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 
@@ -257,26 +250,6 @@ def _split_rows(copy: Copy, max_bytes: int) -> Iterator[Copy]:
         )
 
 
-def fill_bucket(
-    bucket: Bucket, message: Tensor, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
-) -> None:
-    """Write the copies' elements into `message`, uint8 [num_bytes], rounded to the target's dtype.
-
-    dtypes: of the target tensors, by name.
-    """
-    for copy, offset in zip(bucket.copies, bucket.offsets, strict=True):
-        part = message[offset : offset + copy.num_bytes].view(dtypes[copy.target_tensor])
-        part.view(copy.target.num_rows, copy.target.num_cols).copy_(copy.source.of(tensors[copy.source_tensor]))
-
-
-def empty_bucket(bucket: Bucket, message: Tensor, tensors: Mapping[str, Tensor]) -> None:
-    """Write the elements of `message`, uint8 [num_bytes], to their places in the server rank's tensors."""
-    for copy, offset in zip(bucket.copies, bucket.offsets, strict=True):
-        target = tensors[copy.target_tensor]
-        part = message[offset : offset + copy.num_bytes].view(target.dtype)
-        copy.target.of(target).copy_(part.view(copy.target.num_rows, copy.target.num_cols))
-
-
 def encode_bucket(bucket: Bucket) -> list[Any]:
     """The part of the bucket that the receiver must know, as JSON."""
     copies = [[copy.target_tensor, *astuple(copy.target), copy.item_size] for copy in bucket.copies]
@@ -292,18 +265,6 @@ def decode_bucket(encoded: list[Any]) -> Bucket:
 
 
 MASK = (1 << 64) - 1
-CHUNK = 1 << 20
-"""Words that are processed at a time"""
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@lru_cache(maxsize=64)
-def _factors(salt: int, count: int, device: torch.device) -> Tensor:
-    """int64 [count], odd: the finalizer of splitmix64, here with the right shifts of signed numbers."""
-    x = torch.arange(1, count + 1, device=device) * -7046029254386353131 + salt
-    x = (x ^ (x >> 30)) * -4658895280553007687
-    x = (x ^ (x >> 27)) * -7723592293110705685
-    return (x ^ (x >> 31)) | 1
 
 
 def find_words(copies: Iterable[Copy]) -> dict[str, int]:
@@ -317,38 +278,3 @@ def find_words(copies: Iterable[Copy]) -> dict[str, int]:
         fits = all(bound % 8 == 0 for bound in bounds)
         words[copy.target_tensor] = min(words.get(copy.target_tensor, 8), 8 if fits else copy.item_size)
     return words
-
-
-def compute_checksum(part: Tensor, at: TensorSlice, word: int) -> int:
-    """The share of a tensor's checksum that one part of it contributes.
-
-    part: [rows, cols] in the target's dtype. at: its region in the whole tensor. word: bytes per word.
-    """
-    item_size = part.element_size()
-    if part.stride(1) != 1 or (word != item_size and part.stride(0) * item_size % 8) or part.data_ptr() % word:
-        part = part.contiguous()
-    bits = part.view(_INTEGERS[word])
-    first = at.col * item_size // word
-    cols = _factors(1, first + bits.shape[1], bits.device)[first:]
-    rows = _factors(2, at.row + at.num_rows, bits.device)[at.row :]
-    step = max(1, CHUNK // bits.shape[1])
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for start in range(0, bits.shape[0], step):
-        chunk = bits[start : start + step].to(torch.int64)
-        total += ((chunk * cols).sum(1) * rows[start : start + step]).sum()
-    return int(total) & MASK
-
-
-def sum_checksums(
-    buckets: Iterable[Bucket], words: Mapping[tuple[int, str], int], take: Callable[[Copy], Tensor]
-) -> dict[tuple[int, str], int]:
-    """What the buckets' copies add to each checksum, by (server rank, tensor name).
-
-    take: gives the elements of a copy in the target's dtype.
-    """
-    sums: dict[tuple[int, str], int] = defaultdict(int)
-    for bucket in buckets:
-        for copy in bucket.copies:
-            key = (bucket.target, copy.target_tensor)
-            sums[key] = (sums[key] + compute_checksum(take(copy), copy.target, words[key])) & MASK
-    return dict(sums)

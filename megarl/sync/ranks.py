@@ -35,6 +35,7 @@ from megarl.rollout.client import (
     run_in_parallel,
 )
 from megarl.rollout.server import WEIGHT_LOADER
+from megarl.sync.ends import REQUEST
 from megarl.sync.pieces import check_server_rank, predict_server_rank
 from megarl.sync.plan import (
     MASK,
@@ -47,7 +48,6 @@ from megarl.sync.plan import (
     encode_bucket,
     find_words,
 )
-from megarl.sync.receiver import REQUEST
 
 CLEAN_UP_DEADLINE_S = 10.0
 """The deadline of each clean-up call after a failed step"""

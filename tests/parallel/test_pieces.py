@@ -47,7 +47,7 @@ def flatten(piece: Piece) -> tuple[Any, ...]:
 
 def hold_pieces(worker: Any, directory: Path) -> list[Any]:
     """Of each rank: the pieces that it says it holds, and the numbers that lie there."""
-    from megarl.sync.sender import WeightSender
+    from megarl.sync.ends import WeightSender
 
     tensors, held = worker.shards(), []
     for piece in WeightSender(worker).describe():

@@ -51,7 +51,7 @@ def run_rank(rank: int, spec: WorkerSpec, init_method: str, connection: Connecti
     """Follows (target, verb, arguments) until the connection ends."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     from megarl.mcore.worker import MegatronWorker
-    from megarl.sync.sender import WeightSender
+    from megarl.sync.ends import WeightSender
 
     worker = MegatronWorker(spec, rank, NUM_RANKS, init_method)
     targets = {"worker": worker, "sender": WeightSender(worker), "broadcast": Broadcaster(worker)}

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.sync.plan import Bucket, Copy, TensorSlice, empty_bucket, fill_bucket
+from megarl.sync.ends import empty_bucket, fill_bucket
+from megarl.sync.plan import Bucket, Copy, TensorSlice
 from megarl.sync.transport import SHARED_MEMORY, open_transport
 from megarl.tools.gpu.lines import Line, fail, judge, skip
 from megarl.tools.gpu.setting import CPU, CUDA, Setting

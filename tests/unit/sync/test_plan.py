@@ -19,6 +19,7 @@ from megarl.mcore.entries import describe, list_entries, to_megatron
 from megarl.mcore.spec import check_layout
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES, Split, build_random_fields, parse_architecture
+from megarl.sync.ends import compute_checksum, empty_bucket, fill_bucket
 from megarl.sync.pieces import check_server_rank, find_vocab_rows, predict_server_rank
 from megarl.sync.plan import (
     MASK,
@@ -28,12 +29,9 @@ from megarl.sync.plan import (
     as_matrix,
     build_plan,
     compute_bound,
-    compute_checksum,
     cut_buckets,
     decode_bucket,
-    empty_bucket,
     encode_bucket,
-    fill_bucket,
 )
 
 policy_pieces = load_tool("bench/policy_pieces.py")
@@ -293,5 +291,5 @@ def test_one_changed_bit_two_swapped_elements_rows_or_columns_change_it(dtype: t
 
 def test_what_a_server_loads_to_receive_weights_imports_no_training_engine_and_no_ray():
     """A server has its own torch; Megatron's import hook would refuse what it has already loaded."""
-    code = "import sys, megarl.sync.receiver; sys.exit(bool({'megarl.mcore', 'megatron', 'ray'} & set(sys.modules)))"
+    code = "import sys, megarl.sync.ends; sys.exit(bool({'megarl.mcore', 'megatron', 'ray'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
