@@ -42,6 +42,13 @@ def test_a_ratio_that_dppo_does_not_clip_and_that_overflows_is_an_error():
         compute_dppo(f64([-0.1]), f64([-2000.0]), f64([-1.0]), 0.2, 0.2)
 
 
+def test_dppo_masks_a_token_that_moved_by_more_than_the_bound_of_its_advantages_sign():
+    mu, pi, advantages = f64([0.5] * 5), f64([0.7, 0.85, 0.35, 0.45, 0.15]), f64([1.0, 1.0, -1.0, -1.0, 1.0])
+    losses, flags = compute_dppo(pi.log(), mu.log(), advantages, clip_low=0.1, clip_high=0.3)
+    assert losses.tolist() == pytest.approx([-1.4, 0.0, 0.0, 0.9, -0.3])
+    assert flags["policy/clip_frac"].tolist() == [False, True, True, False, False]
+
+
 def test_old_logprobs_are_read_by_everything_but_a_ratio_to_the_rollout_alone():
     assert [name for name, it in POLICY_LOSSES.items() if it.ratio_to_rollout] == ["dis", "dppo"]
     for values in OF_ROLLOUT:
