@@ -1,11 +1,16 @@
 """Stand-in for triton: SGLang's kernels can be defined, not launched.
 
-SGLang decorates its kernels while it loads and computes grid sizes with `cdiv` and `next_power_of_2`.
+SGLang decorates its kernels while it loads, computes grid sizes with `cdiv` and `next_power_of_2`, and makes constants
+of `triton.language`; `triton.knobs` has nothing for it to watch.
 """
+
+import sys
+from types import ModuleType
 
 from megarl_placeholder import get_placeholder, open_package
 
 __version__ = "3.0.0"
+__path__: list[str] = []
 
 
 def cdiv(x, y):
@@ -48,10 +53,26 @@ class Config:
         self.kwargs = kwargs
 
 
+class constexpr:
+    """Of triton.language"""
+
+    def __init__(self, value):
+        self.value = value
+
+
+class dtype:
+    """Of triton.language; torch reads it as an attribute"""
+
+
 def __getattr__(name):
     return get_placeholder("triton", name)
 
 
 open_package("triton")
 
-import triton.language  # noqa: E402, F401 - torch reads it as an attribute
+import triton.language  # noqa: E402
+
+vars(triton.language).update(constexpr=constexpr, dtype=dtype)
+# Without placeholders: SGLang does without the names that it does not find.
+knobs = sys.modules["triton.knobs"] = ModuleType("triton.knobs")
+vars(knobs).update(runtime=None, compilation=None)
