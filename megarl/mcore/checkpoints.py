@@ -237,8 +237,7 @@ def check_value_range(directory: Path, value_range: Sequence[float] | None) -> s
     )
 
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def check_checkpoint(directory: Path, arch: Architecture, role: Role) -> list[str]:
@@ -273,17 +272,17 @@ def find_problems(
     ties_head = arch.tied and role is not Role.critic
     if makes_head:
         del expected[VALUE_HEAD]
-    ignored = {HEAD} - expected.keys() if makes_head or ties_head else set()
+    ignored = {HF_HEAD} - expected.keys() if makes_head or ties_head else set()
     names = [name for name in reader.names if not name.endswith("rotary_emb.inv_freq") and name not in ignored]
     if may_have_more:
         names = [name for name in names if name in expected]
     if problems := compare_shapes({name: reader.read_shape(name) for name in names}, expected):
         yield from problems
         return
-    if unknown := {dtype for dtype in map(reader.read_dtype, expected) if dtype not in DTYPES}:
+    if unknown := {dtype for dtype in map(reader.read_dtype, expected) if dtype not in STORED_DTYPES}:
         yield f"has tensors of {', '.join(sorted(unknown))}; float weights are expected"
-    elif ties_head and HEAD in reader and not torch.equal(reader.read(HEAD), reader.read(EMBEDDING)):
-        yield f"{HEAD} is not {EMBEDDING}, as tie_word_embeddings in config.json says"
+    elif ties_head and HF_HEAD in reader and not torch.equal(reader.read(HF_HEAD), reader.read(HF_EMBEDDING)):
+        yield f"{HF_HEAD} is not {HF_EMBEDDING}, as tie_word_embeddings in config.json says"
 
 
 def compare_shapes(
@@ -323,7 +322,7 @@ def write_hf_checkpoint(
         write_safetensors(building, tensors, MAX_FILE_BYTES)
         with CheckpointReader(building) as reader:
             value_head = reader.read(VALUE_HEAD).dtype if VALUE_HEAD in reader else None
-            dtype = DTYPES[reader.read_dtype(min(reader.names))]
+            dtype = STORED_DTYPES[reader.read_dtype(min(reader.names))]
         copy_description(source, building, value_head, critic_fields, dtype)
         if adapter is not None:
             adapter.write(building)

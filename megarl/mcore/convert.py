@@ -35,6 +35,7 @@ from megarl.mcore.checkpoints import (
     DESCRIPTION,
     KIND,
     METADATA,
+    STORED_DTYPES,
     CheckpointReader,
     compare_shapes,
     compute_global_shapes,
@@ -47,7 +48,6 @@ from megarl.mcore.checkpoints import (
     replace_directory,
     write_safetensors,
 )
-from megarl.mcore.checkpoints import DTYPES as STORED_DTYPES
 from megarl.mcore.entries import CONFIG, FOLDER, PREFIX, VALUE_HEAD, list_entries
 from megarl.mcore.lora import attach_adapters, export_peft
 from megarl.mcore.model import DTYPES, PackedGPT, build_chunks, build_config, wrap_chunks
@@ -60,7 +60,6 @@ from megarl.types import Sequences
 
 LOGITS_BOUND = 1e-4
 """Up to which a difference of float32 logits, relative to the largest of them, is rounding"""
-ALONE = ParallelConfig()
 
 
 @dataclass(frozen=True)
@@ -180,7 +179,7 @@ def load_model(source: Source, dtype: Dtype) -> Iterator[list[PackedGPT]]:
     CheckpointError for what cannot be read, or holds NaN or infinity.
     """
     with tempfile.TemporaryDirectory(prefix="megarl-convert-") as scratch, alone(Path(scratch)):
-        config = build_config(source.arch, ALONE, dtype, {})
+        config = build_config(source.arch, ParallelConfig(), dtype, {})
         chunks = build_chunks(source.arch, config, with_value_head=source.role is Role.critic)
         attach_adapters(chunks, source.lora, 1, str(source.description))
         try:
@@ -222,7 +221,7 @@ def convert(source: Source, target: Path, *, dtype: Dtype | None = None, overwri
     with replace_directory(target) as building, load_model(source, chosen) as chunks:
         description = building
         if source.about is None:
-            begin_save(building, TrainingState(chunks, None, None, ALONE)).finish()
+            begin_save(building, TrainingState(chunks, None, None, ParallelConfig())).finish()
             description = building / DESCRIPTION
         else:
             write_safetensors(building, export_tensors(source, chunks))
@@ -236,7 +235,7 @@ def convert(source: Source, target: Path, *, dtype: Dtype | None = None, overwri
         for file in [file for file in files if file.is_file()][:1]:
             shutil.copyfile(file, building / MODEL_FILE)
         if source.about is None:
-            write_manifest(building, describe_role(source.role, chosen, ALONE, None))
+            write_manifest(building, describe_role(source.role, chosen, ParallelConfig(), None))
 
 
 def read_tensors(source: Source) -> dict[str, Tensor]:

@@ -25,11 +25,9 @@ VOCAB_MULTIPLE = 64
 """The vocabulary is padded to a multiple of this, so that checkpoints of different layouts have the same shapes."""
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
-EMBEDDING, FINAL_NORM, HEAD = (
-    "embedding.word_embeddings.weight",
-    "decoder.final_layernorm.weight",
-    "output_layer.weight",
-)
+EMBEDDING, FINAL_NORM = "embedding.word_embeddings.weight", "decoder.final_layernorm.weight"
+HEAD = "output_layer.weight"
+HF_EMBEDDING, HF_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ def describe(name: str, arch: Architecture, with_value_head: bool) -> Entry:
     if name == HEAD and with_value_head:
         return Entry(name, (VALUE_HEAD,), ((1, h),), Split.none, VALUE_HEAD)
     if name in (EMBEDDING, HEAD):
-        hf_name = "model.embed_tokens.weight" if name == EMBEDDING else "lm_head.weight"
+        hf_name = HF_EMBEDDING if name == EMBEDDING else HF_HEAD
         return Entry(name, (hf_name,), vocab, Split.vocab, hf_name)
     if name == FINAL_NORM:
         return Entry(name, ("model.norm.weight",), ((h,),), Split.none, "model.norm.weight")

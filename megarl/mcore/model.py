@@ -38,7 +38,7 @@ from megarl.mcore import layers as engine
 from megarl.mcore import process_groups
 from megarl.mcore.batch import PackedParams
 from megarl.mcore.device import device
-from megarl.mcore.entries import padded_vocab_size
+from megarl.mcore.entries import HEAD, padded_vocab_size
 from megarl.mcore.layers import find_kernels, find_layers
 from megarl.mcore.spec import ROLE_KEYS, StageParameters, WorkerSpec, check_layout
 from megarl.models.architecture import Architecture
@@ -114,7 +114,6 @@ def mark_experts(model: torch.nn.Module) -> None:
 # Not what stands beside them under mlp.: the router, a shared expert's gate, and the norm that Transformer Engine keeps
 # in linear_fc1, or a family in linear_fc2. Grouped experts number their weights.
 _MLP = re.compile(r"\.mlp\.(?:[\w.]+\.)?linear_fc[12]\.(?:weight|bias)\d*$")
-HEAD = "output_layer."
 
 
 def is_mlp(name: str) -> bool:
@@ -126,7 +125,7 @@ def freeze(chunks: Iterable[torch.nn.Module], trainable: Trainable) -> None:
     """Freeze the weights that are not trained; what is built on the model afterwards has no gradients of them."""
     for name, param in (named for chunk in chunks for named in chunk.named_parameters()):
         if trainable is Trainable.mlp:
-            param.requires_grad_(is_mlp(name) or name.startswith(HEAD))
+            param.requires_grad_(is_mlp(name) or name == HEAD)
 
 
 DTYPES = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
@@ -411,7 +410,7 @@ def count_stages(
                 "experts": ".mlp.experts." in name,
                 "dense": ".mlp.experts." not in name,
                 "embedding": "embedding.word_embeddings." in name,
-                "head": HEAD in name,
+                "head": name == HEAD,
                 "mlp": is_mlp(name) and ".mlp.experts." not in name,
             }
             counts.update({kind: param.numel() * is_one for kind, is_one in kinds.items()})

@@ -28,7 +28,7 @@ from megarl.config.schema.roles import ParallelConfig
 from megarl.files import CheckpointError
 from megarl.mcore.checkpoints import BACKENDS, CONTENT, CheckpointReader, holds_optimizer, is_finite, load_metadata
 from megarl.mcore.device import find_processor
-from megarl.mcore.entries import PREFIX, VALUE_HEAD, Entry, describe, to_hf, to_megatron
+from megarl.mcore.entries import HEAD, HF_EMBEDDING, HF_HEAD, PREFIX, VALUE_HEAD, Entry, describe, to_hf, to_megatron
 from megarl.mcore.model import PackedGPT
 from megarl.models.architecture import Architecture
 from megarl.models.families import Split
@@ -259,7 +259,7 @@ def named_entries(chunks: Sequence[PackedGPT]) -> list[tuple[Entry, Tensor]]:
 def list_own_entries(chunks: Sequence[PackedGPT]) -> list[tuple[Entry, Tensor]]:
     """`named_entries` without the last stage's copy of tied embeddings."""
     shares = chunks[0].share_embeddings_and_output_weights
-    return [named for named in named_entries(chunks) if not (shares and named[0].name == "output_layer.weight")]
+    return [named for named in named_entries(chunks) if not (shares and named[0].name == HEAD)]
 
 
 def compute_checksum(chunks: Sequence[PackedGPT]) -> str:
@@ -297,8 +297,8 @@ def load_hf(chunks: Sequence[PackedGPT], directory: Path, arch: Architecture) ->
             names = entry.hf_names
             if names == (VALUE_HEAD,) and VALUE_HEAD not in reader:
                 continue
-            if names == ("lm_head.weight",) and arch.tied:
-                names = ("model.embed_tokens.weight",)
+            if names == (HF_HEAD,) and arch.tied:
+                names = (HF_EMBEDDING,)
             group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
             if entry.expert is not None:
                 group = parallel_state.get_expert_tensor_parallel_group()
