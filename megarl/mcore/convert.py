@@ -32,10 +32,14 @@ from megarl.mcore import state
 from megarl.mcore.batch import build_batch
 from megarl.mcore.checkpoints import (
     BACKENDS,
+    CONFIG,
     DESCRIPTION,
+    FOLDER,
     KIND,
     METADATA,
+    PREFIX,
     STORED_DTYPES,
+    VALUE_HEAD,
     CheckpointReader,
     compare_shapes,
     compute_global_shapes,
@@ -44,16 +48,15 @@ from megarl.mcore.checkpoints import (
     find_problems,
     holds_optimizer,
     is_finite,
+    list_entries,
     list_shapes,
     replace_directory,
     write_safetensors,
 )
-from megarl.mcore.entries import CONFIG, FOLDER, PREFIX, VALUE_HEAD, list_entries
-from megarl.mcore.lora import attach_adapters, export_peft
 from megarl.mcore.model import DTYPES, PackedGPT, build_chunks, build_config, wrap_chunks
 from megarl.mcore.process_groups import alone
 from megarl.mcore.spec import Role, read_architecture
-from megarl.mcore.state import TrainingState, begin_save, load_weights
+from megarl.mcore.state import TrainingState, attach_adapters, begin_save, export_peft, load_weights
 from megarl.mcore.worker import run_stage
 from megarl.models.architecture import Architecture
 from megarl.types import Sequences

@@ -1,29 +1,40 @@
-"""Who computes a model's layers, and which of Megatron-Core's (0.16.1) faster ways this process takes. None changes a
-result but by rounding, and a key of model.megatron or of the optimizer decides instead where it is given.
+"""A model's layers: who computes them, the router of a mixture of experts, and which of Megatron-Core's (0.16.1) faster
+ways this process takes. None of these changes a result but by rounding, and a key of model.megatron or of the optimizer
+decides instead where it is given.
+
+The router's load-balancing terms are sums over whole sequences and over tokens, divided by the counts of the whole
+minibatch: their gradient does not depend on the layout or on the cut into micro-batches, about which Megatron's own
+are.
+
+Shapes: S tokens of this rank, E experts, K packed sequences of the micro-batch.
 """
 
 import functools
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megarl.config.schema.roles import OptimizerConfig, ParallelConfig
-from megarl.mcore.device import find_processor
-from megarl.mcore.router import ExpertLayer, Router
+from megarl.mcore.device import device, find_processor
 from megarl.mcore.spec import WorkerSpec, has_transformer_engine
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
@@ -214,3 +225,215 @@ def describe_fast_ways(arch: Architecture, spec: WorkerSpec, fields: Mapping[str
 
 def _turns_neighbours(arch: Architecture) -> bool:
     return bool(FAMILIES[arch.family].megatron_fields(arch).get("rotary_interleaved"))
+
+
+# moe_utils asks for it without having defined it where Transformer Engine is absent.
+vars(moe_utils).setdefault("te_general_gemm", None)
+
+
+@dataclass
+class Load:
+    """What one rank counted in one layer of a minibatch so far."""
+
+    num_sequences: int
+    num_tokens: int
+    """Both: of the whole minibatch, on all ranks"""
+    tokens: Tensor
+    """float64 [E]: tokens routed to each expert, padding left out"""
+    terms: Tensor
+    """float64 [2]: this rank's part of the load-balancing and of the z-loss term, without coefficients"""
+
+
+class Replay:
+    """Given experts in place of those with the highest scores, which are weighed by the router's own scores (R3,
+    2510.11370): the gradient reaches the router through these.
+
+    Megatron's RouterReplay is one list for the whole process: what a recomputed layer takes depends on the order of the
+    backward passes, and a reference in the process would replay the policy's routes. Here a layer brings its batch.
+    """
+
+    def __init__(self) -> None:
+        self.experts: Tensor | None = None
+        """[S, top_k], 1 + numbers of experts, or 0 where the router chooses; None: it chooses everywhere"""
+        self.is_counting = False
+        self.counts: Tensor | None = None
+        """float64 [2]: tokens whose set of experts is also the router's own, tokens with given experts"""
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Callable[..., Any]
+    ) -> tuple[Tensor, Tensor]:
+        """scores [S, E], choose: Megatron's choice -> scores and numbers of the experts of each token [S, topk]."""
+        own: Tensor
+        own_scores, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.experts is None:
+            return own_scores, own
+        given = self.experts.long() - 1
+        exists = given[:, :1] >= 0
+        if self.is_counting:
+            same = (given.sort(-1).values == own.sort(-1).values).all(-1)
+            counts = torch.stack([same.sum(), exists.sum()]).double()
+            self.counts = counts if self.counts is None else self.counts + counts
+        experts = torch.where(exists, given, own)
+        # In the order of the router's own choice: where the sets are equal, so is every bit of what follows.
+        chosen, order = scores.gather(1, experts).sort(dim=-1, descending=True, stable=True)
+        return chosen, experts.gather(1, order)
+
+
+class Router(TopKRouter):  # type: ignore[misc]
+    """Megatron's top-k router, with load-balancing terms per sequence and token in place of its own.
+
+    moe_aux_loss_coeff times the mean over the minibatch's sequences of E * sum_i f_i P_i, where f_i is the share of
+    the sequence's routes that went to expert i and P_i the mean of its probability over the sequence's tokens
+    (Switch Transformer, 2101.03961, eq. 4, for each sequence as in DeepSeek-V3, 2412.19437, eq. 17-20, where the
+    probabilities are the sigmoids over their sum): at best 1.
+    moe_z_loss_coeff times the mean over the minibatch's tokens of the squared logsumexp of the router's logits
+    (ST-MoE, 2202.08906, eq. 5). Both for each layer, added up.
+    """
+
+    num_experts: int
+    topk: int
+    expert_bias: Tensor | None
+    load: Load | None = None
+    packed: PackedSeqParams | None = None
+    """Parameters of the micro-batch at hand, set by the layer"""
+    router_replay: Replay | None
+    """None: the router chooses the experts"""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
+        """Move and convert everything but the correction bias, which is moved and keeps its float32 numbers."""
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.expert_bias is not None:
+            self.expert_bias = bias.to(self.expert_bias.device)
+        return self
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Count nothing: the correction bias stays as the checkpoint has it."""
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Return the logits as they are: `routing` adds the term."""
+        return logits
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """logits [S, 1, E] -> weights and bool map [S, E]"""
+        if self.router_replay is not None:
+            self._take_experts(self.router_replay)
+        weights, routes = super().routing(logits, padding_mask)
+        if not self.training or not torch.is_grad_enabled() or self.load is None:
+            return weights, routes
+        assert self.packed is not None
+        logits = logits.view(-1, self.num_experts)
+        numbers = self._take_share(self.packed.sequence_numbers)
+        real = numbers >= 0
+        self.load.tokens += routes[real].sum(0)
+        losses = []
+        if self.config.moe_aux_loss_coeff:
+            balance = self._balance(logits, routes, numbers)
+            losses.append(self.config.moe_aux_loss_coeff * balance)
+            self.load.terms[0] += balance.detach()
+        if self.config.moe_z_loss_coeff:
+            z = logits[real].float().logsumexp(-1).square().sum() / self.load.num_tokens
+            losses.append(self.config.moe_z_loss_coeff * z)
+            self.load.terms[1] += z.detach()
+        return (MoEAuxLossAutoScaler.apply(weights, sum(losses)) if losses else weights), routes
+
+    def _take_experts(self, replay: Replay) -> None:
+        assert self.packed is not None
+        experts = self.packed.routed_experts
+        replay.experts = None if experts is None else self._take_share(experts[:, self.layer_number - 1])
+        # In the evaluation alone, whose weights are those that the servers had: see compute_load_metrics.
+        replay.is_counting = not self.training
+
+    def _take_share(self, tokens: Tensor) -> Tensor:
+        """This rank's part of what is given for all tokens of the micro-batch, along the first dimension."""
+        if not self.config.sequence_parallel:
+            return tokens
+        part: Tensor = tokens.chunk(self.tp_group.size())[self.tp_group.rank()]
+        return part
+
+    def _balance(self, logits: Tensor, routes: Tensor, numbers: Tensor) -> Tensor:
+        """This rank's part of the load-balancing term: its tokens' probabilities with the whole sequences' routes."""
+        assert self.load is not None
+        assert self.packed is not None
+        # One more row for padding.
+        num_rows = self.packed.cu_seqlens_q.numel()
+        rows = torch.where(numbers < 0, num_rows - 1, numbers)
+        zeros = logits.new_zeros(num_rows, self.num_experts, dtype=torch.float32)
+        routed = zeros.index_add(0, rows, routes.float())
+        if self.tp_cp_group.size() > 1:
+            dist.all_reduce(routed, group=self.tp_cp_group)
+        probs = zeros.index_add(0, rows, self._compute_scores(logits))[:-1]
+        routed = routed[:-1]
+        num_routes = routed.sum(1).clamp(min=1)
+        per_sequence = (routed * probs).sum(1) * self.topk / num_routes.square()
+        return per_sequence.sum() * self.num_experts / self.load.num_sequences
+
+    def _compute_scores(self, logits: Tensor) -> Tensor:
+        """float32 [S, E] that add up to 1 for each token."""
+        if self.score_function == "softmax":
+            return logits.softmax(-1, dtype=torch.float32)
+        scores = logits.float().sigmoid()
+        return scores / scores.sum(-1, keepdim=True)
+
+
+class ExpertLayer(TransformerLayer):  # type: ignore[misc]
+    """A layer that tells its router which token belongs to which sequence."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.mlp.router.packed = kwargs.get("packed_seq_params")
+        return super().forward(*args, **kwargs)
+
+
+def find_routers(chunks: Sequence[torch.nn.Module]) -> Iterator[Router]:
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, Router):
+                yield module
+
+
+def replay_routes(chunks: Sequence[torch.nn.Module]) -> None:
+    """Have the routers take the experts that come with the micro-batches, where they do."""
+    for router in find_routers(chunks):
+        router.router_replay = Replay()
+        # The fused router asks nobody.
+        router.config.moe_router_fusion = False
+
+
+def start_minibatch(chunks: Sequence[torch.nn.Module], num_sequences: int, num_tokens: int) -> None:
+    """Tell the routers the counts of the whole minibatch that their terms are divided by."""
+    for router in find_routers(chunks):
+        tokens = torch.zeros(router.num_experts, dtype=torch.float64, device=router.weight.device)
+        router.load = Load(num_sequences, num_tokens, tokens, tokens.new_zeros(2))
+
+
+def compute_load_metrics(chunks: Sequence[torch.nn.Module], name: str) -> dict[str, float]:
+    """Load of the experts in the minibatch, averaged over layers; {} for a dense model. All ranks must call it.
+
+    NAME/moe_max_load: tokens of the busiest expert of a layer over those of an average one; moe_aux_loss, moe_z_loss:
+    the terms without their coefficients, where these are not 0. moe_routing_agreement: of routes replayed since the
+    last call, the share of tokens and layers whose set of experts is also the router's own choice.
+    """
+    config: Any = chunks[0].config
+    if config.num_moe_experts is None:
+        return {}
+    size = (config.num_layers, config.num_moe_experts + 4)
+    table = torch.zeros(size, dtype=torch.float64, device=device())
+    # A stage may have dense layers alone.
+    for router in find_routers(chunks):
+        assert router.load is not None, "start_minibatch comes before"
+        agreed = router.load.terms.new_zeros(2)
+        if (replay := router.router_replay) is not None and replay.counts is not None:
+            agreed, replay.counts = replay.counts, None
+        table[router.layer_number - 1] = torch.cat([router.load.tokens, router.load.terms, agreed])
+    dist.all_reduce(table)
+    if isinstance(config.moe_layer_freq, list):
+        table = table[torch.tensor(config.moe_layer_freq, dtype=torch.bool, device=table.device)]
+    tokens, terms, (num_agreed, num_given) = table[:, :-4], table[:, -4:-2].mean(0).tolist(), table[:, -2:].sum(0)
+    metrics = {f"{name}/moe_max_load": float((tokens.amax(1) / tokens.mean(1)).mean())}
+    if config.moe_aux_loss_coeff:
+        metrics[f"{name}/moe_aux_loss"] = terms[0]
+    if config.moe_z_loss_coeff:
+        metrics[f"{name}/moe_z_loss"] = terms[1]
+    if num_given:
+        metrics[f"{name}/moe_routing_agreement"] = float(num_agreed / num_given)
+    return metrics

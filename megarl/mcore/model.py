@@ -37,8 +37,8 @@ from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig, T
 from megarl.mcore import layers as engine
 from megarl.mcore import process_groups
 from megarl.mcore.batch import PackedParams
+from megarl.mcore.checkpoints import HEAD, padded_vocab_size
 from megarl.mcore.device import device
-from megarl.mcore.entries import HEAD, padded_vocab_size
 from megarl.mcore.layers import find_kernels, find_layers
 from megarl.mcore.spec import ROLE_KEYS, StageParameters, WorkerSpec, check_layout
 from megarl.models.architecture import Architecture

@@ -22,12 +22,17 @@ from megarl.algo.losses import LossCounts, LossOutput, TokenTargets, count_minib
 from megarl.config.schema.algo import KLEstimator, needs_full_kl
 from megarl.mcore import process_groups, state
 from megarl.mcore.batch import ContextGroup, PackedBatch, build_batch
-from megarl.mcore.checkpoints import DESCRIPTION, copy_description, write_hf_checkpoint
+from megarl.mcore.checkpoints import DESCRIPTION, Entry, PeftAdapter, copy_description, write_hf_checkpoint
 from megarl.mcore.device import find_processor
-from megarl.mcore.entries import Entry, PeftAdapter
-from megarl.mcore.layers import choose_overlap, describe_fast_ways, find_layers
+from megarl.mcore.layers import (
+    choose_overlap,
+    compute_load_metrics,
+    describe_fast_ways,
+    find_layers,
+    replay_routes,
+    start_minibatch,
+)
 from megarl.mcore.logprobs import VocabShard, compute_full_kl, compute_logprobs
-from megarl.mcore.lora import attach_adapters, export_peft
 from megarl.mcore.microbatches import count_tokens, describe_work, plan_microbatches
 from megarl.mcore.model import bound_values, build_chunks, build_config, freeze, wrap_chunks
 from megarl.mcore.optimizer import (
@@ -38,7 +43,6 @@ from megarl.mcore.optimizer import (
     uses_everything,
     uses_weights,
 )
-from megarl.mcore.router import compute_load_metrics, replay_routes, start_minibatch
 from megarl.mcore.spec import (
     Role,
     RowsResult,
@@ -48,6 +52,7 @@ from megarl.mcore.spec import (
     find_token_multiple,
     read_architecture,
 )
+from megarl.mcore.state import attach_adapters, export_peft
 from megarl.report.timeline import span
 from megarl.types import Metrics, Sequences, TrainingSamples
 

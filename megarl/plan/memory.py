@@ -28,8 +28,7 @@ from megarl.config.schema.roles import (
 )
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import SERVERS, RolloutConfig, ServerOffload
-from megarl.mcore.checkpoints import GATHERED_ELEMENTS
-from megarl.mcore.entries import count_layer, padded_vocab_size
+from megarl.mcore.checkpoints import GATHERED_ELEMENTS, count_layer, padded_vocab_size
 from megarl.mcore.spec import StageParameters
 from megarl.models.architecture import Architecture
 from megarl.sync.pieces import predict_server_rank

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megarl.config.schema.roles import ParallelConfig
-from megarl.mcore.entries import EMBEDDING, FINAL_NORM, HEAD, Entry, describe, list_layer, to_megatron
+from megarl.mcore.checkpoints import EMBEDDING, FINAL_NORM, HEAD, Entry, describe, list_layer, to_megatron
 from megarl.models.architecture import Architecture
 from megarl.models.families import Split
 from megarl.sync.plan import ITEM_SIZES, Piece, TensorSlice, find_runs

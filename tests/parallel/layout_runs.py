@@ -19,8 +19,7 @@ import megarl.mcore  # noqa: F401
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig
 from megarl.files import CheckpointError, write_manifest
-from megarl.mcore.checkpoints import CheckpointReader, describe_role, write_safetensors
-from megarl.mcore.entries import VALUE_HEAD
+from megarl.mcore.checkpoints import VALUE_HEAD, CheckpointReader, describe_role, write_safetensors
 from megarl.mcore.spec import Role, WorkerSpec, read_architecture
 from megarl.types import Metrics, Sequences, TrainingSamples
 

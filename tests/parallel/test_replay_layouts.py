@@ -68,7 +68,7 @@ def test_logprobs_gradient_and_agreement_with_given_experts_are_those_of_transfo
 
 def train_with_routes(worker: Any, directory: Path, experts: torch.Tensor | None) -> dict[str, Any]:
     """Log-probs and the metrics of two steps, with the routers' own choice or that which is given; and the choice."""
-    from megarl.mcore.router import find_routers
+    from megarl.mcore.layers import find_routers
 
     maps: list[torch.Tensor] = []
     samples = build_samples()

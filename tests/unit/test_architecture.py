@@ -17,7 +17,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "cluster": (6, 1710, ("cluster",)),
     "plan": (6, 2000, ("plan",)),
     "sync": (5, 2160, ("sync",)),
-    "mcore": (4, 4540, ("mcore",)),
+    "mcore": (4, 4520, ("mcore",)),
     "rollout": (4, 3790, ("rollout",)),
     "config": (3, 2280, ("config",)),
     "cpu": (3, 1600, ("cpu",)),

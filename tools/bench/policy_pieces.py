@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.config.schema.roles import ParallelConfig
-from megarl.mcore.entries import EMBEDDING, FINAL_NORM, HEAD, Entry, describe, list_layer
+from megarl.mcore.checkpoints import EMBEDDING, FINAL_NORM, HEAD, Entry, describe, list_layer
 from megarl.models.architecture import Architecture
 from megarl.sync.pieces import describe_rank
 from megarl.sync.plan import Piece, Plan

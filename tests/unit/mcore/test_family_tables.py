@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tiny_checkpoints import build_fields
 
-from megarl.mcore.entries import describe, list_entries
+from megarl.mcore.checkpoints import describe, list_entries
 from megarl.models.architecture import EFFECTIVE, ONLY_VALUES, SECTIONS, WITHOUT_EFFECT, Architecture, Experts
 from megarl.models.families import FAMILIES, list_unknown_keys, list_weights, parse_architecture
 

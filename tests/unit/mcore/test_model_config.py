@@ -26,7 +26,7 @@ from megarl.config.schema.roles import (
     RecomputeMethod,
     Trainable,
 )
-from megarl.mcore.entries import describe, list_entries, padded_vocab_size, to_hf, to_megatron
+from megarl.mcore.checkpoints import describe, list_entries, padded_vocab_size, to_hf, to_megatron
 from megarl.mcore.model import build_config, check_options, is_mlp
 from megarl.mcore.spec import (
     ROLE_KEYS,

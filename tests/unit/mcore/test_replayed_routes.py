@@ -9,7 +9,7 @@ import torch
 from tiny_checkpoints import build_sequences
 
 from megarl.mcore.batch import ContextGroup, build_batch
-from megarl.mcore.router import Replay, moe_utils
+from megarl.mcore.layers import Replay, moe_utils
 
 topk_routing_with_score_function = moe_utils.topk_routing_with_score_function
 

@@ -11,7 +11,7 @@ import yaml
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl.config.schema.roles import Dtype, ParallelConfig, RandomModelConfig
-from megarl.mcore.entries import compute_megatron_shape, list_entries
+from megarl.mcore.checkpoints import compute_megatron_shape, list_entries
 from megarl.mcore.model import _playing, count_stages
 from megarl.mcore.spec import StageParameters
 from megarl.models.architecture import Architecture

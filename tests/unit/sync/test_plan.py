@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megarl.config.checks import check_parallel
 from megarl.config.schema.roles import ParallelConfig, RandomModelConfig
-from megarl.mcore.entries import describe, list_entries, to_megatron
+from megarl.mcore.checkpoints import describe, list_entries, to_megatron
 from megarl.mcore.spec import check_layout
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES, Split, build_random_fields, parse_architecture
