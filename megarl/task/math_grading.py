@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, islice
 from typing import Any
 
 import sympy
@@ -121,18 +121,9 @@ def split(text: str, separator: re.Pattern[str]) -> Iterator[str]:
     yield text[start:]
 
 
-def is_one_group(text: str) -> bool:
-    """Whether the first bracket closes with the last."""
-    depth = 0
-    for position, sign in enumerate(text):
-        depth += _DEPTH.get(sign, 0)
-        if depth == 0 and position < len(text) - 1 and text[position] in ")]}":
-            return False
-    return depth == 0
-
-
-def measure_depth(text: str) -> int:
-    return max(accumulate(_DEPTH.get(sign, 0) for sign in text), default=0)
+def measure_depths(text: str) -> list[int]:
+    """How many brackets are open behind each character."""
+    return list(accumulate(_DEPTH.get(sign, 0) for sign in text))
 
 
 MAX_CHARACTERS = 1000
@@ -345,8 +336,7 @@ def _is_no_product(words: list[str], *, spaced: bool, is_known: bool) -> bool:
         return len(name) != 1 or (spaced and name in _LETTERS)
     if is_known:
         return name in (_SPACED if spaced else _GLUED)
-    in_order = all(first < second for first, second in pairwise(name))
-    return spaced and (len(name) > 3 or (len(name) == 3 and not in_order))
+    return spaced and len(name) > 2
 
 
 def convert(unit: Unit, to: Unit) -> Fraction | None:
@@ -496,7 +486,18 @@ _MODULUS = re.compile(
 _JOINED = re.compile(
     r"\s*(?:,\s*)?(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))\s*|\s*[,;]\s*"
 )
-_PLAIN_FUNCTION = re.compile(r"(?<![\\a-zA-Z])(sqrt|pi|exp|sin|cos|tan|log|ln|infty|theta|alpha|beta)(?![a-zA-Z])")
+_PLAIN_SIGNS = [
+    (r"(?<![\\a-zA-Z])(sqrt|pi|exp|sin|cos|tan|log|ln|infty|theta|alpha|beta)(?![a-zA-Z])", r"\\\1 "),
+    (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"\^\s*\(([^()]*)\)", r"^{\1}"),
+    (r"\^\s*(-?\d+)", r"^{\1}"),
+    (r"(?<![a-zA-Z\\])(?:inf|infinity|oo)(?![a-zA-Z])", r"\\infty "),
+    (r"(?<=\d),(?=\d{3}(?!\d))", ""),
+]
+_BEHIND = re.compile(
+    r"(?:°|\s*(?:\\text\{[^{}]*\}(?:\^\{?[23]\}?)?\s*)+|(?<=[\d})i]) [a-z]{2,}(?: [a-z]+)*(?:\^\{?[23]\}?)?)$"
+)
+"""Words behind a formula, which are its unit or make it unread"""
 _PROSE = re.compile(r"(?<![\\{a-zA-Z])[a-zA-Z]{4,}.*\d|\d.* [a-zA-Z]{4,} .*\d")
 _WORD = re.compile(r"(?<![\\a-zA-Z])(?!cdot|times)[a-zA-Z]{4,}|[^\x00-\x7f]")
 _UNREADABLE = re.compile(
@@ -545,7 +546,7 @@ Answer = Number | Expression | Items | Region | Equation
 
 def read_answer(text: str) -> Answer | None:
     """What the text says as mathematics; None where it says nothing, or in more than MAX_CHARACTERS."""
-    if len(text) > MAX_CHARACTERS or measure_depth(text) > MAX_DEPTH:
+    if len(text) > MAX_CHARACTERS or max(measure_depths(text), default=0) > MAX_DEPTH:
         return None
     return _read(clean(text))
 
@@ -590,8 +591,7 @@ def _read_one(text: str) -> Answer | None:
             return None
         return Equation(tuple(side.strip() for side in sides[:-1]), value) if value and all(sides) else None
     if found := re.match(r"(\\?[a-zA-Z](?:_\w)?)\s*\\in(?![a-z])", text):
-        region = to_region(_read(text[found.end() :]))
-        return replace(region, name=found.group(1)) if region else None
+        return to_region(_read(text[found.end() :]))
     if _RELATION.search(text):
         return _read_inequality(text)
     return _read_bracketed(text) or _read_expression(text)
@@ -604,8 +604,11 @@ def _read_items(brackets: str, parts: list[str]) -> Items | None:
 
 def _read_bracketed(text: str) -> Answer | None:
     """A set, tuple or interval; single round brackets around one answer are left out."""
+    depths = measure_depths(text)
     for opening, closing in (("\\{", "\\}"), ("(", ")"), ("[", "]"), ("(", "]"), ("[", ")"), ("{", "}")):
-        if text.startswith(opening) and text.endswith(closing) and is_one_group(text):
+        # The first bracket closes with the last.
+        is_one_group = depths[-1:] == [0] and 0 not in depths[len(opening) - 1 : -1]
+        if text.startswith(opening) and text.endswith(closing) and is_one_group:
             inside = text[len(opening) : -len(closing)]
             parts = list(split(inside, re.compile(r"[,;]")))
             if len(parts) == 1 and opening in "({":
@@ -676,43 +679,29 @@ def make_exact(tree: Any) -> Any:
 
 
 def _read_expression(text: str) -> Expression | None:
-    formula, unit = _split_unit(text)
-    latex = _to_latex(formula)
-    if not 0 < len(latex) <= MAX_FORMULA or _UNREADABLE.search(latex):
+    """A formula and the unit behind it."""
+    behind, unit = _BEHIND.search(text), NO_UNIT
+    if behind is not None and behind.start():
+        found = read_unit(behind.group(0), spaced=True)
+        if found is None:
+            return None
+        text, unit = text[: behind.start()], found
+    for pattern, new in _PLAIN_SIGNS:
+        text = re.sub(pattern, new, text)
+    if not 0 < len(text) <= MAX_FORMULA or _UNREADABLE.search(text):
         return None
-    if _WORD.search(re.sub(r"\\[a-zA-Z]+\*?|\{[pbvBV]?matrix\}", " ", latex)):
+    if _WORD.search(re.sub(r"\\[a-zA-Z]+\*?|\{[pbvBV]?matrix\}", " ", text)):
         return None
     try:
-        tree = latex2sympy(
-            latex, is_real=not should_treat_as_complex(latex), convert_degrees=False, normalization_config=None
-        )
+        is_real = not should_treat_as_complex(text)
+        tree = latex2sympy(text, is_real=is_real, convert_degrees=False, normalization_config=None)
         if tree is None or _count_bits(tree) > MAX_BITS:
             return None
     except MemoryError:
         raise
     except Exception:  # latex2sympy raises Exception itself, and many kinds of errors for what it cannot read.
         return None
-    return Expression(tree, latex, unit or NO_UNIT)
-
-
-def _split_unit(text: str) -> tuple[str, Unit | None]:
-    """The formula and the unit behind it; no formula where words behind it are no unit."""
-    found = re.search(
-        r"(?:°|\s*(?:\\text\{[^{}]*\}(?:\^\{?[23]\}?)?\s*)+|(?<=[\d})i]) [a-z]{2,}(?: [a-z]+)*(?:\^\{?[23]\}?)?)$", text
-    )
-    if found is None or not found.start():
-        return text, None
-    unit = read_unit(found.group(0), spaced=True)
-    return (text[: found.start()], unit) if unit else ("", None)
-
-
-def _to_latex(text: str) -> str:
-    text = _PLAIN_FUNCTION.sub(r"\\\1 ", text)
-    text = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
-    text = re.sub(r"\^\s*\(([^()]*)\)", r"^{\1}", text)
-    text = re.sub(r"\^\s*(-?\d+)", r"^{\1}", text)
-    text = re.sub(r"(?<![a-zA-Z\\])(?:inf|infinity|oo)(?![a-zA-Z])", r"\\infty ", text)
-    return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+    return Expression(tree, text, unit)
 
 
 def _count_bits(tree: Any) -> float:
@@ -807,8 +796,8 @@ def _equals_number(gold: Number, answer: Answer) -> bool:
     if not isinstance(answer, Number):
         product = _to_product(gold)
         return product is not None and isinstance(answer, Expression) and _equals_expression(product, answer)
-    is_same_share = gold.is_percent != answer.is_percent and gold.share == answer.share
-    if gold.form == "integer" and answer.form in ("fraction", "mixed") and not (gold.is_percent and is_same_share):
+    is_same_share = gold.is_percent and not answer.is_percent and gold.share == answer.share
+    if gold.form == "integer" and answer.form in ("fraction", "mixed") and not is_same_share:
         return False
     factor = convert(answer.unit, gold.unit)
     if factor is None or answer.base != gold.base:
@@ -826,7 +815,12 @@ def _equals_equation(gold: Answer, answer: Equation) -> bool:
         first, expected = (re.sub(r"\s|\\text|[{}]", "", sides[0]) for sides in (answer.sides, gold.sides))
         if first == expected and is_equal(gold.value, answer.value):
             return True
-        return _equals_curve(gold, answer)
+        # Two curves are one where they are multiples of one another; a solved x = 5 asks for x = 5.
+        trees = [_to_tree(read_answer(each.sides[0])) - _to_tree(each.value) for each in (gold, answer)]
+        if len(trees[0].free_symbols) < 2 or trees[0].free_symbols != trees[1].free_symbols:
+            return False
+        ratio = sympy.simplify(trees[0] / trees[1])
+        return bool(ratio.is_number and ratio.is_finite and not ratio.is_zero)
     if not is_equal(gold, answer.value):
         return False
     value = answer.value
@@ -894,17 +888,6 @@ def _match(golds: Any, answers: Any, equals: Callable[[Any, Any], bool]) -> bool
     return not rest
 
 
-def _equals_curve(gold: Equation, answer: Equation) -> bool:
-    """Whether two equations in the same variables are multiples of one another; a solved x = 5 asks for x = 5."""
-    lefts = [read_answer(gold.sides[0]), read_answer(answer.sides[0])]
-    rights = [gold.value, answer.value]
-    trees = [_to_tree(left) - _to_tree(right) for left, right in zip(lefts, rights, strict=True)]
-    if len(trees[0].free_symbols) < 2 or trees[0].free_symbols != trees[1].free_symbols:
-        return False
-    ratio = sympy.simplify(trees[0] / trees[1])
-    return bool(ratio.is_number and ratio.is_finite and not ratio.is_zero)
-
-
 def _to_tree(answer: Any) -> Any:
     if isinstance(answer, Number):
         return sympy.Rational(answer.share)
@@ -960,21 +943,18 @@ def count_open_operations(tree: Any) -> int:
         terms = [term.doit() for term in _flatten(tree, sympy.Add)]
         count += len(sympy.Add.make_args(sympy.Add(*terms))) < len(terms)
     elif isinstance(tree, sympy.Mul):
-        count += _has_open_product(_flatten(tree, sympy.Mul))
+        # More than one number above or below the bar, or twice the same symbol or root.
+        factors = _flatten(tree, sympy.Mul)
+        above = [factor for factor in factors if factor.is_Float or (factor.is_Rational and abs(factor) != 1)]
+        below = [factor for factor in factors if factor.is_Pow and factor.exp == -1 and factor.base.is_Rational]
+        bases = [factor.as_base_exp()[0] for factor in factors if not factor.is_Rational and factor not in below]
+        simple = [base for base in bases if base.is_Atom]
+        count += len(above) > 1 or len(below) > 1 or len(set(simple)) < len(simple)
     return int(count)
 
 
 def _flatten(tree: Any, kind: Any) -> list[Any]:
     return [part for arg in tree.args for part in (_flatten(arg, kind) if isinstance(arg, kind) else [arg])]
-
-
-def _has_open_product(factors: list[Any]) -> bool:
-    """More than one number above or below the bar, or twice the same symbol or root."""
-    above = [factor for factor in factors if factor.is_Float or (factor.is_Rational and abs(factor) != 1)]
-    below = [factor for factor in factors if factor.is_Pow and factor.exp == -1 and factor.base.is_Rational]
-    bases = [factor.as_base_exp()[0] for factor in factors if not factor.is_Rational and factor not in below]
-    simple = [base for base in bases if base.is_Atom]
-    return len(above) > 1 or len(below) > 1 or len(set(simple)) < len(simple)
 
 
 def _is_zero(difference: Any) -> bool:
