@@ -3,11 +3,11 @@
 import re
 
 import pytest
-from test_overrides import COMPOSED
+from test_load import COMPOSED, problems_of
 
 from megarl.config import names
 from megarl.config.errors import ConfigError
-from megarl.config.load import check_overrides, compose_config, load_config
+from megarl.config.load import check_overrides, compose_config
 from megarl.config.names import ALIASES, NONE, PEER_NAMES, TABLE, rewrite_overrides
 from megarl.config.overrides import find_choices_with, list_open_keys, list_options, list_values, write_search_path
 
@@ -21,12 +21,6 @@ OLD = {
     "reward=oracle": "reward=math",
     "rollout.transport=pigeon": "Birds are no transport; rollout.transport=disk needs no network.",
 }
-
-
-def problems_of(*overrides):
-    with pytest.raises(ConfigError) as caught:
-        load_config(overrides)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("name", ALIASES)

@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 from omegaconf import OmegaConf
+from test_load import problems_of
 
 from megarl.config.checks import find_unused
 from megarl.config.errors import ConfigError
@@ -51,12 +52,6 @@ VALUES = {
 }  # fmt: skip
 """What is set; 0.5 for the others."""
 KEYS = [key for key, value in list_values(AlgoConfig()) if not str(value).endswith("Config")]
-
-
-def problems_of(*overrides: str, command: str = "train") -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_config(overrides, command)
-    return str(caught.value)
 
 
 @cache

@@ -1,19 +1,36 @@
-"""The report room: metrics.jsonl, TensorBoard, and what a person sees."""
+"""The report room: metrics.jsonl, TensorBoard, and what a person reads of a run: the live display, lines of at most 80
+columns, samples, durations.
+"""
 
 import contextlib
 import io
 import math
 import os
+import pty
 import re
+import select
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from page_run import make_sample
 
 from megarl.config.schema.run import LoggerConfig
 from megarl.report.record import load_metrics, load_record
 from megarl.report.report import Report, build_report
+from megarl.report.text import (
+    INDENT,
+    LOG_WIDTH,
+    LONGEST_TEXT,
+    MOST_LINES,
+    format_sample,
+    format_samples,
+    wrap,
+)
+from megarl.types import FinishReason, Response, Sample, Score, Turn
 
 TEXT_ONLY = LoggerConfig(tensorboard=False, terminal=True, num_logged_samples=2)
 
@@ -125,3 +142,123 @@ def test_text_that_the_stream_cannot_encode_is_escaped_not_an_error(tmp_path: Pa
     report.close()
     assert raw.getvalue().startswith(b"\\u03b1 = 1\n")
     assert rb"response  \u2713" in raw.getvalue()
+
+
+WORDS = st.text(st.characters(blacklist_categories=("C", "Z")), min_size=1, max_size=60)
+
+
+@given(st.lists(st.lists(WORDS, max_size=12), max_size=5), st.integers(20, 100))
+def test_no_line_is_too_long_unless_it_is_one_word_and_no_word_is_lost(lines: list[list[str]], width: int) -> None:
+    text = "\n".join(" ".join(words) for words in lines)
+    wrapped = wrap(text, width).split("\n")
+    assert " ".join(wrapped).split() == text.split()
+    assert all(len(line) <= width or len(line.split()) == 1 for line in wrapped)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_lines_in_a_pipe_have_80_columns_and_the_log_has_them_whole_with_the_time(
+    tmp_path: Path, terminal: bool
+) -> None:
+    stream = io.StringIO()
+    report = build_report(LoggerConfig(tensorboard=False, terminal=terminal), tmp_path, 2, stream=stream)
+    path = "/a/rather/long/path/of/a/run/that/nobody/wants/to/see/broken/at/a/column/of/eighty"
+    report.message(f"warning: {'word ' * 40}")
+    report.message(f"resuming from {path}")
+    metrics = {"reward/mean": 0.5, "length/mean": 0.125, "length/sum": 1.0, "time/one": 2.0, "mismatch/kl": 0.125}
+    with report.phase("rollout"):
+        pass
+    report.log(1, metrics)
+    report.close()
+    assert [line for line in stream.getvalue().splitlines() if len(line) > LOG_WIDTH] == [INDENT + path] * terminal
+    log = (tmp_path / "train.log").read_text().splitlines()
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", line) for line in log)
+    warning, resuming, iteration, pace = [line[20:] for line in log]
+    assert (warning, resuming) == (f"warning: {'word ' * 40}", f"resuming from {path}")
+    start = "iteration 1/2  reward 0.5 | length 0.125 | mismatch kl 0.125 | seconds: one 2, rollout "
+    assert iteration.startswith(start)
+    assert pace == "pace: 0.0 s an iteration; the other 1 take about 0.0 s"
+    shown = " ".join(" ".join(line[20:] for line in log).split()) if terminal else ""
+    assert " ".join(stream.getvalue().split()) == shown
+
+
+def read_until(descriptor: int, wanted: str) -> str:
+    seen, deadline = b"", time.monotonic() + 10
+    while wanted.encode() not in seen and time.monotonic() < deadline:
+        if select.select([descriptor], [], [], 0.1)[0]:
+            seen += os.read(descriptor, 65536)
+    return seen.decode()
+
+
+def test_a_terminal_shows_progress_rewards_warnings_and_processes_until_the_display_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    control, terminal = pty.openpty()
+    try:
+        with os.fdopen(terminal, "w", encoding="utf-8") as stream:
+            report = build_report(LoggerConfig(tensorboard=False), tmp_path, 4, stream=stream)
+            report.show_processes(lambda: "2 servers, 7 responses under way")
+            report.log(1, {"reward/mean": 0.25, "reward/heldout": 0.125})
+            report.log(2, {"reward/mean": 0.5})
+            report.message("warning: a server\x1b[2J was lost")
+            with report.phase("rollout"):
+                shown = read_until(control, "was lost (iteration 3)")
+                report.rewind(1)
+                again = read_until(control, "\nrollout ...")
+            report.close()
+            again += read_until(control, "\x1b[?25h")
+    finally:
+        os.close(control)
+    plain = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", shown)
+    for text in (
+        "iteration 2/4  reward 0.5",
+        "iteration 3/4  rollout ...",
+        " 50% ",
+        "2 servers, 7 responses under way",
+        r"last warning: a server\x1b[2J was lost (iteration 3)",
+    ):
+        assert text in plain
+    assert "\x1b[?25h" in again
+
+
+def test_a_sample_cannot_send_control_codes_to_the_terminal_and_loses_its_middle() -> None:
+    shown = format_sample(make_sample("[bold]one\x1b[2J\ntwo"))
+    assert r"response  [bold]one\x1b[2J\ntwo" in shown
+    assert shown.splitlines()[0] == "sample task-1: correct, reward 1, format 0.5, 17 tokens, ended by stop"
+    assert len(shown.splitlines()) == 4
+    assert "[... 5 characters ...]" in format_sample(make_sample("a" * LONGEST_TEXT + "b" * 5))
+
+
+def test_printed_samples_show_both_a_correct_and_a_wrong_one_where_there_are_both() -> None:
+    right = [make_sample("4", name=f"right-{i}") for i in range(3)]
+    wrong = make_sample("5", name="wrong-9", correct=False)
+    failed = replace(make_sample("4"), score=Score(0.0, False, failure="TimeoutError: 5 s\n"))
+    assert re.findall(r"sample (\S+):", format_samples([*right, failed, wrong], 2)) == ["right-0", "wrong-9"]
+    assert re.findall(r"sample (\S+):", format_samples(right, 2)) == ["right-0", "right-1"]
+    assert format_sample(failed).startswith(r"sample task-1: no reward, TimeoutError: 5 s\n, 1 tokens, ended by stop")
+
+
+def make_conversation(num_turns: int, reward: float = 0.0) -> Sample:
+    """Turns of one token each, with an observation of two tokens after each."""
+    generated = [True, False, False] * num_turns
+    turns = [Turn(3 * i, 3 * i + 1, f"guess {i}", reward) for i in range(num_turns)]
+    zeros = [0] * len(generated)
+    response = Response(zeros, "", zeros, generated, zeros, FinishReason.max_turns, turns=turns)
+    return replace(make_sample(""), response=response)
+
+
+def test_a_conversation_has_a_line_for_each_action_and_observation_but_those_in_the_middle_of_a_long_one() -> None:
+    shown = format_sample(make_conversation(2, 0.5), lambda tokens: f"{len(tokens)}\nhigher").splitlines()
+    assert shown[0].endswith("2 turns, 2 of 6 tokens generated, ended by max_turns")
+    assert shown[1:] == [
+        "  prompt        2+2=",
+        "  action (0.5)  guess 0",
+        r"  observation   2\nhigher",
+        "  action (0.5)  guess 1",
+        r"  observation   2\nhigher",
+        "  expected      4",
+    ]
+    assert "  observation  [2 tokens]" in format_sample(make_conversation(1))
+    shown = format_sample(make_conversation(20)).splitlines()
+    assert len(shown) == 1 + 1 + MOST_LINES + 1 + 1
+    assert "  ...          [24 actions and observations]" in shown
