@@ -21,48 +21,15 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.overrides import write_value
 from megarl.config.placement import check_cluster, list_contradictions, list_groups
+from megarl.config.schema import roles as schema
 from megarl.config.schema.algo import needs_full_kl, needs_reference
-from megarl.config.schema.roles import (
-    CriticConfig,
-    Dtype,
-    ModelSource,
-    Offload,
-    ParallelConfig,
-    PolicyConfig,
-    RandomModelConfig,
-    Recompute,
-    ReferenceConfig,
-    Trainable,
-    TrainedRoleConfig,
-)
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import AUTO, SERVERS, Placement, ServerOffload, Transport
-from megarl.mcore.spec import (
-    StageParameters,
-    check_layout,
-    check_router_replay,
-    read_architecture,
-)
+from megarl.mcore.spec import StageParameters, check_layout, check_router_replay, read_architecture
 from megarl.models.architecture import Architecture
 from megarl.models.checkpoint import SPECIAL_TOKENS, default_cache_dir, resolve_checkpoint
 from megarl.models.families import build_random_fields, parse_architecture
-from megarl.plan.memory import (
-    GIB,
-    HOST_PROCESS_GIB,
-    SERVER_GIB,
-    GpuPlan,
-    MicroBatch,
-    RoleJob,
-    Saving,
-    ServerMemory,
-    StageMemory,
-    compute_saved,
-    compute_server_weights,
-    estimate_server,
-    estimate_stages,
-    place_job,
-    plan_gpus,
-)
+from megarl.plan import memory as m
 from megarl.plan.seconds import Seconds, Transfer, describe_work, estimate_seconds, estimate_transfer
 from megarl.sync.pieces import check_serving_layout
 
@@ -121,9 +88,9 @@ def find_models(config: Config) -> PlannedModels:
 
     Raises ConfigError naming model.path or critic.init.
     """
-    if config.model.source is ModelSource.random:
+    if config.model.source is schema.ModelSource.random:
         policy = describe_random(config.model.random)
-    elif config.model.source is ModelSource.path:
+    elif config.model.source is schema.ModelSource.path:
         policy = find_architecture(str(config.model.path), "model.path")
     else:
         policy = _read(resolve_checkpoint(config.model, default_cache_dir()), "model.source")
@@ -168,18 +135,18 @@ def _read(directory: Path, key: str) -> Architecture:
         raise ConfigError([f"{key}: {error}"]) from error
 
 
-def describe_random(random: RandomModelConfig) -> Architecture:
+def describe_random(random: schema.RandomModelConfig) -> Architecture:
     """The sizes of model.source=random, whose files need not exist yet."""
     fields = build_random_fields(random, len(random.alphabet) + len(SPECIAL_TOKENS))
     return parse_architecture({"model_type": random.family, **fields}, Path("model.random"))
 
 
-def build_jobs(config: Config, models: PlannedModels, on_gpu: bool) -> dict[str, RoleJob]:
+def build_jobs(config: Config, models: PlannedModels, on_gpu: bool) -> dict[str, m.RoleJob]:
     """The roles that the algorithm needs, in the order policy, critic, reference.
 
     Raises ConfigError for a layout that does not divide its model, and for replay of routes that it does not have.
     """
-    nodes: dict[str, TrainedRoleConfig | ReferenceConfig] = {"policy": config.policy}
+    nodes: dict[str, schema.TrainedRoleConfig | schema.ReferenceConfig] = {"policy": config.policy}
     nodes |= {"critic": config.critic} if needs_critic(config.algo) else {}
     nodes |= {"reference": config.reference} if needs_reference(config.algo) else {}
     jobs = {name: _build_job(config, name, node, models, on_gpu) for name, node in nodes.items()}
@@ -194,20 +161,24 @@ def build_jobs(config: Config, models: PlannedModels, on_gpu: bool) -> dict[str,
 
 
 def _build_job(
-    config: Config, name: str, node: TrainedRoleConfig | ReferenceConfig, models: PlannedModels, on_gpu: bool
-) -> RoleJob:
+    config: Config,
+    name: str,
+    node: schema.TrainedRoleConfig | schema.ReferenceConfig,
+    models: PlannedModels,
+    on_gpu: bool,
+) -> m.RoleJob:
     batch, num_microbatches = find_microbatch(config, node.parallel, find_longest(config, is_critic=name == "critic"))
-    saving, fp8 = Saving(), False
-    if isinstance(node, TrainedRoleConfig):
+    saving, fp8 = m.Saving(), False
+    if isinstance(node, schema.TrainedRoleConfig):
         fp8 = node.fp8 is not None
         modules = tuple(config.model.megatron.get("recompute_modules") or DEFAULT_MODULES)
-        saving = Saving(node.recompute, node.recompute_method, node.recompute_num_layers, modules)
-    return RoleJob(
+        saving = m.Saving(node.recompute, node.recompute_method, node.recompute_num_layers, modules)
+    return m.RoleJob(
         name=name,
         arch=models.critic if name == "critic" else models.policy,
         parallel=node.parallel,
         dtype=node.dtype,
-        is_trained=isinstance(node, TrainedRoleConfig),
+        is_trained=isinstance(node, schema.TrainedRoleConfig),
         has_value_head=name == "critic",
         holds_reference=name == "policy" and needs_full_kl(config.algo),
         offload=node.offload,
@@ -216,8 +187,8 @@ def _build_job(
         num_microbatches=num_microbatches,
         on_gpu=on_gpu,
         fp8=fp8,
-        lora=node.lora if isinstance(node, PolicyConfig) and node.lora.rank else None,
-        trainable=node.trainable if isinstance(node, CriticConfig) else Trainable.all,
+        lora=node.lora if isinstance(node, schema.PolicyConfig) and node.lora.rank else None,
+        trainable=node.trainable if isinstance(node, schema.CriticConfig) else schema.Trainable.all,
         caches_fp8=fp8 and not config.model.megatron.get("disable_parameter_transpose_cache"),
     )
 
@@ -228,7 +199,7 @@ def find_longest(config: Config, is_critic: bool = False) -> int:
     return own + config.data.prompt_length + config.rollout.response_length
 
 
-def find_microbatch(config: Config, parallel: ParallelConfig, longest: int) -> tuple[MicroBatch, int]:
+def find_microbatch(config: Config, parallel: schema.ParallelConfig, longest: int) -> tuple[m.MicroBatch, int]:
     """The largest micro-batch that packing makes (mcore/microbatches.py), nearly all of it response tokens, and the
     number of micro-batches per minibatch on a data-parallel rank if every sequence has its maximum length, `longest`.
     """
@@ -238,17 +209,17 @@ def find_microbatch(config: Config, parallel: ParallelConfig, longest: int) -> t
     share = ceil(train.minibatch_size / parallel.dp)
     number = ceil(share / max(1, budget // longest))
     own = ceil(tokens / parallel.cp)
-    return MicroBatch(own, own, longest), number
+    return m.MicroBatch(own, own, longest), number
 
 
 @dataclass(frozen=True)
 class JobPlan:
-    jobs: Mapping[str, RoleJob]
-    stages: Mapping[str, tuple[StageMemory, ...]]
+    jobs: Mapping[str, m.RoleJob]
+    stages: Mapping[str, tuple[m.StageMemory, ...]]
     places: Mapping[str, tuple[int, ...]]
     """The GPU of every rank of each role and of the servers"""
-    gpus: tuple[GpuPlan, ...]
-    server: ServerMemory | None
+    gpus: tuple[m.GpuPlan, ...]
+    server: m.ServerMemory | None
     """The server rank with the least free memory; None with rollout.file, without servers"""
     transfer: Transfer
     seconds: Seconds
@@ -281,12 +252,12 @@ def build_plan(config: Config, models: PlannedModels, mean_response: float | Non
     if config.cluster.gpus_per_node == 0:
         raise ConfigError(["cluster.gpus_per_node: found 0; a plan needs the number of GPUs of a node"])
     jobs = build_jobs(config, models, on_gpu=True)
-    stages = {name: estimate_stages(job, count_job(config, job)) for name, job in jobs.items()}
-    rollout, places, longest = config.rollout, place_job(config), find_longest(config)
-    weights = compute_server_weights(models.policy, rollout.tp, rollout.dtype)
-    gpus = plan_gpus(
+    stages = {name: m.estimate_stages(job, count_job(config, job)) for name, job in jobs.items()}
+    rollout, places, longest = config.rollout, m.place_job(config), find_longest(config)
+    weights = m.compute_server_weights(models.policy, rollout.tp, rollout.dtype)
+    gpus = m.plan_gpus(
         *(config, jobs, stages, places),
-        lambda free: estimate_server(models.policy, rollout, weights, free, longest),
+        lambda free: m.estimate_server(models.policy, rollout, weights, free, longest),
     )
     servers = [each.server for each in gpus if each.server is not None]
     server = min(servers, key=lambda memory: memory.kv_cache, default=None)
@@ -295,11 +266,11 @@ def build_plan(config: Config, models: PlannedModels, mean_response: float | Non
     problems = tuple(_find_problems(config, server, longest, gpus, host))
     work = describe_work(config, mean_response)
     seconds = estimate_seconds(config, jobs, stages, server, transfer, work)
-    left = config.cluster.hardware.memory_gib * GIB - max(max(each.phases.values()) for each in gpus)
+    left = config.cluster.hardware.memory_gib * m.GIB - max(max(each.phases.values()) for each in gpus)
     return JobPlan(jobs, stages, places, gpus, server, transfer, seconds, work.response, host, left, problems)
 
 
-def count_job(config: Config, job: RoleJob) -> tuple[StageParameters, ...]:
+def count_job(config: Config, job: m.RoleJob) -> tuple[StageParameters, ...]:
     """The parameters of one rank of each stage, where all layers are alike from Megatron's models of one and of two
     layers. Raises ConfigError for settings that Megatron refuses.
     """
@@ -337,18 +308,18 @@ def count_job(config: Config, job: RoleJob) -> tuple[StageParameters, ...]:
 
 @functools.cache
 def _count(
-    arch: Architecture, layout: tuple[int | bool, ...], dtype: Dtype, megatron: str, with_value_head: bool
+    arch: Architecture, layout: tuple[int | bool, ...], dtype: schema.Dtype, megatron: str, with_value_head: bool
 ) -> tuple[StageParameters, ...]:
     # Only now: Megatron takes seconds to import, which a job on unknown hardware need not wait for.
     from megarl.mcore.model import count_stages
 
-    return count_stages(arch, ParallelConfig(*layout), dtype, json.loads(megatron), with_value_head)  # type: ignore[arg-type]
+    return count_stages(arch, schema.ParallelConfig(*layout), dtype, json.loads(megatron), with_value_head)  # type: ignore[arg-type]
 
 
 def compute_host(
     config: Config,
-    jobs: Mapping[str, RoleJob],
-    stages: Mapping[str, tuple[StageMemory, ...]],
+    jobs: Mapping[str, m.RoleJob],
+    stages: Mapping[str, tuple[m.StageMemory, ...]],
     places: Mapping[str, Sequence[int]],
     kv_tokens: int,
 ) -> int:
@@ -360,7 +331,7 @@ def compute_host(
     one in a sample and one in the policy's sequences.
     """
     per_node = config.cluster.gpus_per_node
-    process = int(HOST_PROCESS_GIB * GIB)
+    process = int(m.HOST_PROCESS_GIB * m.GIB)
     nodes: Counter[int] = Counter()
     arch = jobs["policy"].arch
     routed = arch.num_layers * arch.experts.top_k if config.rollout.router_replay and arch.experts else 0
@@ -371,7 +342,7 @@ def compute_host(
         for rank, gpu in enumerate(places[name]):
             memory = stages[name][rank // per_stage]
             saves = job.is_trained and config.checkpoint.save_every
-            saved = compute_saved(job, memory.parameters, rank % per_stage) if saves else 0
+            saved = m.compute_saved(job, memory.parameters, rank % per_stage) if saves else 0
             nodes[gpu // per_node] += process + memory.offloaded + saved
     critic_ids = 8 * find_longest(config, is_critic=True) if "critic" in jobs and config.data.num_critic_tokens else 0
     nodes[0] += config.train.num_samples * (find_longest(config) * (SAMPLE_BYTES + 2 * routed) + critic_ids)
@@ -379,7 +350,7 @@ def compute_host(
 
 
 def _find_problems(
-    config: Config, server: ServerMemory | None, longest: int, gpus: tuple[GpuPlan, ...], host: int
+    config: Config, server: m.ServerMemory | None, longest: int, gpus: tuple[m.GpuPlan, ...], host: int
 ) -> Iterator[str]:
     """Of the GPUs that there are, of the servers, of memory: one problem for each set of processes that does not fit,
     in the phase that needs most.
@@ -389,26 +360,26 @@ def _find_problems(
         found = f"rollout.sglang.mem_fraction_static: found {server.fraction:g}"
         if server.num_longest < 1:
             yield (
-                f"{found}; beside weights of {server.weights / GIB:.1f} GiB it leaves memory for {server.kv_tokens}"
+                f"{found}; beside weights of {server.weights / m.GIB:.1f} GiB it leaves memory for {server.kv_tokens}"
                 f" tokens of KV cache on each GPU; one sequence may have {longest}"
             )
-        if server.reserve < SERVER_GIB * GIB and config.rollout.kv_cache_tokens is None:
+        if server.reserve < m.SERVER_GIB * m.GIB and config.rollout.kv_cache_tokens is None:
             yield (
-                f"{found}, which leaves {server.reserve / GIB:.1f} GiB of a GPU for everything but weights and KV"
-                f" cache; CUDA graphs and activations take about {SERVER_GIB:g}"
+                f"{found}, which leaves {server.reserve / m.GIB:.1f} GiB of a GPU for everything but weights and KV"
+                f" cache; CUDA graphs and activations take about {m.SERVER_GIB:g}"
             )
     limit, seen = config.cluster.hardware.memory_gib, set()
     for plan in gpus:
         phase = max(plan.phases, key=lambda name: plan.phases[name])
         roles = tuple(plan.stages)
-        if plan.phases[phase] > int(limit * GIB) and roles not in seen:
+        if plan.phases[phase] > int(limit * m.GIB) and roles not in seen:
             seen.add(roles)
             who = [f"{role} stage {stage}" for role, stage in plan.stages.items()] + [SERVERS] * bool(plan.server)
-            taken = f"{phase} takes {plan.phases[phase] / GIB:.1f} GiB of {limit:.1f}"
+            taken = f"{phase} takes {plan.phases[phase] / m.GIB:.1f} GiB of {limit:.1f}"
             yield f"GPU {plan.gpus[0]} ({', '.join(who)}): {taken}"
     has = config.cluster.hardware.host_memory_gib
-    if host > has * GIB:
-        yield f"the fullest node takes {ceil(host / GIB)} GiB of host memory of {has:g}"
+    if host > has * m.GIB:
+        yield f"the fullest node takes {ceil(host / m.GIB)} GiB of host memory of {has:g}"
 
 
 MAX_CHANGES = 4
@@ -421,7 +392,7 @@ SHAPE = ("cluster.placement", ".parallel.", "rollout.tp")
 """Parts of the keys that make two plans of a search different"""
 NUM_BEST = 10
 NO_JOB = (float("inf"),)
-LEAST_LEFT, SHARE_LEFT = 4 * GIB, 1 / 16
+LEAST_LEFT, SHARE_LEFT = 4 * m.GIB, 1 / 16
 """Memory that a plan of the search leaves of each GPU, for what it has not foreseen: the smaller one of these"""
 
 Values = dict[str, Any]
@@ -534,13 +505,13 @@ def _list_changes(config: Config, plan: JobPlan) -> Iterator[Values]:
     """The neighbours of a job that does not fit, the least intrusive first. Some contradict other keys."""
     rollout, cluster, roles = config.rollout, config.cluster, list(plan.jobs)
     yield from ({"rollout.num_servers": number} for number in range(rollout.num_servers - 1, 0, -1))
-    store = cluster.object_store_mb - ceil(plan.host_bytes / GIB - cluster.hardware.host_memory_gib) * 1024
+    store = cluster.object_store_mb - ceil(plan.host_bytes / m.GIB - cluster.hardware.host_memory_gib) * 1024
     if 1024 <= store < cluster.object_store_mb:
         yield {"cluster.object_store_mb": store}
     yield from (values for role in roles for values in _list_steps(config, [role]))
     for factor in FACTORS[1:]:
         yield {"rollout.tp": rollout.tp * factor, "rollout.num_servers": max(1, rollout.num_servers // factor)}
-    offloads = {f"{role}.offload": Offload.all for role in roles}
+    offloads = {f"{role}.offload": schema.Offload.all for role in roles}
     together = {"cluster.placement": Placement.colocated, "rollout.transport": Transport.colocated, **offloads}
     placements: list[Values] = [{"cluster.placement": Placement.split}, {"cluster.placement": Placement.apart}]
     yield from (*placements, placements[0] | offloads, together, {**together, FRACTION: 0.5})
@@ -564,13 +535,13 @@ def _list_steps(config: Config, roles: Sequence[str]) -> Iterator[Values]:
     """The neighbours of a job with other settings and layouts of these roles, on the same GPUs."""
     parallel, trained = getattr(config, roles[0]).parallel, [role for role in roles if role != "reference"]
     kinds: list[Values] = []
-    for kind in (Recompute.full, Recompute.selective, Recompute.none) if trained else ():
-        modules = {MODULES: ["mlp"]} if kind is Recompute.selective else {}
+    for kind in (schema.Recompute.full, schema.Recompute.selective, schema.Recompute.none) if trained else ():
+        modules = {MODULES: ["mlp"]} if kind is schema.Recompute.selective else {}
         kinds.append({f"{role}.recompute": kind for role in trained} | modules)
     length = ceil(find_longest(config) / parallel.cp)
     sizes: list[Values] = [{"train.tokens_per_microbatch": number * length} for number in (8, 4, 2, 1)]
     yield from (*kinds, *sizes, *(kind | size for kind, size in itertools.product(kinds, sizes)))
-    yield from ({f"{role}.offload": offload for role in roles} for offload in (Offload.all, None))
+    yield from ({f"{role}.offload": offload for role in roles} for offload in (schema.Offload.all, None))
     now = float(config.rollout.sglang.get("mem_fraction_static") or 0.87)
     yield from ({FRACTION: fraction} for fraction in sorted(FRACTIONS, key=lambda other: abs(other - now)))
     present = {axis: getattr(parallel, axis) for axis in ("cp", "tp", "pp", "ep", "vpp")}
@@ -601,7 +572,7 @@ def search(
     if staleness and any(check_older_samples(base.algo, "")):
         start["algo.mismatch.correction"] = type(base.algo.mismatch.correction)["tis"]
     given = tuple(text.split("=")[0].lstrip("+") for text in arguments if "." in text.split("=")[0] and "=" in text)
-    config, reserve = apply(base, start), min(LEAST_LEFT, SHARE_LEFT * base.cluster.hardware.memory_gib * GIB)
+    config, reserve = apply(base, start), min(LEAST_LEFT, SHARE_LEFT * base.cluster.hardware.memory_gib * m.GIB)
     scores: dict[str, tuple[float, ...]] = {}
     best: dict[str, tuple[tuple[float, ...], Values]] = {}
 
@@ -663,7 +634,7 @@ def _load(
     arguments: Sequence[str], base: Config, values: Values, models: PlannedModels, mean_response: float | None
 ) -> Change | None:
     """The plan of the job that the overrides make; None where a check of the configuration refuses them."""
-    if values.get("policy.recompute") is not Recompute.selective:
+    if values.get("policy.recompute") is not schema.Recompute.selective:
         values = {key: value for key, value in values.items() if key != MODULES}
     overrides = _write(base, values)
     try:
@@ -691,7 +662,7 @@ def list_layouts(config: Config, models: PlannedModels, roles: Sequence[str]) ->
     for placement, num_processes, servers in divisions:
         shares = placement is Placement.colocated
         values: Values = {"cluster.placement": placement}
-        values |= {f"{role}.offload": Offload.all if shares else None for role in roles}
+        values |= {f"{role}.offload": schema.Offload.all if shares else None for role in roles}
         if has_servers:
             values["rollout.transport"] = Transport.colocated if shares else Transport.split
             values["rollout.offload"] = ServerOffload.all if shares else None

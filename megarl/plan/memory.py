@@ -17,15 +17,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from megarl.config.placement import find_server_offload, list_groups, place, take_turns
-from megarl.config.schema.roles import (
-    Dtype,
-    LoraConfig,
-    Offload,
-    ParallelConfig,
-    Recompute,
-    RecomputeMethod,
-    Trainable,
-)
+from megarl.config.schema.roles import Dtype, LoraConfig, Offload, ParallelConfig, Recompute, RecomputeMethod, Trainable
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import SERVERS, RolloutConfig, ServerOffload
 from megarl.mcore.checkpoints import GATHERED_ELEMENTS, count_layer, padded_vocab_size

@@ -21,17 +21,7 @@ from megarl.config.schema.run import ClusterConfig, Placement, RolloutConfig, Tr
 from megarl.mcore.device import find_processor
 from megarl.mcore.microbatches import count_layer_work
 from megarl.models.architecture import Architecture
-from megarl.plan.memory import (
-    ELEMENT_BYTES,
-    GRADIENT_BYTES,
-    MicroBatch,
-    RoleJob,
-    ServerMemory,
-    StageMemory,
-    compute_layer,
-    count_replicas,
-    count_trained,
-)
+from megarl.plan import memory as m
 
 # What no formula gives; printed with the plan.
 PRODUCT_SHARE = 0.72
@@ -127,14 +117,14 @@ def _speed(gb_s: float) -> float:
     return gb_s * 1e9 * LINK_SHARE
 
 
-def compute_forward(job: RoleJob, stages: tuple[StageMemory, ...], work: Work, cluster: ClusterConfig) -> float:
+def compute_forward(job: m.RoleJob, stages: tuple[m.StageMemory, ...], work: Work, cluster: ClusterConfig) -> float:
     """Log-probs or values of all samples of an iteration."""
     number, tokens = count_microbatches(job, work, ceil(work.num_samples / job.parallel.dp))
     slowest = max(_compute_stage(job, stages, work, cluster, tokens), key=lambda each: each[0])
     return _fill_pipeline(job.parallel, number) * slowest[0]
 
 
-def compute_update(job: RoleJob, stages: tuple[StageMemory, ...], work: Work, cluster: ClusterConfig) -> float:
+def compute_update(job: m.RoleJob, stages: tuple[m.StageMemory, ...], work: Work, cluster: ClusterConfig) -> float:
     """One epoch of optimizer steps over the samples of an iteration."""
     number, tokens = count_microbatches(job, work, ceil(work.minibatch / job.parallel.dp))
     slowest = max(sum(each) for each in _compute_stage(job, stages, work, cluster, tokens))
@@ -142,7 +132,7 @@ def compute_update(job: RoleJob, stages: tuple[StageMemory, ...], work: Work, cl
     return work.num_samples / work.minibatch * (_fill_pipeline(job.parallel, number) * slowest + reducing)
 
 
-def count_microbatches(job: RoleJob, work: Work, num_samples: int) -> tuple[int, float]:
+def count_microbatches(job: m.RoleJob, work: Work, num_samples: int) -> tuple[int, float]:
     """Micro-batches that a data-parallel rank packs so many samples into, and the tokens of one on each rank."""
     budget = max(work.budget * job.parallel.cp, work.length)
     number = ceil(num_samples * work.length / budget)
@@ -157,7 +147,7 @@ def _fill_pipeline(parallel: ParallelConfig, number: int) -> float:
 
 
 def _compute_stage(
-    job: RoleJob, stages: tuple[StageMemory, ...], work: Work, cluster: ClusterConfig, tokens: float
+    job: m.RoleJob, stages: tuple[m.StageMemory, ...], work: Work, cluster: ClusterConfig, tokens: float
 ) -> list[tuple[float, float]]:
     """Seconds of the forward and of the backward pass of each stage over one micro-batch, recomputation included."""
     layer = compute_layer_seconds(job, cluster, tokens, work.length)
@@ -177,7 +167,7 @@ def _compute_stage(
     return found
 
 
-def _compute_again(job: RoleJob, layer: LayerSeconds, num_layers: int) -> float:
+def _compute_again(job: m.RoleJob, layer: LayerSeconds, num_layers: int) -> float:
     """What is computed twice (Korthikanti et al. 2205.05198, section 5)."""
     saving = job.saving
     if saving.recompute is Recompute.full:
@@ -193,9 +183,9 @@ def _compute_again(job: RoleJob, layer: LayerSeconds, num_layers: int) -> float:
     return num_layers * (attention + mlp)
 
 
-def compute_layer_seconds(job: RoleJob, cluster: ClusterConfig, tokens: float, length: float) -> LayerSeconds:
+def compute_layer_seconds(job: m.RoleJob, cluster: ClusterConfig, tokens: float, length: float) -> LayerSeconds:
     """tokens: of a micro-batch on one rank. length: of a sequence."""
-    arch, parallel, b = job.arch, job.parallel, ELEMENT_BYTES[job.dtype]
+    arch, parallel, b = job.arch, job.parallel, m.ELEMENT_BYTES[job.dtype]
     hardware = cluster.hardware
     per_token, per_square, _ = count_multiply_adds(arch, job.has_value_head)
     products = 2 * tokens * per_token / arch.num_layers / parallel.tp
@@ -203,8 +193,8 @@ def compute_layer_seconds(job: RoleJob, cluster: ClusterConfig, tokens: float, l
     peak = hardware.fp8_tflops * FP8_SHARE if job.fp8 else hardware.bf16_tflops * PRODUCT_SHARE
     attending = attention / (hardware.bf16_tflops * 1e12 * ATTENTION_SHARE)
     split = tokens / parallel.tp if parallel.sp else tokens
-    whole = MicroBatch(ceil(tokens), ceil(tokens), ceil(length))
-    kept = compute_layer(arch, parallel, job.dtype, whole).total
+    whole = m.MicroBatch(ceil(tokens), ceil(tokens), ceil(length))
+    kept = m.compute_layer(arch, parallel, job.dtype, whole).total
     # Two gathers and two scatters of [tokens, h]; without sequence parallelism two all-reduces, which are as much.
     crossing = 4 * tokens * arch.hidden_size * b * (parallel.tp - 1) / parallel.tp
     keys = 2 * tokens * max(1, arch.num_kv_heads // parallel.tp) * arch.head_size * b * (parallel.cp - 1)
@@ -226,13 +216,13 @@ def compute_layer_seconds(job: RoleJob, cluster: ClusterConfig, tokens: float, l
     )
 
 
-def reduce_gradients(job: RoleJob, stage: StageMemory, cluster: ClusterConfig) -> float:
+def reduce_gradients(job: m.RoleJob, stage: m.StageMemory, cluster: ClusterConfig) -> float:
     """Scattering the float32 gradients over the replicas and gathering the weights, as if nothing of it were hidden."""
     parallel, parameters = job.parallel, stage.parameters
-    each, group = GRADIENT_BYTES + ELEMENT_BYTES[job.dtype], parallel.num_processes // parallel.pp
+    each, group = m.GRADIENT_BYTES + m.ELEMENT_BYTES[job.dtype], parallel.num_processes // parallel.pp
     hardware = cluster.hardware
     speed = _speed(hardware.network_gb_s if group > cluster.gpus_per_node else hardware.nvlink_gb_s)
-    parts = zip(count_replicas(job), count_trained(job, parameters), strict=True)
+    parts = zip(m.count_replicas(job), m.count_trained(job, parameters), strict=True)
     return sum(size * each * (number - 1) / number / speed for number, size in parts)
 
 
@@ -241,7 +231,7 @@ def count_multiply_adds(arch: Architecture, with_value_head: bool) -> tuple[int,
     return (*count_layer_work(arch), arch.hidden_size * (1 if with_value_head else arch.vocab_size))
 
 
-def compute_generation(config: Config, job: RoleJob, work: Work, server: ServerMemory) -> float:
+def compute_generation(config: Config, job: m.RoleJob, work: Work, server: m.ServerMemory) -> float:
     """Seconds of prefill and of one step per token: for the sequences that run at once, and for the end, when none
     waits any more, the running ones finish, the last of them at the length limit.
 
@@ -267,7 +257,7 @@ def compute_generation(config: Config, job: RoleJob, work: Work, server: ServerM
     return prefill + full * step(running) + limit * step(max(1.0, running * left / limit))
 
 
-def compute_step(config: Config, job: RoleJob, server: ServerMemory, context: float, sequences: float) -> float:
+def compute_step(config: Config, job: m.RoleJob, server: m.ServerMemory, context: float, sequences: float) -> float:
     """One token for each of so many sequences: the weights are read once and multiplied with all of them, whichever
     takes longer, and each sequence's KV cache is read. Of experts those are read that some token goes to.
     """
@@ -300,12 +290,12 @@ class Transfer:
 
 
 def estimate_transfer(
-    job: RoleJob, stages: Sequence[StageMemory], rollout: RolloutConfig, server_weights: int
+    job: m.RoleJob, stages: Sequence[m.StageMemory], rollout: RolloutConfig, server_weights: int
 ) -> Transfer:
     """job: the policy's. server_weights: bytes of a server rank. With rollout.file nothing is sent."""
     if rollout.file is not None:
         return Transfer(0, 0, 0)
-    size, (replicas, expert_replicas) = ELEMENT_BYTES[rollout.dtype], count_replicas(job)
+    size, (replicas, expert_replicas) = m.ELEMENT_BYTES[rollout.dtype], m.count_replicas(job)
     sent = max(stage.parameters.dense / replicas + stage.parameters.experts / expert_replicas for stage in stages)
     num_ranks = rollout.num_servers * rollout.tp
     return Transfer(num_ranks * server_weights, server_weights, int(sent * size * rollout.num_servers))
@@ -365,16 +355,16 @@ def describe_work(config: Config, mean_response: float | None = None) -> Work:
     return Work(train.num_samples, train.minibatch_size, config.data.prompt_length, mean, train.tokens_per_microbatch)
 
 
-def find_work(config: Config, job: RoleJob, work: Work) -> Work:
+def find_work(config: Config, job: m.RoleJob, work: Work) -> Work:
     """What this role computes; a critic reads data.critic_prompt as well."""
     return replace(work, prompt=work.prompt + config.data.num_critic_tokens) if job.has_value_head else work
 
 
 def estimate_seconds(
     config: Config,
-    jobs: Mapping[str, RoleJob],
-    stages: Mapping[str, tuple[StageMemory, ...]],
-    server: ServerMemory | None,
+    jobs: Mapping[str, m.RoleJob],
+    stages: Mapping[str, tuple[m.StageMemory, ...]],
+    server: m.ServerMemory | None,
     transfer: Transfer,
     work: Work,
 ) -> Seconds:
@@ -409,18 +399,18 @@ def estimate_seconds(
     )
 
 
-def scores_rollouts(config: Config, job: RoleJob) -> bool:
+def scores_rollouts(config: Config, job: m.RoleJob) -> bool:
     """Whether the role has a forward pass over an iteration's samples before the update: log-probs or values."""
     return job.name != "policy" or scores_first(config)
 
 
-def count_updates(config: Config, job: RoleJob) -> int:
+def count_updates(config: Config, job: m.RoleJob) -> int:
     """Passes of a role over an iteration's samples in its update."""
     repeats = config.critic.updates_per_policy_update if job.has_value_head else 1
     return config.train.epochs_per_iteration * repeats
 
 
-def compute_mfu(config: Config, job: RoleJob, work: Work, seconds: float) -> float:
+def compute_mfu(config: Config, job: m.RoleJob, work: Work, seconds: float) -> float:
     """Of an update: a forward pass and a backward pass of twice as many operations, over the bfloat16 peak."""
     per_token, per_square, per_response = count_multiply_adds(job.arch, job.has_value_head)
     sample = work.length * per_token + work.length**2 * per_square + work.response * per_response
@@ -428,7 +418,7 @@ def compute_mfu(config: Config, job: RoleJob, work: Work, seconds: float) -> flo
     return flops / (job.parallel.num_processes * config.cluster.hardware.bf16_tflops * 1e12 * seconds)
 
 
-def compute_offload(config: Config, job: RoleJob, stages: Sequence[StageMemory]) -> float:
+def compute_offload(config: Config, job: m.RoleJob, stages: Sequence[m.StageMemory]) -> float:
     """Every call brings the weights and takes them away again: log-probs or values, the update and, of the policy, the
     sync; the update moves the optimizer too (megarl/mcore/optimizer.py).
     """

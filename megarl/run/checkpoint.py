@@ -12,19 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl import files
 from megarl.algo.statistics import RunningMoments
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.run import CheckpointConfig
-from megarl.files import (
-    RUN_FILE,
-    CheckpointError,
-    Folder,
-    check_space,
-    name_checkpoint,
-    parse_json,
-    write_atomically,
-    write_manifest,
-)
 from megarl.interfaces import DeadlineError, TrainBackend, wait_all
 from megarl.mcore.checkpoints import count_parameters, describe_role
 from megarl.mcore.spec import Role, WorkerSpec
@@ -73,7 +64,7 @@ def save_trainer_state(directory: Path, state: TrainerState) -> None:
     """Write state.json, whose numbers are read back bit for bit, and replay.samples where groups are kept."""
     content = dataclasses.asdict(dataclasses.replace(state, source=dataclasses.replace(state.source, replay=())))
     del content["source"]["replay"]
-    write_atomically(directory / STATE, json.dumps(content, indent=1, allow_nan=False))
+    files.write_atomically(directory / STATE, json.dumps(content, indent=1, allow_nan=False))
     if any(state.source.replay):
         save_samples(directory / REPLAY, state.source.replay)
 
@@ -81,7 +72,7 @@ def save_trainer_state(directory: Path, state: TrainerState) -> None:
 def load_trainer_state(directory: Path) -> TrainerState:
     """Read what `save_trainer_state` wrote. Raises CheckpointError where it is not valid."""
     try:
-        content = parse_json((directory / STATE).read_text(encoding="utf-8"))
+        content = files.parse_json((directory / STATE).read_text(encoding="utf-8"))
         replay: tuple[Any, ...] = ()
         if (directory / REPLAY).is_file():
             replay = tuple(load_samples(directory / REPLAY))
@@ -91,12 +82,12 @@ def load_trainer_state(directory: Path) -> TrainerState:
         explained = tuple(content.pop("explained"))
         return TrainerState(**content, reward_moments=moments, source=source, explained=explained)
     except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
-        raise CheckpointError(f"{directory / STATE}: is not the state of a run: {error!r}") from error
+        raise files.CheckpointError(f"{directory / STATE}: is not the state of a run: {error!r}") from error
 
 
 def count_taken_groups(directory: Path) -> int:
     """How many of the groups that were complete first the state in this directory has learned from."""
-    content = parse_json((directory / STATE).read_text(encoding="utf-8"))
+    content = files.parse_json((directory / STATE).read_text(encoding="utf-8"))
     return int(content["source"]["groups"]["next_place"])
 
 
@@ -112,7 +103,7 @@ def cut_files(run_dir: Path, sizes: Mapping[str, int]) -> None:
     found = dict.fromkeys(sizes, 0) | measure_files(run_dir)
     for name, size in found.items():
         if size < sizes.get(name, 0):
-            raise CheckpointError(
+            raise files.CheckpointError(
                 f"{run_dir / name}: has {size} bytes; when the checkpoint was written it had {sizes[name]}"
             )
         if size:
@@ -141,7 +132,7 @@ class LoopSaver:
     def __init__(
         self,
         settings: CheckpointConfig | None = None,
-        folder: Folder | None = None,
+        folder: files.Folder | None = None,
         roles: Mapping[str, TrainBackend] | None = None,
         specs: Mapping[Role, WorkerSpec] | None = None,
         report: Report | None = None,
@@ -217,10 +208,10 @@ class LoopSaver:
             if wait:
                 self._settle(end)
 
-    def _begin(self, folder: Folder, state: TrainerState, end: float | None) -> None:
+    def _begin(self, folder: files.Folder, state: TrainerState, end: float | None) -> None:
         """Begin a checkpoint of `state` and of the roles' current state; an earlier one is completed first."""
         self._settle(end)
-        check_space(folder.path, estimate_bytes(self._specs.values()))
+        files.check_space(folder.path, estimate_bytes(self._specs.values()))
         run_dir = folder.path.parent
         with deferring_stops():
             building = folder.begin(state.iteration)
@@ -228,8 +219,8 @@ class LoopSaver:
             for name in measure_files(run_dir):  # The checkpoint relies on these files.
                 with (run_dir / name).open("rb") as file:
                     os.fsync(file.fileno())
-            if (run_dir / RUN_FILE).is_file():
-                shutil.copyfile(run_dir / RUN_FILE, building / RUN_FILE)
+            if (run_dir / files.RUN_FILE).is_file():
+                shutil.copyfile(run_dir / files.RUN_FILE, building / files.RUN_FILE)
             save_trainer_state(building, state)
             wait_all([role.begin_save(building / name) for name, role in self._roles.items()], end=end)
 
@@ -264,8 +255,8 @@ class LoopSaver:
         assert self._folder is not None
         building = self._folder.find_building(iteration)
         for name, spec in self._specs.items():
-            write_manifest(building / name, describe_role(spec.role, spec.dtype, spec.parallel, iteration))
-        write_manifest(building, {"kind": "training", "iteration": iteration, "roles": sorted(self._roles)})
+            files.write_manifest(building / name, describe_role(spec.role, spec.dtype, spec.parallel, iteration))
+        files.write_manifest(building, {"kind": "training", "iteration": iteration, "roles": sorted(self._roles)})
         # Said here, and not when the loop comes by: what it prints in between is later.
         self._say(f"checkpoint of iteration {iteration}: {self._folder.publish(iteration)}")
         self._forget(self._folder.list_newest()[0])
@@ -307,7 +298,7 @@ class LoopSaver:
                     self._save_failed(error, iteration, self._folder, end, saving)
             raise
 
-    def _save_stopped(self, stopped: Stopped, iteration: int, folder: Folder, end: float, saving: str) -> None:
+    def _save_stopped(self, stopped: Stopped, iteration: int, folder: files.Folder, end: float, saving: str) -> None:
         self._say(f"{stopped}: {saving}")
         try:
             self.save(end=end)
@@ -317,7 +308,7 @@ class LoopSaver:
             if isinstance(stopped.__context__, Exception):
                 self._say(f"before that: {stopped.__context__}")
 
-    def _save_failed(self, error: Exception, iteration: int, folder: Folder, end: float, saving: str) -> None:
+    def _save_failed(self, error: Exception, iteration: int, folder: files.Folder, end: float, saving: str) -> None:
         """Save the state after `iteration`, the last whole one, and note on `error` what is saved and where.
 
         Within an update the roles hold no whole state; a checkpoint that is in progress is then completed.
@@ -335,6 +326,6 @@ class LoopSaver:
         except (Exception, Stopped) as problem:
             error.add_note(f"iteration {iteration} was not saved: {problem}")
         newest = folder.list_complete()[-1:]
-        where = [f"resumes after iteration {n}: {folder.path / name_checkpoint(n)}" for n in newest]
+        where = [f"resumes after iteration {n}: {folder.path / files.name_checkpoint(n)}" for n in newest]
         begins = where[0] if where else "begins anew: there is no checkpoint yet"
         error.add_note(f"resume={folder.path.parent} {begins}")

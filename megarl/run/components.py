@@ -18,13 +18,7 @@ from megarl.config.schema.root import Config
 from megarl.config.schema.task import MultiTurnEnvironmentConfig
 from megarl.interfaces import DeadlineError, Pending, RolloutServers, TrainBackend, WeightSync, wait_all
 from megarl.mcore.spec import Role
-from megarl.report.evaluation import (
-    TooManyFailuresError,
-    check_failures,
-    compute_heldout_metrics,
-    compute_score_metrics,
-    describe_failures,
-)
+from megarl.report import evaluation
 from megarl.report.report import Report
 from megarl.report.tokens import TokenFile
 from megarl.rollout.client import ServerOffloader, wait_left_over
@@ -166,9 +160,9 @@ class Fleet:
         it.report.samples(rollout.samples)
         if it.token_file is not None:
             it.token_file.write_heldout(iteration, rollout)
-        if text := describe_failures(rollout.samples):
+        if text := evaluation.describe_failures(rollout.samples):
             it.report.message(f"warning: {key}: {text}; they count as wrong")
-        return compute_heldout_metrics(rollout.samples, with_environment=self._has_turns) | further
+        return evaluation.compute_heldout_metrics(rollout.samples, with_environment=self._has_turns) | further
 
     def _reconnect(self) -> None:
         """Discard all state about the servers, after some were restarted."""
@@ -211,18 +205,18 @@ class Source:
                 it.rollout_file.write(Rollout(samples, version), iteration)
         sampled = [sample for samples in batch.sampled for sample in samples]
         try:
-            check_failures(sampled, self._max_failed_frac)
-        except TooManyFailuresError:
+            evaluation.check_failures(sampled, self._max_failed_frac)
+        except evaluation.TooManyFailuresError:
             self.groups.close()
             if it.collector and it.collector.journal:
                 it.collector.journal.drop_failed()
             raise
-        if text := describe_failures(sampled):
+        if text := evaluation.describe_failures(sampled):
             it.report.message(f"warning: iteration-{iteration}: {text}; they are not learned from")
         metrics = batch.metrics | {"sampling/total_samples": self.num_samples}
         if iteration > 0:
             fresh = [sample for group in batch.fresh for sample in group]
-            metrics |= compute_score_metrics(fresh, with_environment=self._has_turns)
+            metrics |= evaluation.compute_score_metrics(fresh, with_environment=self._has_turns)
         return join_groups(batch.fresh + batch.replayed, version), metrics
 
     def state(self) -> dict[str, Any]:

@@ -23,12 +23,7 @@ from megarl.mcore.checkpoints import (
 )
 from megarl.mcore.spec import ROLE_KEYS, Role, WorkerSpec, check_layout, check_role_fields, read_architecture
 from megarl.models.architecture import Architecture
-from megarl.models.checkpoint import (
-    default_cache_dir,
-    find_checkpoint,
-    load_tokenizer,
-    resolve_checkpoint,
-)
+from megarl.models.checkpoint import default_cache_dir, find_checkpoint, load_tokenizer, resolve_checkpoint
 from megarl.models.families import list_unknown_keys
 from megarl.rollout.collector import EvalSet
 from megarl.rollout.conversation import Conversation, add_turn_end, build_conversation, check_conversation

@@ -21,46 +21,21 @@ from megarl.cluster.actors import Servers, Turns, WorkerGroup
 from megarl.cluster.calls import WorkerError
 from megarl.cluster.opened import Cluster, open_ray
 from megarl.cluster.process import Profiler, measure_peaks
+from megarl.config import placement
 from megarl.config.checks import describe_sizes
 from megarl.config.errors import ConfigError
 from megarl.config.load import MODEL_FILE
 from megarl.config.overrides import list_values
-from megarl.config.placement import (
-    count_gpus,
-    find_server_offload,
-    is_restarted,
-    is_sharing,
-    list_groups,
-    place,
-    take_turns,
-)
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import SERVERS, Transport, get_temperature, list_ks
 from megarl.config.schema.task import MultiTurnEnvironmentConfig
 from megarl.cpu.process import describe_threads, settle_threads
 from megarl.files import CHECKPOINTS, RUN_FILE, CheckpointError, Folder, check_space, locking, name_checkpoint
-from megarl.interfaces import (
-    UNPUBLISHED,
-    DeadlineError,
-    Pending,
-    RolloutServers,
-    TrainBackend,
-    wait_all,
-)
+from megarl.interfaces import UNPUBLISHED, DeadlineError, Pending, RolloutServers, TrainBackend, wait_all
 from megarl.mcore.spec import Role, read_architecture
 from megarl.plan.job import PlannedModels, check_plan
 from megarl.plan.seconds import find_peak_tflops
-from megarl.report.evaluation import (
-    EVALUATION_FILE,
-    RESPONSES_FILE,
-    SetResult,
-    check_failures,
-    describe_failures,
-    format_response,
-    format_table,
-    summarize_set,
-    write_evaluation,
-)
+from megarl.report import evaluation
 from megarl.report.record import HELDOUT, METRICS_FILE, Outcome, State, load_metrics, record_start, write_outcome
 from megarl.report.report import Report, build_report
 from megarl.report.text import LOG_NAME, Decode, Progress, append_log, format_heldout, format_seconds
@@ -151,14 +126,14 @@ def open_resources(config: Config, checkpoint: Path, log_dir: Path, command: str
 
     checkpoint: that the servers start from. command: as in megarl COMMAND.
     """
-    groups, is_trained = list_groups(config, command), command == "train"
-    slots = place(config.cluster, groups)
+    groups, is_trained = placement.list_groups(config, command), command == "train"
+    slots = placement.place(config.cluster, groups)
     with open_ray(config.cluster, sum(group.num_processes for group in groups)) as cluster:
         if not slots[SERVERS]:
             yield cluster, None
             return
-        rollout = replace(config.rollout, offload=find_server_offload(config) if is_trained else None)
-        stop_s, shares_gpus = config.cluster.shutdown_deadline_s / 3, is_sharing(slots)
+        rollout = replace(config.rollout, offload=placement.find_server_offload(config) if is_trained else None)
+        stop_s, shares_gpus = config.cluster.shutdown_deadline_s / 3, placement.is_sharing(slots)
         given = rollout, checkpoint, log_dir, config.seed, cluster, slots[SERVERS], stop_s
         servers = Servers(*given, weight_version=UNPUBLISHED if is_trained else 0, shares_gpus=shares_gpus)
         with contextlib.closing(servers):
@@ -181,7 +156,8 @@ def open_components(
     Where they share GPUs, the workers are started before the servers. journal: stores what is sampled, for a resumed
     run; None: nothing does.
     """
-    slots, log_dir, turns = place(config.cluster, list_groups(config)), run_dir / "logs", Turns(take_turns(config))
+    slots = placement.place(config.cluster, placement.list_groups(config))
+    log_dir, turns = run_dir / "logs", Turns(placement.take_turns(config))
     groups: dict[Role, WorkerGroup] = {}
     cluster, servers = resources
     with contextlib.ExitStack() as stack:
@@ -191,7 +167,7 @@ def open_components(
                 groups[role] = WorkerGroup(*given, turns)
                 stack.callback(groups[role].close)
             starting = {role: group.start() for role, group in groups.items()}
-            wait_started(list(starting.values()), servers, roles_first=is_sharing(slots))
+            wait_started(list(starting.values()), servers, roles_first=placement.is_sharing(slots))
             for role, started in starting.items():
                 for line in started.result().splitlines():
                     report.message(f"{role.value}: {line}")
@@ -213,7 +189,7 @@ def open_components(
         collector = build_collector(config, inputs, engine, scorer, journal)
         report.show_processes(lambda: f"{collector.num_running} responses under way")
         # With rollout.offload the servers give memory back before each call of a role from here on.
-        offloader = ServerOffloader(engine.clients, find_server_offload(config))
+        offloader = ServerOffloader(engine.clients, placement.find_server_offload(config))
         turns.free_servers = offloader.release
         sent = groups[Role.policy], engine.clients, config.rollout
         ranks = Ranks(*sent, inputs.architecture, cluster.host)
@@ -311,7 +287,7 @@ def run_job(config: Config, run_dir: Path, overrides: Sequence[str] = (), *, is_
     if problems := check_changes(before, config) if is_resumed else []:
         raise ConfigError(problems)
     # run.json has the numbers themselves.
-    config = settle_threads(config, count_gpus(config), recorded=before)
+    config = settle_threads(config, placement.count_gpus(config), recorded=before)
     inputs = load_inputs(config)
     critic = inputs.specs.get(Role.critic)
     own = read_architecture(Path(critic.checkpoint)) if critic else inputs.architecture
@@ -319,7 +295,7 @@ def run_job(config: Config, run_dir: Path, overrides: Sequence[str] = (), *, is_
         raise ConfigError(problems)
     if config.checkpoint.save_every is not None:
         check_space(run_dir, estimate_bytes(spec for role, spec in inputs.specs.items() if role is not Role.reference))
-    patience_s = LOCK_PATIENCE_S if is_restarted(os.environ) else 0.0
+    patience_s = LOCK_PATIENCE_S if placement.is_restarted(os.environ) else 0.0
     with locking(run_dir, patience_s, partial(print, file=get_terminal(), flush=True)):
         if held := [name for name in (RUN_FILE, *TRACKED) if not is_resumed and (run_dir / name).is_file()]:
             text = f"{run_dir} has {', '.join(held)} of another run; each run needs a folder of its own"
@@ -368,9 +344,10 @@ def _describe_run(config: Config, inputs: Inputs, run_dir: Path, report: Report)
     sizes, data = describe_sizes(config), describe_data(config, inputs)
     objective = format_objective(algo, config.train.responses_per_prompt, config.reward.wrong, has_turns=has_turns)
     objective += f"\n{format_critic(config.policy, config.critic)}" if needs_critic(algo) else ""
-    counts = ", ".join(f"{group.name} {group.num_processes}" for group in list_groups(config) if group.num_processes)
+    groups = [group for group in placement.list_groups(config) if group.num_processes]
+    counts = ", ".join(f"{group.name} {group.num_processes}" for group in groups)
     start = f"starting Ray and its processes: {counts}; their output: {run_dir / 'logs'}"
-    for text in filter(None, (sizes, objective, data, describe_threads(config, count_gpus(config)), start)):
+    for text in filter(None, (sizes, objective, data, describe_threads(config, placement.count_gpus(config)), start)):
         report.message(text)
     record_start(run_dir, sizes=sizes, objective=objective, data=data, peak_tflops=find_peak_tflops(config))
 
@@ -415,7 +392,7 @@ class _Attempts:
             if servers is not None:
                 # The next attempt starts them: after the roles, where they share GPUs. Servers that give memory back
                 # begin anew: the roles are built beside them, and nobody knows what this attempt has left them.
-                gives_back = find_server_offload(self.config) is not None
+                gives_back = placement.find_server_offload(self.config) is not None
                 servers.end(servers.names if gives_back else lost)
 
     def attempt(self) -> Summary:
@@ -499,13 +476,13 @@ def is_loss(error: BaseException | None) -> bool:
     return False
 
 
-def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResult]:
+def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[evaluation.SetResult]:
     """Evaluate one checkpoint on the sets of `configs`, which differ in data and reward only.
 
     Writes responses.jsonl, evaluation.json and logs/ under `run_dir`, prints progress and the table. Raises
     ConfigError, before any process is started, for problems that only the inputs reveal.
     """
-    configs = {name: settle_threads(each, count_gpus(each, "evaluate")) for name, each in configs.items()}
+    configs = {name: settle_threads(each, placement.count_gpus(each, "evaluate")) for name, each in configs.items()}
     config = next(iter(configs.values()))
     inputs, evaluate = load_evaluation_inputs(configs), config.evaluate
     with contextlib.ExitStack() as stack:
@@ -524,8 +501,8 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
         recovery = Recovery(servers, progress.line, config.rollout.max_server_restarts)
         decode = inputs.tokenizer.decode
         results = evaluate_sets(engine, inputs.sets, run_dir, progress, recovery=recovery, decode=decode)
-        write_evaluation(run_dir / EVALUATION_FILE, results, list_settings(inputs))
-        progress.line(format_table(results))
+        evaluation.write_evaluation(run_dir / evaluation.EVALUATION_FILE, results, list_settings(inputs))
+        progress.line(evaluation.format_table(results))
     return results
 
 
@@ -538,7 +515,7 @@ def evaluate_sets(
     weight_version: int = 0,
     recovery: Recovery | None = None,
     decode: Decode | None = None,
-) -> list[SetResult]:
+) -> list[evaluation.SetResult]:
     """The result of each set; every response is written to RUN_DIR/responses.jsonl as soon as it has been scored.
 
     weight_version: of the servers, 0 after their start. recovery: None where a lost server is not restarted. decode:
@@ -547,7 +524,7 @@ def evaluate_sets(
     """
     recovery = recovery or Recovery(None, progress.line, 0)
     results = []
-    with (run_dir / RESPONSES_FILE).open("w", encoding="utf-8") as file:
+    with (run_dir / evaluation.RESPONSES_FILE).open("w", encoding="utf-8") as file:
         for each in sets:
             samples: list[Sample] = []
             reward, evaluate, number = each.config.reward, each.config.evaluate, each.config.evaluate.num_samples
@@ -569,7 +546,9 @@ def evaluate_sets(
                             f"{error}; rollout.request_deadline_s is for {len(batch) * number} responses here: raise"
                             " it, or lower rollout.max_running_requests"
                         ) from error
-                    file.writelines(format_response(each.name, i % number, one, decode) for i, one in enumerate(found))
+                    file.writelines(
+                        evaluation.format_response(each.name, i % number, one, decode) for i, one in enumerate(found)
+                    )
                     file.flush()
                     samples += found
                     correct = sum(one.score.correct for one in samples)
@@ -578,12 +557,12 @@ def evaluate_sets(
                         f" {len(samples)} responses correct | {format_seconds(time.monotonic() - started)}"
                     )
             progress.leave()
-            check_failures(samples, reward.max_failed_frac)
-            if text := describe_failures(samples):
+            evaluation.check_failures(samples, reward.max_failed_frac)
+            if text := evaluation.describe_failures(samples):
                 progress.line(f"warning: {each.name}: {text}; they count as wrong, with a reward of 0")
             # A user's own function reads answers where it says so.
             reads = reads_answers(reward) or any(sample.score.answer is not None for sample in samples)
-            results.append(summarize_set(each.name, samples, list_ks(evaluate), reads_answers=reads))
+            results.append(evaluation.summarize_set(each.name, samples, list_ks(evaluate), reads_answers=reads))
     return results
 
 

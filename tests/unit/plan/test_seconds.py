@@ -15,14 +15,7 @@ from megarl.config.schema.root import Config
 from megarl.mcore.model import count_stages
 from megarl.mcore.spec import StageParameters
 from megarl.models.architecture import Architecture
-from megarl.plan.job import (
-    FIRST,
-    LAST,
-    JobPlan,
-    build_plan,
-    count_job,
-    find_models,
-)
+from megarl.plan.job import FIRST, LAST, JobPlan, build_plan, count_job, find_models
 from megarl.plan.memory import RoleJob, Saving, StageMemory, estimate_stages
 from megarl.plan.seconds import (
     Seconds,
