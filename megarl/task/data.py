@@ -17,14 +17,7 @@ from megarl.config.errors import ConfigError, describe_error, find_nearest_key
 from megarl.config.schema import task as schema
 from megarl.config.schema.task import AnswerPart
 from megarl.files import parse_json
-from megarl.task.environments import (
-    HELDOUT,
-    METADATA,
-    TRAIN,
-    ToolPrompt,
-    load_verifiers_environment,
-    to_messages,
-)
+from megarl.task.environments import METADATA, ToolPrompt, load_verifiers_environment, to_messages
 from megarl.task.process import load_callable
 from megarl.task.render import Renderer
 from megarl.types import Message, Prompt
@@ -119,10 +112,10 @@ def read_problems(
         used = {prompt_field.split(".")[0], answer_field}
         if prompt_field == "instruction" and answer_field != "input" and isinstance(record.get("input"), str):
             used.add("input")
-        others_of = {name: each for name, each in record.items() if name not in used}
         texts = {
             name: each if isinstance(each, str) else json.dumps(each, ensure_ascii=False, default=str)
-            for name, each in others_of.items()
+            for name, each in record.items()
+            if name not in used
         }
         problems.append(Problem(messages, answer, {**texts, "location": where}, record))
     note = f"questions from column {prompt_field}, answers from "
@@ -143,10 +136,8 @@ def find_fields(records: Sequence[Located], config: schema.FileDataConfig) -> tu
 
     def refuse(what: str, names: list[str], key: str) -> ConfigError:
         where, record = records[0]
-        found = ", ".join(map(str, record)) or "no fields"
-        return ConfigError(
-            [f"{where}: found {found}; expected a field with the {what} ({', '.join(names)}), or set {key}"]
-        )
+        needed = f"expected a field with the {what} ({', '.join(names)}), or set {key}"
+        return ConfigError([f"{where}: found {', '.join(map(str, record)) or 'no fields'}; {needed}"])
 
     prompts = [config.prompt_field] if config.prompt_field else find(PROMPT_FIELDS)
     if not prompts:
@@ -305,13 +296,14 @@ def load_files(config: schema.JsonlDataConfig | schema.ParquetDataConfig, seed: 
         except OSError as error:
             raise ConfigError([f"{key}: {name} cannot be read: {error}"]) from error
 
-    train, name = load("data.path", config.path), config.heldout_path
-    return _join(train, None if name is None else load("data.heldout_path", name))
+    return _join(load, ("data.path", config.path), ("data.heldout_path", config.heldout_path))
 
 
-def _join(train: Read, heldout: Read | None) -> ProblemSplits:
-    """Both parts, each with its note; one note where they are alike."""
-    (problems, note), (others, other) = train, heldout or (None, train[1])
+def _join(load: Callable[[str, Any], Read], first: tuple[str, Any], second: tuple[str, Any]) -> ProblemSplits:
+    """What is trained on and, where it is given, what is held out, each with its note; one note where they are alike.
+    first, second: the arguments of `load`."""
+    problems, note = load(*first)
+    others, other = (None, note) if second[1] is None else load(*second)
     notes = (note,) if note == other else (f"for training {note}", f"held out {other}")
     return ProblemSplits(problems, others, notes=notes)
 
@@ -359,8 +351,7 @@ def load_dataset(config: schema.HuggingFaceDataConfig, seed: int) -> ProblemSpli
         located = ((f"{config.path}[{split}]: row {number}", record) for number, record in records)
         return read_problems(located, config, f"{key}: {split!r} of {config.path} holds no problems")
 
-    train, name = load("data.split", config.split), config.heldout_split
-    return _join(train, None if name is None else load("data.heldout_split", name))
+    return _join(load, ("data.split", config.split), ("data.heldout_split", config.heldout_split))
 
 
 def open_dataset(path: str, subset: str | None, split: str, key: str) -> Any:
@@ -406,8 +397,8 @@ def load_rows(config: schema.VerifiersDataConfig, seed: int) -> ProblemSplits:
             raise ConfigError([f"data.id: {config.id}, {part} row {number}: {error}"]) from error
         return Problem(messages, str(row.get("answer") or ""), {METADATA: json.dumps([part, number])})
 
-    others = None if heldout is None else [read(HELDOUT, number, row) for number, row in enumerate(heldout)]
-    return ProblemSplits([read(TRAIN, number, row) for number, row in enumerate(train)], others)
+    others = None if heldout is None else [read("heldout", number, row) for number, row in enumerate(heldout)]
+    return ProblemSplits([read("train", number, row) for number, row in enumerate(train)], others)
 
 
 def load_made(config: schema.FunctionDataConfig, seed: int) -> ProblemSplits:
@@ -426,7 +417,7 @@ def load_made(config: schema.FunctionDataConfig, seed: int) -> ProblemSplits:
     if isinstance(found, ProblemSplits):
         return found
 
-    def read(records: Any, side: str) -> Read:
+    def read(side: str, records: Any) -> Read:
         located = [(f"{path}: {side} record {number}", each) for number, each in enumerate(records)]
         for where, record in located:
             if not isinstance(record, Mapping):
@@ -434,7 +425,7 @@ def load_made(config: schema.FunctionDataConfig, seed: int) -> ProblemSplits:
         return read_problems(located, schema.FileDataConfig(), f"data.path: {path} made no {side} problems")
 
     train, heldout = found if isinstance(found, tuple) else (found, None)
-    return _join(read(train, "training"), None if heldout is None else read(heldout, "held-out"))
+    return _join(read, ("training", train), ("held-out", heldout))
 
 
 def check_names(key: str, names: Iterable[str], known: list[str], what: str) -> None:
@@ -500,8 +491,9 @@ def build_data(
             asked = {problem.question_key for problem, _ in heldout}
             train = [item for item in train if item[0].question_key not in asked]
         if not train:
-            same = "every training question is held out as well; the two files or splits must differ"
-            raise ConfigError([f"data: {same}"])
+            raise ConfigError(
+                ["data: every training question is held out as well; the two files or splits must differ"]
+            )
     notes.append(describe_prompts(renderer, train))
     num_dropped = num_read - len(train) - len(heldout)
     kept, held = (tuple(prompt for _, prompt in side) for side in (train, heldout))
@@ -527,8 +519,7 @@ def tokenize_problems(problems: Sequence[Problem], renderer: Renderer, side: str
     asked, problems = problems, _settle_special(problems, renderer, side, notes)
     texts = [renderer.render(problem) for problem in problems]
     tokens = renderer.tokenize(texts, names=[each.metadata.get("location", "data") for each in problems])
-    limit = renderer.config.prompt_length
-    tokenizer = renderer.tokenizer
+    limit, tokenizer = renderer.config.prompt_length, renderer.tokenizer
     for problem, ids in zip(problems, tokens, strict=True):
         if tokenizer.bos_token_id is not None and ids[:2] == (tokenizer.bos_token_id,) * 2:
             raise _refuse(problem, f"the prompt begins with {tokenizer.bos_token} twice; it must be once")
@@ -538,11 +529,9 @@ def tokenize_problems(problems: Sequence[Problem], renderer: Renderer, side: str
     if not any(len(ids) <= limit for ids in tokens):
         found = f"the shortest has {min(map(len, tokens))} tokens" if tokens else "the source has none"
         raise ConfigError([f"data.prompt_length: found {limit}; no {side} prompt is left, {found}"])
-    repeats: Counter[str] = Counter()
-    kept: list[Tokenized] = []
+    repeats, kept = Counter[str](), list[Tokenized]()
     for own, problem, text, ids in zip(asked, problems, texts, tokens, strict=True):
         parts = [part for m in own.messages for part in (m.role, m.content)]
-        # A stable name.
         digest = hashlib.sha256("\0".join([*parts, own.answer]).encode()).hexdigest()[:16]
         repeats[digest] += 1
         if len(ids) <= limit:
@@ -607,12 +596,12 @@ def build_evaluation_set(
     seed: int,
     *,
     name: str,
+    notes: list[str],
     path: str | None = None,
     num_problems: int | None = None,
     tools: ToolPrompt | None = None,
     key: str | None = None,
     vocab_size: int | None = None,
-    notes: list[str] | None = None,
 ) -> tuple[Prompt, ...]:
     """The problems of data=`name`, in their order: every one, or `num_problems` drawn at random under `seed`.
 
@@ -634,7 +623,6 @@ def build_evaluation_set(
         raise ConfigError([f"data={name}: {problem}{hint}" for problem in error.problems]) from error
     problems = draw(found.train if found.heldout is None else found.heldout, num_problems, f"evaluate/{seed}")
     renderer = Renderer(replace(chosen, prompt_length=sys.maxsize), tokenizer, tools, vocab_size)
-    notes = [] if notes is None else notes
     notes += found.notes
     tokenized = tokenize_problems(problems, renderer, name, notes)
     notes.append(describe_prompts(renderer, tokenized))
@@ -653,8 +641,7 @@ def use_local_path(config: schema.DataConfig, path: str, key: str) -> schema.Dat
     place = Path(path).expanduser()
     if not place.exists():
         raise ConfigError([f"{key}: {path} does not exist (from {Path.cwd()})"])
-    kinds: dict[str, type[schema.FileDataConfig]] = {".jsonl": schema.JsonlDataConfig, ".json": schema.JsonlDataConfig}
-    kinds[".parquet"] = schema.ParquetDataConfig
+    kinds = {**dict.fromkeys((".jsonl", ".json"), schema.JsonlDataConfig), ".parquet": schema.ParquetDataConfig}
     kind = schema.HuggingFaceDataConfig if place.is_dir() else kinds.get(place.suffix)
     if kind is None:
         raise ConfigError([f"{key}: found {path}; it must be a .jsonl or .parquet file, or a dataset's directory"])
@@ -677,8 +664,7 @@ class PromptSampler(Generic[T]):
     def __init__(self, prompts: Sequence[T], seed: int):
         if not prompts:
             raise ValueError("the sampler needs at least one prompt")
-        self._prompts = tuple(prompts)
-        self._seed = seed
+        self._prompts, self._seed = tuple(prompts), seed
         self._fingerprint = hashlib.sha256("\n".join(p.id for p in self._prompts).encode()).hexdigest()
         self._start_epoch(0)
 
@@ -708,7 +694,6 @@ class PromptSampler(Generic[T]):
         self._position = int(state["position"])
 
     def _start_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
-        self._position = 0
+        self._epoch, self._position = epoch, 0
         self._order = list(range(len(self._prompts)))
         random.Random(f"sampler/{self._seed}/{epoch}").shuffle(self._order)

@@ -213,8 +213,7 @@ class ToolsEnvironment(Environment):
 
 
 METADATA = "verifiers"
-"""Name in Prompt.metadata of the row of the environment's dataset, as JSON [part, number]"""
-TRAIN, HELDOUT = "train", "heldout"
+"""Name in Prompt.metadata of the row of the environment's dataset, as JSON [part, number]; part: train or heldout"""
 
 raised_by_rewards: ContextVar[list[str]] = ContextVar("raised_by_rewards")
 """What reward functions of the episode at hand have raised: a Rubric takes it for a reward of 0."""
@@ -324,7 +323,7 @@ class VerifiersEnvironment(Environment):
         except (KeyError, ValueError, TypeError) as error:
             needed = "environment=verifiers goes with data=verifiers"
             raise ValueError(f"the prompt is of no environment's dataset; {needed}") from error
-        row: dict[str, Any] = (self._env.build_dataset() if part == TRAIN else self._env.build_eval_dataset())[number]
+        row: dict[str, Any] = (self._env.build_dataset() if part == "train" else self._env.build_eval_dataset())[number]
         asked = await _run(self._wait(row))
         if asked is None:
             raise RuntimeError("the environment ended the episode before its first turn")

@@ -149,7 +149,7 @@ ANSWERS = {"gsm8k": "1009", "aime24": "033", "amc23": "36"}
 def build_set(config, path=None, seed=1, **keys):
     """The prompts of the set."""
     keys = {"name": "s", "path": path and str(path), **keys}
-    return list(build_evaluation_set(config, build_byte_tokenizer(), seed, **keys))
+    return list(build_evaluation_set(config, build_byte_tokenizer(), seed, notes=[], **keys))
 
 
 @pytest.mark.parametrize("name", sorted(OF_SETS))
