@@ -76,7 +76,14 @@ class OnEventLoop:
         has deadlines. Raises CancelledError (concurrent.futures) after `cancel`.
         """
         ended = threading.Event()
-        future = self.start(_noting_end(work, ended))
+
+        async def note_end() -> T:
+            try:
+                return await work
+            finally:
+                ended.set()
+
+        future = self.start(note_end())
         try:
             while True:
                 try:
@@ -98,28 +105,21 @@ class OnEventLoop:
 
     def close(self) -> None:
         """Cancel all work and end the thread."""
+
+        async def cancel_all() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.wait(others, timeout=END_DEADLINE_S / 2) if others else None
+
         self.cancel()
         if self._loop is not None and self._thread is not None:
-            asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(END_DEADLINE_S)
+            asyncio.run_coroutine_threadsafe(cancel_all(), self._loop).result(END_DEADLINE_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(END_DEADLINE_S)
             if not self._thread.is_alive():
                 self._loop.close()
             self._loop = None
-
-
-async def _noting_end(work: Coroutine[Any, Any, T], ended: threading.Event) -> T:
-    try:
-        return await work
-    finally:
-        ended.set()
-
-
-async def _cancel_all() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.wait(others, timeout=END_DEADLINE_S / 2) if others else None
 
 
 async def gather_all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -275,9 +275,9 @@ class SGLangClient:
         """Label tokens generated from now on with `version`; earlier tokens of requests in flight keep theirs."""
         self._call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, deadline_s)
 
-    def pause(self, mode: str = "retract") -> None:
-        """Stop generating. Mode retract: running requests wait, and their KV cache is recomputed on resume."""
-        self._call("/pause_generation", {"mode": mode})
+    def pause(self) -> None:
+        """Stop generating: running requests wait, and their KV cache is recomputed on resume."""
+        self._call("/pause_generation", {"mode": "retract"})
 
     def resume(self, *, deadline_s: float | None = None) -> None:
         self._call("/continue_generation", {}, deadline_s)
@@ -322,11 +322,6 @@ class SGLangClient:
         """Pass every rank of the server its payload, for the loader `load_format`; within a weight update."""
         body = {"serialized_named_tensors": list(payloads), "load_format": load_format, "flush_cache": flush_cache}
         self._call("/update_weights_from_tensor", body, deadline_s)
-
-    def load_checksums(self) -> list[dict[str, str]]:
-        """For each rank: 16 hex digits by SGLang's tensor name, on a CPU of SHA-256 over the raw bytes."""
-        answer = self._call("/weights_checker", {"action": "checksum"})
-        return [dict(rank["checksums"]) for rank in answer["ranks"]]
 
     def _call(self, path: str, body: Any = None, deadline_s: float | None = None, *, method: str = "POST") -> Any:
         try:
@@ -473,9 +468,19 @@ class ServerOffloader:
         They then serve no version of the weights, so that nothing they generate before the next sync is used. A server
         that is lost has no memory either. Raises RequestError where a server is not idle, and DeadlineError.
         """
-        if tags := [tag for tag in TAGS[self.offload] if tag not in self._released]:
+        tags = [tag for tag in TAGS[self.offload] if tag not in self._released]
+
+        def give_back(client: SGLangClient) -> None:
+            with contextlib.suppress(ConnectionLostError):
+                client.set_weight_version(UNPUBLISHED)
+                # SGLang ends where it is not idle.
+                client.abort_requests()
+                client.flush_cache()
+                client.release_memory(tags)
+
+        if tags:
             self._released.update(tags)
-            self._call_all(partial(_release, tags=tags))
+            self._call_all(give_back)
 
     def resume(self, tag: str) -> None:
         """Take memory again: of the weights, whose values are undefined until they are replaced, or of the empty KV
@@ -490,12 +495,3 @@ class ServerOffloader:
 
     def _call_all(self, ask: Callable[[SGLangClient], None]) -> None:
         run_in_parallel([partial(ask, client) for client in self._clients], self._clients)
-
-
-def _release(client: SGLangClient, tags: Sequence[str]) -> None:
-    with contextlib.suppress(ConnectionLostError):
-        client.set_weight_version(UNPUBLISHED)
-        # SGLang ends where it is not idle.
-        client.abort_requests()
-        client.flush_cache()
-        client.release_memory(tags)

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,9 +28,6 @@ from megarl.rollout.rollout_file import Journal
 from megarl.task.render import CriticPrompt
 from megarl.task.scorer import Scorer
 from megarl.types import FinishReason, Metrics, Prompt, Response, Rollout, RolloutTensors, Sample, Score, Sequences
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -78,13 +74,15 @@ class Independent:
 
     async def send(self, episode: int, request: TurnRequest) -> Response:
         """The generated turn of this episode."""
-        if request.urgent:
-            return await self._generate(request)
-        await self._take_slot(episode)
+        found: list[Response] = []
+        if not request.urgent:
+            await self._take_slot(episode)
         try:
-            return await self._generate(request)
+            await self._engine.generate_turns([request], lambda _index, response: found.append(response))
         finally:
-            self._free_slot()
+            if not request.urgent:
+                self._free_slot()
+        return found[0]
 
     def leave(self, episode: int) -> None:
         """Nobody waits for it."""
@@ -109,11 +107,6 @@ class Independent:
                 given.set_result(None)
                 return
         self._num_free += 1
-
-    async def _generate(self, request: TurnRequest) -> Response:
-        found: list[Response] = []
-        await self._engine.generate_turns([request], lambda _index, response: found.append(response))
-        return found[0]
 
 
 class Collector:
@@ -184,15 +177,12 @@ class Collector:
         """
         return self._engine.start(self._run_independent([prompt], num_responses, key, self._sampling))
 
-    def collect_greedy(self, prompts: Sequence[Prompt], *, weight_version: int, key: str | None = None) -> Rollout:
-        """The greedy response to each prompt, of the weights of `weight_version` alone, ahead of other requests."""
-        samples = self._collect(prompts, 1, key, Sampling(0.0, urgent=True))
-        check_versions(samples, weight_version)
-        return Rollout(samples, weight_version)
-
     def evaluate(self, prompts: Sequence[Prompt], *, weight_version: int, key: str) -> tuple[Rollout, Metrics]:
-        """As `collect_greedy`, for the held-out prompts, with eval/* of train.eval_sets."""
-        rollout = self.collect_greedy(prompts, weight_version=weight_version, key=key)
+        """The greedy response to each prompt, of the weights of `weight_version` alone, ahead of other requests; and
+        eval/* of train.eval_sets.
+        """
+        rollout = Rollout(self._collect(prompts, 1, key, Sampling(0.0, urgent=True)), weight_version)
+        check_versions(rollout.samples, weight_version)
         metrics: Metrics = {}
         for each in self._eval_sets:
             sampling = Sampling(each.temperature, urgent=True, truncation=each.truncation)

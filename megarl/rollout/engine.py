@@ -107,6 +107,9 @@ class SGLangEngine(OnEventLoop):
         self._shares_prefixes = not config.sglang.get("disable_radix_cache", config.router_replay)
         self._seed = seed
         self._check_processes = check_processes
+        self.depends_on_batch = find_serving().depends_on_batch
+        """Whether the last bits of a turn depend on what else its server computes at the same time; to repeat a turn
+        exactly, the same batch must then be sent."""
         stop = find_stop_tokens(config, spec, self._tokenizer if config.stop else None)
         self._params = {"top_p": top_p, "top_k": top_k, "stop_token_ids": list(stop)}
 
@@ -118,13 +121,6 @@ class SGLangEngine(OnEventLoop):
     def num_slots(self) -> int:
         """Number of responses that the servers generate at once."""
         return self.num_servers * self._config.max_running_requests
-
-    @property
-    def depends_on_batch(self) -> bool:
-        """Whether the last bits of a turn depend on what else its server computes at the same time; to repeat a turn
-        exactly, the same batch must then be sent.
-        """
-        return find_serving().depends_on_batch
 
     async def generate_turns(self, requests: Sequence[TurnRequest], take: Callable[[int, Response], None]) -> None:
         """Generate all turns, those of one server as one batch; `take(i, turn)` gets the i-th as soon as it is there.
@@ -221,10 +217,8 @@ class SGLangEngine(OnEventLoop):
         return params | {"sampling_seed": compute_sampling_seed(f"{self._seed}/{request.name}")}
 
     def _build_fields(self, request: TurnRequest) -> dict[str, Any]:
-        fields: dict[str, Any] = {"return_logprob": True}
-        if self._replays_experts(request):
-            fields["return_routed_experts"] = True
-        return fields | ({"priority": URGENT} if request.urgent else {})
+        experts = {"return_routed_experts": True} if self._replays_experts(request) else {}
+        return {"return_logprob": True} | experts | ({"priority": URGENT} if request.urgent else {})
 
     def _replays_experts(self, request: TurnRequest) -> bool:
         # Evaluations, which alone are urgent, are not learned from.
@@ -246,8 +240,6 @@ class SGLangEngine(OnEventLoop):
 
 
 _LONG = re.compile(rb'"(output_ids|output_token_logprobs|routed_experts)":([\["])')
-_COMMA = ord(",")
-_EVERY_OTHER = 0b01010101
 _LARGEST_ID = np.iinfo(np.int32).max
 
 
@@ -332,7 +324,7 @@ def _parse_tokens(ids: memoryview, entries: memoryview) -> tuple[NDArray[np.int3
 
 def _parse_entries(entries: memoryview) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
     """The log-probs and ids."""
-    commas = np.nonzero(np.frombuffer(entries, np.uint8) == _COMMA)[0] if entries else np.zeros(0, np.int64)
+    commas = np.nonzero(np.frombuffer(entries, np.uint8) == ord(","))[0] if entries else np.zeros(0, np.int64)
     num = (len(commas) + 1) // 3
     if len(commas) != 3 * num - 1:
         return np.zeros(0, np.float32), np.zeros(0)
@@ -343,7 +335,7 @@ def _parse_entries(entries: memoryview) -> tuple[NDArray[np.float32], NDArray[np
     if (bounds[:, 0] > bounds[:, 1]).any():
         raise ValueError("a log-prob is missing")
     num_texts = bounds.size - 1
-    valid = bytes([_EVERY_OTHER]) * (num_texts // 8 + 1)
+    valid = bytes([0b01010101]) * (num_texts // 8 + 1)
     texts = pa.StringArray.from_buffers(
         num_texts, pa.py_buffer(bounds.reshape(-1)), pa.py_buffer(entries), pa.py_buffer(valid)
     )

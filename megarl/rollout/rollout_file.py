@@ -182,15 +182,11 @@ class Limits:
                 f"found token id {largest}; {self.reader}'s vocabulary has {self.vocab_size} tokens: the rollouts must"
                 " be of a policy with the same tokenizer"
             )
+        whole, of_reader = num_own + len(prompt) + len(response), f"the length for {self.reader}"
         for what, length, key, bound in (
             ("a prompt", len(prompt), "data.prompt_length", self.prompt_length),
             ("a response", len(response), "rollout.response_length", self.response_length),
-            (
-                "prompt and response",
-                num_own + len(prompt) + len(response),
-                f"the length for {self.reader}",
-                self.max_length,
-            ),
+            ("prompt and response", whole, of_reader, self.max_length),
         ):
             if bound is not None and length > bound:
                 raise ValueError(f"found {what} of {length} tokens; {key} is {bound} and must be at least that")
@@ -351,17 +347,9 @@ def find_groups(path: Path, limits: Limits, wrong: float = 0.0) -> SavedGroups:
             counts.update(rollouts=1, failed=count_failed(rollout.samples))
             for _, members in groupby(pairs, key=lambda pair: pair[1].group):
                 own = [line for line, _ in members]
-                text = b"".join(line.text for line in own)
-                groups.append(
-                    SavedGroup(
-                        hashlib.sha256(text).hexdigest(),
-                        own[0].where,
-                        own[0].start,
-                        len(text),
-                        len(own),
-                        counts["rollouts"] - 1,
-                    )
-                )
+                text, (where, start, _) = b"".join(line.text for line in own), own[0]
+                size = len(text), len(own), counts["rollouts"] - 1
+                groups.append(SavedGroup(hashlib.sha256(text).hexdigest(), where, start, *size))
     saved = SavedGroups(
         *(path, tuple(groups), counts["rollouts"], counts["failed"], counts["turns"] > 1, tuple(prompts.values())),
         tuple(str(warning.message) for warning in caught),

@@ -205,13 +205,6 @@ def find_stop_tokens(config: RolloutConfig, spec: GenerationSpec, tokenizer: Any
     return tuple(found)
 
 
-def load_family_options(checkpoint: Path) -> dict[str, Any]:
-    """Arguments of the server that the model's family needs; none for a checkpoint of no family here."""
-    path = checkpoint / "config.json"
-    family = FAMILIES.get(str(load_json(path).get("model_type"))) if path.is_file() else None
-    return {} if family is None else dict(family.server_options)
-
-
 def load_json(file: Path) -> dict[str, Any]:
     """The object in a file. Raises ConfigError naming the file."""
     try:
@@ -297,6 +290,8 @@ def build_command(
     problems = [*check_options(config.sglang), *serving.check(config), *check_variables(os.environ)]
     if problems:
         raise ConfigError(problems)
+    path = checkpoint / "config.json"
+    family = FAMILIES.get(str(load_json(path).get("model_type"))) if path.is_file() else None
     options = {
         "model_path": str(checkpoint),
         "host": host,
@@ -319,7 +314,7 @@ def build_command(
         # Requests that share cached tokens are all told the experts of the one that computed them last, which near a
         # tie are not those with which each sampled its first token.
         "disable_radix_cache": config.router_replay,
-        **load_family_options(checkpoint),
+        **(family.server_options if family else {}),
         **serving.list_options(config),
     }
     return [sys.executable, "-m", "sglang.launch_server", *render_options(options | config.sglang)]

@@ -104,3 +104,8 @@ def assert_refuted_and_mended(sync: Any, client: SGLangClient, planted: list[dic
     assert client.load_weight_version() == UNPUBLISHED
     sync.publish(6)
     assert client.load_weight_version() == 6
+
+
+def load_checksums(client: SGLangClient) -> list[dict[str, str]]:
+    """For each rank: 16 hex digits by SGLang's tensor name, on a CPU of SHA-256 over the raw bytes."""
+    return [rank["checksums"] for rank in client._call("/weights_checker", {"action": "checksum"})["ranks"]]

@@ -14,7 +14,7 @@ import torch
 from loop_parts import find_server, open_trainer
 from safetensors.torch import load_file, save_file
 from servers import ALPHABET, API_KEY, write_tiny_checkpoint
-from syncs import Sides, assert_refuted_and_mended, open_sides, planting, updating, write_directly
+from syncs import Sides, assert_refuted_and_mended, load_checksums, open_sides, planting, updating, write_directly
 from torch import Tensor
 
 from megarl.config.schema.roles import Dtype, RandomModelConfig
@@ -62,7 +62,7 @@ def read_shards(checkpoint: Path) -> list[dict[str, Tensor]]:
 def assert_holds_the_policy(sides: Sides, version: int) -> None:
     """By SGLang's own checksums, SHA-256 over the bytes of each tensor."""
     assert sides.client.load_weight_version() == version
-    for found, own in zip(sides.client.load_checksums(), read_shards(sides.checkpoint), strict=True):
+    for found, own in zip(load_checksums(sides.client), read_shards(sides.checkpoint), strict=True):
         for name, x in own.items():
             assert found[name] == hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest()[:16], name
 
@@ -249,12 +249,12 @@ def test_a_server_holds_after_a_publish_what_sglang_loads_of_the_policys_checkpo
 ) -> None:
     policy, other = (write_checkpoint(tmp_path / str(seed), family, seed) for seed in range(2))
     with open_sides(rollout_config, policy, policy, tmp_path) as sides, sides.open_sync() as sync:
-        expected = sides.client.load_checksums()
+        expected = load_checksums(sides.client)
         with updating(sides.client):
             sides.client.update_weights_from_disk(other)
-        before = sides.client.load_checksums()
+        before = load_checksums(sides.client)
         assert all(a.keys() == b.keys() and all(a[x] != b[x] for x in a) for a, b in zip(expected, before, strict=True))
         metrics = sync.publish(3)
-        assert sides.client.load_checksums() == expected
+        assert load_checksums(sides.client) == expected
     assert metrics["sync/bytes_over_bound"] == 1.0
     assert metrics["sync/probe_logprob_gap"] < 1e-4

@@ -17,6 +17,7 @@ import torch
 from generation import generate_groups
 from loop_parts import hosts_of, open_trainer
 from servers import API_KEY, running_server
+from syncs import load_checksums
 from transformers import AutoModelForCausalLM
 
 from megarl.config.schema.roles import Dtype
@@ -135,9 +136,9 @@ def test_publishing_moves_new_weights_and_raises_the_version(
     sync = build_sync(trained, engine, rollout_config, tmp_path / "weights", tokens)
     for version, seed in [(1, 11), (2, 12)]:
         trained.move_weights(seed)
-        before = engine.clients[0].load_checksums()
+        before = load_checksums(engine.clients[0])
         metrics = sync.publish(version)
-        assert engine.clients[0].load_checksums() != before
+        assert load_checksums(engine.clients[0]) != before
         assert engine.clients[0].load_weight_version() == version
         assert metrics["sync/probe_logprob_gap"] < 1e-4
         assert [d.name for d in (tmp_path / "weights").iterdir()] == [f"v{version}"]
@@ -154,7 +155,7 @@ def test_a_server_that_computes_another_model_ends_the_run_before_anything_is_tr
 ):
     client, tokens = engine.clients[0], build_probe_tokens((), 55)
     build_sync(TransformersPolicy(tiny_checkpoint), engine, rollout_config, tmp_path / "first", tokens).publish(5)
-    version, before = client.load_weight_version(), client.load_checksums()
+    version, before = client.load_weight_version(), load_checksums(client)
     # The server was started with the base of the positions that the checkpoint says; the policy has another.
     trained = shutil.copytree(tiny_checkpoint, tmp_path / "trained")
     fields = json.loads((trained / "config.json").read_text())
@@ -171,7 +172,7 @@ def test_a_server_that_computes_another_model_ends_the_run_before_anything_is_tr
         assert trainer.iteration == 0
         assert client.load_weight_version() == UNPUBLISHED
         # The checksums had been found equal.
-        assert client.load_checksums() == before
+        assert load_checksums(client) == before
     client.set_weight_version(version)
 
 

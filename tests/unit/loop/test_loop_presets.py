@@ -67,7 +67,7 @@ def test_the_last_evaluation_is_the_summary_and_is_of_the_last_weights(tmp_path:
     with World().open_trainer(tmp_path, ["algo=grpo", "train.num_iterations=3", "train.eval_every=2"]) as trainer:
         summary = trainer.run()
         assert trainer.fleet.version == summary.num_iterations == 3
-        again = trainer.components.collector.collect_greedy(trainer.fleet.heldout, weight_version=3)
+        again = trainer.components.collector.evaluate(trainer.fleet.heldout, weight_version=3, key="k")[0]
     rewards = [sample.score.reward for sample in again.samples]
     assert summary.heldout_reward == pytest.approx(sum(rewards) / len(rewards))
     lines = load_metrics(tmp_path / "metrics.jsonl")
