@@ -18,7 +18,7 @@ from megarl.config.schema import task as schema
 from megarl.config.schema.task import AnswerPart
 from megarl.files import parse_json
 from megarl.task.environments import METADATA, ToolPrompt, load_verifiers_environment, to_messages
-from megarl.task.process import load_callable
+from megarl.task.process import load_callable, shorten
 from megarl.task.render import Renderer
 from megarl.types import Message, Prompt
 
@@ -92,7 +92,7 @@ def read_problems(
     for where, record in located:
         for name, value in record.items():
             if MEDIA.fullmatch(str(name)) and value:
-                found = f"found {_shorten(value)}; the model reads text alone and would not see it"
+                found = f"found {shorten(repr(value), 80)}; the model reads text alone and would not see it"
                 hint = "Take the column out of the data where the questions can be answered without it"
                 raise ConfigError([f"{where}: {name}: {found}. {hint}"])
     prompt_field, answer_field, others = find_fields(located, config)
@@ -185,7 +185,7 @@ def read_messages(where: str, value: list[Any]) -> tuple[Message, ...]:
         if role not in ("system", "user", "assistant") or not isinstance(content, str) or unread:
             needed = '{"role": "system", "user" or "assistant", "content": text}'
             needed += f" without {' and '.join(unread)}" if unread else ""
-            raise ConfigError([f"{where}[{number}]: found {_shorten(item)}; expected {needed}"])
+            raise ConfigError([f"{where}[{number}]: found {shorten(repr(item), 80)}; expected {needed}"])
         messages.append(Message(role, content))
     if not messages:
         raise ConfigError([f"{where}: found no messages; expected one or more"])
@@ -263,17 +263,12 @@ def get_field(record: Mapping[str, Any], name: str) -> Any:
 def _refuse_field(where: str, record: Mapping[str, Any], name: str, expected: str, key: str) -> ConfigError:
     value, hint = get_field(record, name), ""
     if value is not None:
-        found = f"found {_shorten(value)}"
+        found = f"found {shorten(repr(value), 80)}"
     elif name in record or (isinstance(get_field(record, name.rpartition(".")[0]), Mapping) and "." in name):
         found, hint = "found null", f"; take such rows out of the data, or name another column with {key}"
     else:
         found = f"found only {', '.join(map(str, record))}"
     return ConfigError([f"{where}: {name}: {found}; expected {expected}{hint}"])
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 Read = tuple[list[Problem], str]

@@ -24,7 +24,7 @@ from megarl.config.errors import ConfigError, describe_error, load_named
 from megarl.config.schema import task as schema
 from megarl.environment import Action, Environment, EpisodeSetting, Observation, Step
 from megarl.files import parse_json
-from megarl.task.process import CallError, FunctionProcess, StartError, load_callable
+from megarl.task.process import CallError, FunctionProcess, StartError, load_callable, shorten
 from megarl.types import FinishReason, Message
 
 if TYPE_CHECKING:
@@ -86,13 +86,13 @@ class Toolbox:
             return _fail(f"{name}: the arguments are not JSON: {error}")
         wrong = best_match(self._validators[name].iter_errors(given))
         if wrong is not None:
-            return _fail(f"{name}: wrong arguments: {_shorten_line(wrong.message)}")
+            return _fail(f"{name}: wrong arguments: {shorten(wrong.message, 300)}")
         process = self._free.get()
         try:
             return ToolResult(str(process.call({"name": name, "arguments": given})), failed=False)
         except (CallError, StartError) as error:
             is_said = isinstance(error, CallError) and error.kind in ("raised", "time", "memory")
-            return _fail(f"{name}: {_shorten_line(str(error)) if is_said else 'its process ended'}")
+            return _fail(f"{name}: {shorten(str(error), 300) if is_said else 'its process ended'}")
         finally:
             self._free.put(process)
 
@@ -129,10 +129,6 @@ def describe_tool(path: str) -> ToolSchema:
 
 def _fail(reason: str) -> ToolResult:
     return ToolResult(f"error: {reason}", failed=True)
-
-
-def _shorten_line(text: str, length: int = 300) -> str:
-    return text if len(text) <= length else f"{text[:length]}..."
 
 
 TOOLS_PLACEHOLDER = "{tools}"

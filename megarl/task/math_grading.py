@@ -290,7 +290,7 @@ _LETTERS = frozenset("mgshlLNJWVAKCF")
 _GLUED = frozenset(["mm", "cm", "dm", "km", "kg", "ft", "yd", "lb", "oz", "hr", "hz"])
 """Units of two letters that are no product behind a digit either."""
 _SPACED = _GLUED | frozenset(["mg", "ml", "cl", "dl", "mi", "in", "ms", "ha", "kw"])
-_WORDS = re.compile(r"[A-Za-z°$€£¢%][A-Za-z°$€£¢%'’.-]*(?:\^\{?[23]\}?|[²³])?|/")
+_WORDS = re.compile(r"[A-Za-z°$€£¢%][A-Za-z°$€£¢%'’.-]*(?:\^\{?[23]\}?)?|/")
 
 
 @dataclass(frozen=True)
@@ -365,10 +365,8 @@ def _measure(words: list[str]) -> tuple[str, Fraction] | None:
         elif word in ("square", "cubic"):
             power = {"square": 2, "cubic": 3}[word]
         else:
-            exponent = re.search(r"(?:\^\{?([23])\}?|([²³]))$", word)
-            name = word[: exponent.start()] if exponent else word
-            if exponent:
-                power = int((exponent.group(1) or exponent.group(2)).translate(str.maketrans("²³", "23")))
+            name, *exponent = re.split(r"\^\{?([23])", word)[:2]
+            power = int(exponent[0]) if exponent else power
             name = _SHORT.get(_singular(name), name)
             unit = getattr(sympy_units, name, None) or getattr(sympy_units, _singular(name), None)
             if not isinstance(unit, Quantity) or not unit.scale_factor.is_Rational:

@@ -24,18 +24,7 @@ from typing import Any
 import psutil
 
 from megarl.config.errors import ConfigError, DescribedError, load_named
-from megarl.task.sandbox import (
-    ROOT,
-    allow_files,
-    describe_status,
-    end_process,
-    exchange,
-    find_protections,
-    kill_group,
-    list_readable,
-    python,
-    refuse_calls,
-)
+from megarl.task import sandbox
 
 START_DEADLINE_S = 180.0
 """For importing the function's packages on a busy machine"""
@@ -126,7 +115,7 @@ class FunctionProcess:
         self._closed = True
         # Beside a call only the kill: the pipes are the call's until it has noticed.
         if (process := self._process) is not None and process.poll() is None:
-            kill_group(process)
+            sandbox.kill_group(process)
         self.stop()
 
     def _ask(self, question: bytes) -> dict[str, Any]:
@@ -140,7 +129,7 @@ class FunctionProcess:
             -signal.SIGALRM: ("time", f"it took longer than {self._timeout_s:g} s"),
             OUT_OF_MEMORY: ("memory", f"it needed more than {self._memory_gb:g} GiB of memory"),
             -signal.SIGKILL: ("killed", "its process was killed (SIGKILL) twice"),
-        }.get(status, ("died", f"its process died ({describe_status(status)})"))
+        }.get(status, ("died", f"its process died ({sandbox.describe_status(status)})"))
         raise CallError(kind, text)
 
     def _exchange(
@@ -148,7 +137,7 @@ class FunctionProcess:
     ) -> tuple[dict[str, Any] | None, int]:
         """The answer, or None and the status of the process, which is then ended: SIGALRM's where time ran out."""
         try:
-            line = exchange(process, question + b"\n", seconds)
+            line = sandbox.exchange(process, question + b"\n", seconds)
         except TimeoutError:
             self._stop()
             return None, -signal.SIGALRM
@@ -173,7 +162,7 @@ class FunctionProcess:
             env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         )
         self._process, self._has_answered = process, False
-        self._finalizer = weakref.finalize(self, end_process, process)
+        self._finalizer = weakref.finalize(self, sandbox.end_process, process)
         if self._closed:  # `close` may have looked before there was a process to kill.
             self._stop()
             self._check_open()
@@ -183,7 +172,7 @@ class FunctionProcess:
         if message is None and status == -signal.SIGALRM:
             raise StartError(f"loading {self._path} took longer than {START_DEADLINE_S:.0f} s")
         if message is None:
-            raise StartError(f"the process that loads {self._path} died ({describe_status(status)})")
+            raise StartError(f"the process that loads {self._path} died ({sandbox.describe_status(status)})")
         if "error" in message:
             self._stop()
             raise StartError(message["error"])
@@ -222,6 +211,11 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def shorten(text: str, length: int) -> str:
+    """The text, or its first characters and three dots."""
+    return text if len(text) <= length else f"{text[:length]}..."
+
+
 def call(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     """The function's result; a coroutine is awaited."""
 
@@ -244,8 +238,8 @@ def load_tools(paths: Mapping[str, str], result_length: int) -> Callable[..., st
     A result that is no text is given as JSON; results are cut to `result_length` characters.
     """
     functions = {name: load_callable(path) for name, path in paths.items()}
-    if functions.get("python") is python:
-        find_protections()  # Tries what the machine has, which takes a second: no call's time.
+    if functions.get("python") is sandbox.python:
+        sandbox.find_protections()  # Tries what the machine has, which takes a second: no call's time.
 
     def run(name: str, arguments: dict[str, Any]) -> str:
         result = call(functions[name], **arguments)
@@ -296,9 +290,9 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     if task["sealed"]:  # What the kernel does not grant is left out: it was said before the start.
         with contextlib.suppress(OSError):
-            allow_files([*list_readable(), str(ROOT / "megarl")], None)
+            sandbox.allow_files([*sandbox.list_readable(), str(sandbox.ROOT / "megarl")], None)
         with contextlib.suppress(OSError):
-            refuse_calls(os.getpid(), own_files=False)
+            sandbox.refuse_calls(os.getpid(), own_files=False)
     write({"ready": True})
     served_by = os.getpid()
     for line in questions:

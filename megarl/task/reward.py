@@ -28,7 +28,7 @@ import numpy as np
 from megarl.config.errors import ConfigError, DescribedError, describe_error
 from megarl.config.schema import task as schema
 from megarl.files import check_state, parse_json
-from megarl.task.process import CallError, FunctionProcess, StartError, call, load_callable
+from megarl.task.process import CallError, FunctionProcess, StartError, call, load_callable, shorten
 from megarl.task.sandbox import Finished, Limits, SandboxError, run_python, warn_of_gaps
 from megarl.types import (
     FinishReason,
@@ -195,9 +195,8 @@ class FormatReward(ProcessReward):
         try:
             re.compile(config.pattern)
         except (re.error, OverflowError, RecursionError) as error:
-            raise ConfigError(
-                [f"reward.pattern: found {config.pattern!r}; not a regular expression: {error}"]
-            ) from error
+            found = f"found {config.pattern!r}; not a regular expression: {error}"
+            raise ConfigError([f"reward.pattern: {found}"]) from error
         super().__init__(config, pattern=config.pattern)
 
     def read(self, answer: Any, prompt: Prompt) -> Score:
@@ -656,8 +655,7 @@ def _read_number(value: Any) -> float | None:
 
 
 def _show(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:60] + '...'} ({type(value).__name__})"
+    return f"{shorten(repr(value), 60)} ({type(value).__name__})"
 
 
 def encode_question(prompt: Prompt, response: Response) -> str:

@@ -10,21 +10,10 @@ from typing import Any, NamedTuple
 from megarl.config.errors import ConfigError
 from megarl.config.schema import task as schema
 from megarl.config.schema.task import RewardConfig, WeightedRewardConfig, read_parts
+from megarl.task import reward as rewards
 from megarl.task.data import GYM
-from megarl.task.process import describe, load_callable
-from megarl.task.reward import (
-    AsyncReward,
-    CodeReward,
-    DirectReward,
-    EnvironmentReward,
-    FormatReward,
-    FunctionReward,
-    LengthReward,
-    MathReward,
-    NumericReward,
-    RewardFailedError,
-    score_exact,
-)
+from megarl.task.process import describe, load_callable, shorten
+from megarl.task.reward import AsyncReward, DirectReward, RewardFailedError
 from megarl.task.served_rewards import HttpReward, JudgeReward, ScalarModelReward
 from megarl.types import FinishReason, Prompt, Response, RewardFunction, Score, check_score
 
@@ -110,17 +99,17 @@ def build_reward(config: RewardConfig, key: str = "reward") -> AsyncReward:
 TOYS = "megarl.examples.toys.rewards:"
 KINDS: Mapping[type[RewardConfig], Callable[[Any], AsyncReward | RewardFunction]] = {
     schema.AdditionRewardConfig: lambda config: load_callable(TOYS + "score_addition"),
-    schema.CodeRewardConfig: CodeReward,
-    schema.EnvironmentRewardConfig: EnvironmentReward,
-    schema.ExactRewardConfig: lambda config: score_exact,
-    schema.FormatRewardConfig: FormatReward,
-    schema.FunctionRewardConfig: FunctionReward,
+    schema.CodeRewardConfig: rewards.CodeReward,
+    schema.EnvironmentRewardConfig: rewards.EnvironmentReward,
+    schema.ExactRewardConfig: lambda config: rewards.score_exact,
+    schema.FormatRewardConfig: rewards.FormatReward,
+    schema.FunctionRewardConfig: rewards.FunctionReward,
     schema.HttpRewardConfig: HttpReward,
     schema.JudgeRewardConfig: JudgeReward,
-    schema.LengthRewardConfig: LengthReward,
+    schema.LengthRewardConfig: rewards.LengthReward,
     schema.LetterCountRewardConfig: lambda it: load_callable(TOYS + "LetterCountReward")(it.tolerance, it.falloff),
-    schema.MathRewardConfig: MathReward,
-    schema.NumericRewardConfig: NumericReward,
+    schema.MathRewardConfig: rewards.MathReward,
+    schema.NumericRewardConfig: rewards.NumericReward,
     schema.ReasoningGymRewardConfig: lambda config: load_callable(GYM + "ReasoningGymReward")(config),
     schema.ScalarModelRewardConfig: ScalarModelReward,
 }
@@ -172,7 +161,6 @@ class Scorer:
         async def check_all() -> None:
             for prompt in prompts:
                 asked = prompt.messages[-1].content if prompt.messages else prompt.text
-                shown = repr(asked if len(asked) <= 60 else f"{asked[:60]}...")
                 for text in ("", prompt.answer) if self._reward.is_users else ("",):
                     # One token: without a text the end of the sequence, sampled at once.
                     response = Response((0,), text, (0.0,), (True,), (0,), FinishReason.stop)
@@ -184,7 +172,8 @@ class Scorer:
                         raise
                     except (ValueError, RewardFailedError) as error:
                         what = f"the reference answer {text[:60]!r} as a response" if text else "an empty response"
-                        raise ConfigError([f"{chosen}: {what} to {shown} cannot be scored: {error}"]) from error
+                        why = f"{what} to {shorten(asked, 60)!r} cannot be scored: {error}"
+                        raise ConfigError([f"{chosen}: {why}"]) from error
 
         # A thread of its own: the caller's may have an event loop that runs, as in a notebook.
         with ThreadPoolExecutor(1) as thread:

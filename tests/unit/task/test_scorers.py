@@ -198,7 +198,7 @@ def test_what_a_function_does_costs_its_sample_and_no_other(scorer, text, reason
     assert reason in failed.failure
     assert "\n" not in failed.failure
     # The names that the algorithms log are reserved.
-    sources = [file.read_text() for file in Path(algo.__file__).parent.glob("*.py")]
+    sources = [file.read_text() for file in Path(algo.__path__[0]).glob("*.py")]
     assert {name for source in sources for name in re.findall(r'"reward/(\w+)"', source)} <= RESERVED_NAMES
 
 
