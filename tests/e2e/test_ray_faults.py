@@ -1,8 +1,12 @@
-"""Faults of Ray itself and signals while it starts: the driver ends by its own word, and leaves nothing behind."""
+"""Faults of Ray itself and signals while it starts: the driver ends by its own word, and leaves nothing behind; runs in
+a Ray that was started by hand, as docs/ray-clusters.md says.
+"""
 
 import os
 import re
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +15,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from whole_runs import find_marked, start, train, wait_end, wait_for_iteration, wait_until
+
+from megarl.report.record import State, load_metrics, load_outcome
+from megarl.signals import pick_free_port
 
 pytestmark = pytest.mark.slow
 
@@ -65,14 +73,14 @@ class Driver:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
+def begin(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
     drivers: list[Driver] = []
 
-    def begin(deadline_s: float = RAY_DEADLINE_S) -> Driver:
+    def start_one(deadline_s: float = RAY_DEADLINE_S) -> Driver:
         drivers.append(Driver(tmp_path, deadline_s))
         return drivers[-1]
 
-    yield begin
+    yield start_one
     for driver in drivers:
         if driver.run.poll() is None:
             driver.run.kill()
@@ -94,9 +102,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
     ],
 )
 def test_a_process_of_ray_that_stops_or_dies_ends_the_run_with_what_was_asked_of_it_and_leaves_nothing(
-    process: str, fault: Callable[[psutil.Process], None], message: str, start: Callable[..., Driver]
+    process: str, fault: Callable[[psutil.Process], None], message: str, begin: Callable[..., Driver]
 ) -> None:
-    driver = start(RAY_DEADLINE_S if message else 120.0)
+    driver = begin(RAY_DEADLINE_S if message else 120.0)
     driver.wait_steps("called")
     found = driver.find(process)
     assert found is not None
@@ -114,9 +122,9 @@ def test_a_process_of_ray_that_stops_or_dies_ends_the_run_with_what_was_asked_of
     ],
 )
 def test_a_signal_at_any_moment_of_a_start_ends_it_by_the_signals_own_code(
-    start: Callable[..., Driver], number: signal.Signals, phase: str
+    begin: Callable[..., Driver], number: signal.Signals, phase: str
 ) -> None:
-    driver = start(deadline_s=120.0)
+    driver = begin(deadline_s=120.0)
     if phase in ("opened", "called"):
         driver.wait_steps(phase)
     else:
@@ -125,3 +133,66 @@ def test_a_signal_at_any_moment_of_a_start_ends_it_by_the_signals_own_code(
     # SIGQUIT (Ctrl-backslash) is not waited for: it ends the driver at once, and so does SIGKILL.
     expected = -number if number in (signal.SIGQUIT, signal.SIGKILL) else 128 + number
     assert driver.end() == expected, driver.log.read_text()
+
+
+SMALL = (
+    *("train.num_iterations=2", "train.samples_per_iteration=16", "train.samples_per_minibatch=16"),
+    *("train.num_eval_prompts=2", "algo=reinforce_pp", "train.eval_every=100"),
+)
+
+
+@pytest.fixture
+def ray_address(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """HOST:PORT of a Ray that `ray start` starts, and that must still be there after the test."""
+    # Ray uses a user's key where there is one, and listens on all interfaces.
+    key = short_path / "token"
+    key.write_text(secrets.token_hex(32))
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(key))
+    # It would kill the run where others fill the machine's memory.
+    monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")
+    port = pick_free_port("127.0.0.1")
+    start = ("start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=4")
+    more = ("--include-dashboard=false", "--object-store-memory=268435456", f"--temp-dir={short_path}")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ray.scripts.scripts", *start, *more],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield f"127.0.0.1:{port}"
+        assert process.poll() is None
+    finally:
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+        process.wait(60)
+        _, alive = psutil.wait_procs(children, timeout=60)
+        for each in alive:
+            each.kill()
+
+
+def is_listening(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=1.0).close()
+        return True
+    except OSError:
+        return False
+
+
+def test_a_run_joins_a_ray_started_by_hand_and_another_one_after_a_stop(ray_address: str, tmp_path: Path) -> None:
+    # A run itself waits for the Ray a few seconds only.
+    wait_until(lambda: is_listening(ray_address), "Ray to start")
+    train(*SMALL, f"cluster.ray_address={ray_address}", f"hydra.run.dir={tmp_path}/a")
+    lines = load_metrics(tmp_path / "a" / "metrics.jsonl")
+    assert [line["iteration"] for line in lines] == [0, 1, 2]
+    for name in ("policy", "servers"):
+        assert all(line[f"perf/{name}_peak_memory_gb"] > 0.1 for line in lines[1:])
+    # The address of the environment, and an end by a signal, after which the Ray has none of the run's processes.
+    more = ("train.num_iterations=1000", "cluster.ray_address=auto", f"hydra.run.dir={tmp_path}/b")
+    second = start(*SMALL, *more, RAY_ADDRESS=ray_address)
+    wait_for_iteration(second, tmp_path / "b")
+    second.send_signal(signal.SIGTERM)
+    code, printed = wait_end(second)
+    assert code == 128 + signal.SIGTERM, printed
+    assert load_outcome(tmp_path / "b").state is State.stopped
+    wait_until(lambda: not find_marked(tmp_path / "b"), "the run's processes to end")

@@ -1,11 +1,19 @@
-"""`sbatch slurm/train.sh` on a real Slurm: over two nodes, asked to stop, cancelled, two at once, a node is lost."""
+"""`sbatch slurm/train.sh` on a real Slurm: over two nodes, asked to stop, cancelled, two at once, a node is lost; what
+is found before a job trains; each run of `megarl.train -m hydra/launcher=slurm` is a job.
+"""
 
+import getpass
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import psutil
 import pytest
-from mini_slurm import MiniSlurm, wait_until
+from mini_slurm import HIDDEN_ON, MiniSlurm, wait_until
 from slurm_job import Job
+
+from megarl.report.record import load_sweep
 
 pytestmark = pytest.mark.slow
 
@@ -121,3 +129,95 @@ def test_a_start_that_wrote_no_checkpoint_in_its_time_is_not_repeated(slurm: Min
         "SIGUSR1: this start's time is over: not requeued: 1 start brought no checkpoint (newest: none)" in job.output
     )
     assert "give it more (sbatch --time=, --signal=B:USR1@SECONDS), or make iterations shorter" in job.output
+
+
+TRAIN = str(Path(__file__).resolve().parents[2] / "slurm" / "train.sh")
+OWN_MODEL = ("model.name=mine", "model.source=path")
+
+
+def test_a_partition_that_does_not_exist_is_named_by_sbatch(slurm: MiniSlurm) -> None:
+    done = slurm.call("sbatch", "--partition=nowhere", TRAIN, check=False)
+    assert done.returncode == 1
+    assert "invalid partition specified: nowhere" in done.stderr
+
+
+def test_each_kind_of_bad_input_ends_its_job_before_ray_starts_and_is_named(
+    slurm: MiniSlurm, submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = slurm.root / "hidden" / "model"
+    model.mkdir(parents=True, exist_ok=True)
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").touch()
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    split = "rollout.transport=split"
+    jobs = {
+        "need 3 nodes of 1 GPUs (cluster.gpus_per_node); there are 2": submit(
+            split, options=("--nodes=2", "--gpus-per-node=1")
+        ),
+        "cluster.num_nodes: found 4; job {job} has 2": submit(split, "cluster.num_nodes=4", options=TWO_NODES),
+        f"{HIDDEN_ON}: model.path: '{model}' found": submit(
+            split, *OWN_MODEL, f"model.path={model}", options=TWO_NODES
+        ),
+        "n1, n2: model.path: 'Qwen/Qwen2.5-32B' found": submit(
+            split, *OWN_MODEL, "model.path=Qwen/Qwen2.5-32B", options=TWO_NODES
+        ),
+        "--nodes=2: options of sbatch stand before slurm/train.sh": submit(split, "--nodes=2", options=TWO_NODES),
+        "rollout.tp: found 8; a server is on one node, which has 2 GPUs": submit("model=qwen32b", options=TWO_NODES),
+    }
+    smi = "[ $SLURMD_NODENAME = n1 ] && name=H100 || name=A100; echo 0, $name, 1; echo 1, $name, 1"
+    write_program(tmp_path / "bin" / "nvidia-smi", smi)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    jobs["A100 on n2"] = submit(split, options=TWO_NODES)
+    for message, job in jobs.items():
+        job.wait_state("FAILED")
+        assert message.format(job=job.number) in job.output
+        assert job.show("ExitCode") == "2:0"
+        assert "Ray at" not in job.output
+        assert job.show("Restarts") == "0"
+        assert not (job.run_dir / "run.json").exists()
+
+
+def write_program(path: Path, text: str) -> None:
+    path.parent.mkdir()
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+SHORT = (*WITH_CRITIC, "train.num_iterations=1", "train.num_eval_prompts=8")
+JOB = ("hydra/launcher=slurm", "hydra.launcher.nodes=2", "hydra.launcher.gpus_per_node=2")
+
+
+def test_a_sweep_for_a_partition_that_does_not_exist_ends_with_what_sbatch_says(
+    slurm: MiniSlurm, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "megarl.train", "-m", *JOB, "algo=vapo", "algo.clip_high=0.2,0.28"]
+    done = subprocess.run(
+        [*command, f"hydra.sweep.dir={tmp_path}/sweep", "hydra.launcher.partition=none"],
+        env=os.environ | slurm.environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: hydra.launcher: sbatch: ")
+    assert last.endswith("Batch job submission failed: Invalid partition name specified")
+    assert slurm.call("squeue", "--noheader").stdout == ""
+
+
+@pytest.mark.timeout(900)
+def test_each_run_of_a_sweep_is_a_job(slurm: MiniSlurm, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megarl.train", "-m", *JOB, *SHORT, "algo=vapo", "algo.clip_high=0.2,0.28"]
+    try:
+        done = subprocess.run(
+            [*command, f"hydra.sweep.dir={tmp_path}/sweep"],
+            env=os.environ | slurm.environment | {"MEGARL_PYTHON": sys.executable},
+            capture_output=True, text=True, timeout=800,
+        )  # fmt: skip
+    finally:
+        # What is left of a sweep that ended early has both nodes to itself.
+        slurm.call("scancel", f"--user={getpass.getuser()}", check=False)
+    sweep = load_sweep(tmp_path / "sweep")
+    logs = [path.read_text()[-3000:] for path in (tmp_path / "sweep").glob("*/output.log")]
+    assert done.returncode == 0, "\n".join([done.stdout, done.stderr, *logs])
+    assert [run.state for run in sweep] == ["done", "done"]
+    for run in sweep:
+        assert (tmp_path / "sweep" / run.name / "logs" / "slurm").is_dir()
+        assert run.config["cluster.num_nodes"] == 2
