@@ -104,7 +104,7 @@ def read_problems(
     part = config.answer_part or _choose_part(located, values)
     problems: list[Problem] = []
     for (where, record), (messages, _), value in zip(located, chats, values, strict=True):
-        answer = read_answer(value, part)
+        answer = extract_answer(value, part)
         if not answer:
             expected = "a text or number" if part is AnswerPart.whole else f"a text with {PARTS[part]}"
             needed = f"{expected} that is not blank"
@@ -204,7 +204,7 @@ def _decode_chat(value: Any) -> Any:
     return decoded if decoded and is_chat else value
 
 
-def read_answer(value: Any, part: AnswerPart = AnswerPart.whole) -> str:
+def extract_answer(value: Any, part: AnswerPart = AnswerPart.whole) -> str:
     """The answer as text: the only element of a list, 27.0 as 27, of texts the part. "" for a value that is no answer,
     and for a text that has no such part."""
     if isinstance(value, list) and len(value) == 1:

@@ -195,11 +195,6 @@ def extract_statements(text: str, mode: str) -> list[str] | None:
     return [content for _, content in sorted(boxes + _find_final_statements(text))]
 
 
-def ends_in_open_thinking(prompt: str) -> bool:
-    """Whether the prompt ends with a tag that opens the response's thinking."""
-    return _OPEN_THINKING.search(prompt) is not None
-
-
 def remove_thinking(text: str, *, thinking: bool) -> str:
     """The text after the last thinking; empty where thinking does not end."""
     end = 0
@@ -396,9 +391,8 @@ _NUMBER = re.compile(
 )
 _BASE = re.compile(
     r"(?P<sign>-?)\s*[({]?(?P<digits>[0-9A-Z]+)[)}]?_\{?\(?(?:\\text\{)?\s*"
-    r"(?P<base>\d+|two|three|four|five|six|seven|eight|nine|ten)\}?\)?\}?$"
+    rf"(?P<base>\d+|{'|'.join(_NUMERALS)})\}}?\)?\}}?$"
 )
-_BASES = dict(zip(["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"], range(2, 11), strict=True))
 
 
 @dataclass(frozen=True)
@@ -423,21 +417,22 @@ class Number:
 
 
 def read_number(text: str) -> Number | None:
+    try:
+        return _read_number(text)
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+def _read_number(text: str) -> Number | None:
     if found := _BASE.fullmatch(re.sub(r"^\\text\{\s*(\w+)\s*\}(?=\s*_)", r"\1", text)):
-        base = _BASES.get(found["base"]) or int(found["base"])
-        try:
-            value = Fraction(int(found["sign"] + found["digits"], base))
-        except ValueError:
-            return None
+        base = int(found["base"]) if found["base"].isdigit() else _NUMERALS.index(found["base"]) + 1
+        value = Fraction(int(found["sign"] + found["digits"], base))
         return Number(value, "integer", False, Unit(("base", str(base))))
     found = _NUMBER.match(text)
     if found is None:
         return None
     get = found.groupdict()
-    try:
-        value, form = _evaluate(get)
-    except (ValueError, ZeroDivisionError):
-        return None
+    value, form = _evaluate(get)
     negative = [get["sign"], get["sign2"], get["sign3"]].count("-") % 2
     rest = text[found.end() :]
     is_percent = rest.lstrip().startswith("%")
@@ -1100,9 +1095,13 @@ def check_source(source: str) -> None:
     texts: set[int] = set()
     for node in ast.walk(tree):  # Parents come before their children.
         if isinstance(node, ast.Call):
-            if not _is_allowed(node.func):
+            # Function('f')(...) is how sympy writes a function it does not know.
+            called, allowed = node.func, FUNCTIONS
+            if isinstance(called, ast.Call):
+                called, allowed = called.func, frozenset({"Function"})
+            if not isinstance(called, ast.Name) or called.id not in allowed:
                 raise ValueError(f"{ast.unparse(node.func)} is not a function that an answer may use")
-            if isinstance(node.func, ast.Name) and node.func.id in TEXT_TAKERS:
+            if called is node.func and called.id in TEXT_TAKERS:
                 texts.update(map(id, node.args))
         elif not isinstance(node, NODES):
             raise ValueError(f"{type(node).__name__} is not part of an answer")
@@ -1110,19 +1109,12 @@ def check_source(source: str) -> None:
             raise ValueError("text is not part of an answer")
 
 
-def _is_allowed(function: ast.expr) -> bool:
-    """Whether f(...) may be called; Function('f')(...) is how sympy writes a function it does not know."""
-    if isinstance(function, ast.Call):
-        return isinstance(function.func, ast.Name) and function.func.id == "Function"
-    return isinstance(function, ast.Name) and function.id in FUNCTIONS
-
-
 def build_math_scorer() -> Callable[..., dict[str, Any]]:
     """(gold, text, mode, prompt) -> {"correct", "read", "answer"}."""
     guard_sympy()
 
     def score(gold: str, text: str, mode: str, prompt: str) -> dict[str, Any]:
-        verdict = grade(gold, text, mode, thinking=ends_in_open_thinking(prompt))
+        verdict = grade(gold, text, mode, thinking=_OPEN_THINKING.search(prompt) is not None)
         return {"correct": verdict.is_right, "read": verdict.is_read, "answer": verdict.answer}
 
     return score
