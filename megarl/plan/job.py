@@ -69,11 +69,12 @@ PUBLISHED = {
 """Fields of config.json that determine sizes and layers, as published, by the name on the hub, as in model.path: a job
 is planned without the model's files.
 """
-DEFAULT_MODULES = ("core_attn",)
-"""Modules that Megatron recomputes under recompute=selective (transformer_config.py, recompute_modules)"""
 SAMPLE_BYTES = 64
 """Bytes per token of an iteration in the driver: ids, log-probs, values, advantages, returns and masks"""
 FIRST, LAST = (f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last"))
+
+
+Node = schema.TrainedRoleConfig | schema.ReferenceConfig
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,7 @@ def find_architecture(name: str, key: str) -> Architecture:
     directory = Path(name).expanduser()
     if (directory / "config.json").is_file():
         return _read(directory, key)
-    cached = find_in_cache(name)
-    if cached is not None:
+    if (cached := find_in_cache(name)) is not None:
         return _read(cached, key)
     if name in PUBLISHED:
         return parse_architecture(PUBLISHED[name], Path(name))
@@ -146,7 +146,7 @@ def build_jobs(config: Config, models: PlannedModels, on_gpu: bool) -> dict[str,
 
     Raises ConfigError for a layout that does not divide its model, and for replay of routes that it does not have.
     """
-    nodes: dict[str, schema.TrainedRoleConfig | schema.ReferenceConfig] = {"policy": config.policy}
+    nodes: dict[str, Node] = {"policy": config.policy}
     nodes |= {"critic": config.critic} if needs_critic(config.algo) else {}
     nodes |= {"reference": config.reference} if needs_reference(config.algo) else {}
     jobs = {name: _build_job(config, name, node, models, on_gpu) for name, node in nodes.items()}
@@ -160,36 +160,16 @@ def build_jobs(config: Config, models: PlannedModels, on_gpu: bool) -> dict[str,
     return jobs
 
 
-def _build_job(
-    config: Config,
-    name: str,
-    node: schema.TrainedRoleConfig | schema.ReferenceConfig,
-    models: PlannedModels,
-    on_gpu: bool,
-) -> m.RoleJob:
-    batch, num_microbatches = find_microbatch(config, node.parallel, find_longest(config, is_critic=name == "critic"))
-    saving, fp8 = m.Saving(), False
-    if isinstance(node, schema.TrainedRoleConfig):
-        fp8 = node.fp8 is not None
-        modules = tuple(config.model.megatron.get("recompute_modules") or DEFAULT_MODULES)
-        saving = m.Saving(node.recompute, node.recompute_method, node.recompute_num_layers, modules)
+def _build_job(config: Config, name: str, node: Node, models: PlannedModels, on_gpu: bool) -> m.RoleJob:
+    megatron, is_critic = config.model.megatron, name == "critic"
+    fp8 = isinstance(node, schema.TrainedRoleConfig) and node.fp8 is not None
     return m.RoleJob(
-        name=name,
-        arch=models.critic if name == "critic" else models.policy,
-        parallel=node.parallel,
-        dtype=node.dtype,
-        is_trained=isinstance(node, schema.TrainedRoleConfig),
-        has_value_head=name == "critic",
-        holds_reference=name == "policy" and needs_full_kl(config.algo),
-        offload=node.offload,
-        saving=saving,
-        batch=batch,
-        num_microbatches=num_microbatches,
+        *(name, node, models.critic if is_critic else models.policy),
+        *find_microbatch(config, node.parallel, find_longest(config, is_critic=is_critic)),
         on_gpu=on_gpu,
-        fp8=fp8,
-        lora=node.lora if isinstance(node, schema.PolicyConfig) and node.lora.rank else None,
-        trainable=node.trainable if isinstance(node, schema.CriticConfig) else schema.Trainable.all,
-        caches_fp8=fp8 and not config.model.megatron.get("disable_parameter_transpose_cache"),
+        holds_reference=name == "policy" and needs_full_kl(config.algo),
+        caches_fp8=fp8 and not megatron.get("disable_parameter_transpose_cache"),
+        modules=tuple(megatron.get("recompute_modules") or m.DEFAULT_MODULES),
     )
 
 

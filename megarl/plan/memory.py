@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from megarl.config.placement import find_server_offload, list_groups, place, take_turns
-from megarl.config.schema.roles import Dtype, LoraConfig, Offload, ParallelConfig, Recompute, RecomputeMethod, Trainable
+from megarl.config.schema import roles as schema
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import SERVERS, RolloutConfig, ServerOffload
 from megarl.mcore.checkpoints import GATHERED_ELEMENTS, count_layer, padded_vocab_size
@@ -35,7 +35,7 @@ SERVER_GIB = 4.0
 """GPU memory per server rank besides weights and KV cache: context, NCCL, CUDA graphs, activations"""
 HOST_PROCESS_GIB = 6.0
 """Host memory per process: Python, CUDA's and torch's libraries, buffers"""
-ELEMENT_BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
+ELEMENT_BYTES = {schema.Dtype.float32: 4, schema.Dtype.bfloat16: 2}
 LOSS_BYTES = 48
 """Per response token: its target, log-prob, and what the loss keeps (int64 and float32 vectors)"""
 
@@ -48,17 +48,6 @@ class MicroBatch:
     num_response_tokens: int
     longest: int
     """Tokens of the longest sequence, over all context-parallel ranks"""
-
-
-@dataclass(frozen=True)
-class Saving:
-    """The settings of activation recomputation, as policy.recompute."""
-
-    recompute: Recompute = Recompute.none
-    method: RecomputeMethod = RecomputeMethod.uniform
-    num_layers: int = 1
-    modules: tuple[str, ...] = ("core_attn",)
-    """Modules that recompute=selective recomputes; those that are not known here count as kept"""
 
 
 @dataclass(frozen=True)
@@ -92,7 +81,9 @@ class HeadBytes:
     """Peak of a forward pass that keeps nothing for a backward pass"""
 
 
-def compute_layer(arch: Architecture, parallel: ParallelConfig, dtype: Dtype, batch: MicroBatch) -> LayerBytes:
+def compute_layer(
+    arch: Architecture, parallel: schema.ParallelConfig, dtype: schema.Dtype, batch: MicroBatch
+) -> LayerBytes:
     """norm: s h b + 4 s of scales, once before attention and once before the MLP; their outputs as much; queries, keys
     and values once as made and, turned by their positions, once more; the output of attention and a float32 logsumexp
     for each token and head (2205.14135); 5 f of the MLP: the two halves of linear_fc1, silu of one, the other plus its
@@ -122,7 +113,9 @@ def compute_layer(arch: Architecture, parallel: ParallelConfig, dtype: Dtype, ba
     )
 
 
-def _compute_mlp(arch: Architecture, parallel: ParallelConfig, b: int, split: int, tokens: int) -> tuple[int, int]:
+def _compute_mlp(
+    arch: Architecture, parallel: schema.ParallelConfig, b: int, split: int, tokens: int
+) -> tuple[int, int]:
     """Bytes kept by the MLP or the experts, and the additional peak of their backward pass.
 
     Where some layers have experts and others do not, each layer counts as the larger of both.
@@ -153,8 +146,8 @@ def _compute_mlp(arch: Architecture, parallel: ParallelConfig, b: int, split: in
 
 def compute_head(
     arch: Architecture,
-    parallel: ParallelConfig,
-    dtype: Dtype,
+    parallel: schema.ParallelConfig,
+    dtype: schema.Dtype,
     batch: MicroBatch,
     with_value_head: bool,
     chunk_bytes: int,
@@ -178,27 +171,37 @@ def compute_head(
     return HeadBytes(saved, gradient, forward=hidden + logits + chunk_bytes)
 
 
-def sum_layers(layer: LayerBytes, num_layers: int, saving: Saving, num_pieces: int = 1) -> tuple[int, int]:
+DEFAULT_MODULES = ("core_attn",)
+"""Modules that Megatron recomputes under recompute=selective (transformer_config.py, recompute_modules)"""
+
+
+def sum_layers(
+    layer: LayerBytes,
+    num_layers: int,
+    node: schema.TrainedRoleConfig,
+    modules: Sequence[str] = DEFAULT_MODULES,
+    num_pieces: int = 1,
+) -> tuple[int, int]:
     """Bytes kept of one micro-batch by the layers of a stage, and bytes recomputed at once, of one block of layers.
 
     Under recompute=full only the input of each block is kept (2205.05198, section 5). num_pieces: virtual pipeline
     stages; Megatron cuts each of them into blocks of its own (megatron/core/transformer/transformer_block.py,
-    _checkpointed_forward).
+    _checkpointed_forward). modules: recomputed under recompute=selective; those that are not known here count as kept.
     """
-    if saving.recompute is Recompute.full:
+    if node.recompute is schema.Recompute.full:
         pieces = [num_layers // num_pieces + (piece < num_layers % num_pieces) for piece in range(num_pieces)]
-        if saving.method is RecomputeMethod.block:
+        if node.recompute_method is schema.RecomputeMethod.block:
             # The first layers of a piece are recomputed, one at a time; the others have freed their activations then.
-            again = [min(saving.num_layers, piece) for piece in pieces]
+            again = [min(node.recompute_num_layers, piece) for piece in pieces]
             keeping = [piece - number for piece, number in zip(pieces, again, strict=True)]
             kept = sum(again) * layer.input + sum(keeping) * layer.total
             return kept, max(0, *(layer.total - layer.input - number * layer.total for number in keeping))
-        blocks = sum(-(-piece // saving.num_layers) for piece in pieces)
-        return blocks * layer.input, min(saving.num_layers, max(pieces)) * layer.total - layer.input
+        blocks = sum(-(-piece // node.recompute_num_layers) for piece in pieces)
+        return blocks * layer.input, min(node.recompute_num_layers, max(pieces)) * layer.total - layer.input
     dropped = 0
-    if saving.recompute is Recompute.selective:
-        dropped += layer.core_attention if "core_attn" in saving.modules else 0
-        dropped += layer.mlp if "mlp" in saving.modules else 0
+    if node.recompute is schema.Recompute.selective:
+        dropped += layer.core_attention if "core_attn" in modules else 0
+        dropped += layer.mlp if "mlp" in modules else 0
     return num_layers * (layer.total - dropped), dropped
 
 
@@ -218,26 +221,33 @@ class RoleJob:
     """One role, with what its memory depends on."""
 
     name: str
+    node: schema.TrainedRoleConfig | schema.ReferenceConfig
     arch: Architecture
-    parallel: ParallelConfig
-    dtype: Dtype
-    is_trained: bool
-    has_value_head: bool
-    holds_reference: bool
-    """With a KL of estimator full the policy's processes hold the reference too"""
-    offload: Offload | None
-    saving: Saving
     batch: MicroBatch
     num_microbatches: int
     """Per minibatch, on each data-parallel rank"""
-    on_gpu: bool
-    fp8: bool = False
+    on_gpu: bool = True
+    holds_reference: bool = False
+    """With a KL of estimator full the policy's processes hold the reference too"""
     caches_fp8: bool = False
     """FP8 copies of the weights stay from one micro-batch to the next"""
-    trainable: Trainable = Trainable.all
-    """Which weights have gradients and an optimizer's state"""
-    lora: LoraConfig | None = None
-    """Adapters that have them in place of all weights"""
+    modules: Sequence[str] = DEFAULT_MODULES
+
+    @property
+    def parallel(self) -> schema.ParallelConfig:
+        return self.node.parallel
+
+    @property
+    def dtype(self) -> schema.Dtype:
+        return self.node.dtype
+
+    @property
+    def is_trained(self) -> bool:
+        return isinstance(self.node, schema.TrainedRoleConfig)
+
+    @property
+    def has_value_head(self) -> bool:
+        return isinstance(self.node, schema.CriticConfig)
 
 
 @dataclass(frozen=True)
@@ -296,7 +306,7 @@ def estimate_stages(job: RoleJob, stages: tuple[StageParameters, ...]) -> tuple[
     return tuple(_estimate_stage(job, parameters, number) for number, parameters in enumerate(stages))
 
 
-def count_in_flight(parallel: ParallelConfig, stage: int, num_microbatches: int) -> float:
+def count_in_flight(parallel: schema.ParallelConfig, stage: int, num_microbatches: int) -> float:
     """The maximum number of micro-batches of which a stage holds the activations of all its layers.
 
     1F1B: pp - stage (Narayanan et al. 2104.04473, section 2.2.1). Interleaved: a stage warms up with
@@ -320,7 +330,9 @@ def _estimate_stage(job: RoleJob, parameters: StageParameters, stage: int) -> St
     optimizer = compute_optimizer(job, parameters) if job.is_trained else 0
     layer = compute_layer(job.arch, parallel, job.dtype, job.batch)
     in_flight = count_in_flight(parallel, stage, job.num_microbatches)
-    kept, again = sum_layers(layer, parameters.num_layers, job.saving, parallel.vpp)
+    kept, again = 0, 0
+    if isinstance(job.node, schema.TrainedRoleConfig):
+        kept, again = sum_layers(layer, parameters.num_layers, job.node, job.modules, parallel.vpp)
     is_last = stage == parallel.pp - 1
     # All stages but the last keep what they sent until its gradient arrives.
     activations = ceil(in_flight * (kept + (0 if is_last else layer.input)))
@@ -333,8 +345,9 @@ def _estimate_stage(job: RoleJob, parameters: StageParameters, stage: int) -> St
     # The optimizer's state is there from the start (megarl/mcore/optimizer.py).
     copies = max(sum(trained) * b, optimizer)
     # Gradients are dropped, not moved.
-    moved = 0 if job.offload is None else optimizer + (weights if job.offload is Offload.all else 0)
-    dropped = 0 if job.offload is None else gradients
+    offload = job.node.offload
+    moved = 0 if offload is None else optimizer + (weights if offload is schema.Offload.all else 0)
+    dropped = 0 if offload is None else gradients
     return StageMemory(
         parameters=parameters,
         in_flight=ceil(in_flight),
@@ -346,7 +359,7 @@ def _estimate_stage(job: RoleJob, parameters: StageParameters, stage: int) -> St
         head=head.saved if job.is_trained else 0,
         work=work if job.is_trained else 0,
         forward_work=max(layer.mlp + 3 * layer.input, head.forward) + (head.forward if job.holds_reference else 0),
-        resident=weights + (0 if job.offload else fp8) + gradients + optimizer - moved - dropped,
+        resident=weights + (0 if offload else fp8) + gradients + optimizer - moved - dropped,
         offloaded=moved,
         building=weights + gradients + (copies if job.is_trained else 0),
         gathered=compute_gathered(job, parameters) if job.is_trained else 0,
@@ -357,16 +370,17 @@ def count_trained(job: RoleJob, parameters: StageParameters) -> tuple[int, int]:
     """The parameters of a rank that are trained: dense ones and those of experts."""
     if not job.is_trained:
         return 0, 0
-    if job.lora is not None:
-        return count_adapters(job, parameters), 0
-    if job.trainable is Trainable.mlp:
+    if adapters := count_adapters(job, parameters):
+        return adapters, 0
+    if isinstance(job.node, schema.CriticConfig) and job.node.trainable is schema.Trainable.mlp:
         return parameters.mlp + parameters.head, parameters.experts
     return parameters.dense, parameters.experts
 
 
 def count_adapters(job: RoleJob, parameters: StageParameters) -> int:
     """The parameters of a rank's adapters."""
-    return 0 if job.lora is None else parameters.num_layers * count_layer(job.arch, job.lora, job.parallel.tp)
+    lora = job.node.lora if isinstance(job.node, schema.PolicyConfig) else None
+    return parameters.num_layers * count_layer(job.arch, lora, job.parallel.tp) if lora and lora.rank else 0
 
 
 def count_replicas(job: RoleJob) -> tuple[int, int]:
@@ -405,7 +419,7 @@ def compute_optimizer(job: RoleJob, parameters: StageParameters) -> int:
     dp x cp of them (Rajbhandari et al. 1910.02054, section 5.1, P_os; megatron/core/optimizer/distrib_optimizer.py),
     of experts over those that hold the same ones.
     """
-    each = 8 if job.dtype is Dtype.float32 else 12
+    each = 8 if job.dtype is schema.Dtype.float32 else 12
     (dense, experts), (replicas, expert_replicas) = count_trained(job, parameters), count_replicas(job)
     return ceil(each * dense / replicas) + ceil(each * experts / expert_replicas)
 
@@ -445,7 +459,7 @@ class ServerMemory:
 
 
 @functools.cache
-def compute_server_weights(arch: Architecture, tp: int, dtype: Dtype) -> int:
+def compute_server_weights(arch: Architecture, tp: int, dtype: schema.Dtype) -> int:
     """Bytes of the weights on one rank, without padding rows of the vocabulary; each rank holds as much as rank 0."""
     return sum(piece.region.size for piece in predict_server_rank(arch, tp, 0)) * ELEMENT_BYTES[dtype]
 
@@ -551,7 +565,7 @@ def compute_phases(
     for role, memory in memories.items():
         # torch's allocator keeps the peak of the calls, which others on the GPU cannot use; where something is
         # offloaded, it releases that memory (megarl/mcore/optimizer.py).
-        least = memory.peak if is_shared and jobs[role].offload is None else memory.resident
+        least = memory.peak if is_shared and jobs[role].node.offload is None else memory.resident
         held.append(add_overhead(least))
         sending.append(add_overhead(max(least, memory.weights) + 2 * bucket_bytes if role == "policy" else least))
         scoring.append(add_overhead(max(least, memory.forward)))

@@ -15,7 +15,7 @@ import torch
 
 from megarl.algo.objective import scores_first
 from megarl.config.placement import list_groups, place
-from megarl.config.schema.roles import Offload, ParallelConfig, Recompute, RecomputeMethod
+from megarl.config.schema.roles import Offload, ParallelConfig, Recompute, RecomputeMethod, TrainedRoleConfig
 from megarl.config.schema.root import Config
 from megarl.config.schema.run import ClusterConfig, Placement, RolloutConfig, Transport
 from megarl.mcore.device import find_processor
@@ -169,18 +169,22 @@ def _compute_stage(
 
 def _compute_again(job: m.RoleJob, layer: LayerSeconds, num_layers: int) -> float:
     """What is computed twice (Korthikanti et al. 2205.05198, section 5)."""
-    saving = job.saving
-    if saving.recompute is Recompute.full:
-        is_part = saving.method is RecomputeMethod.block
-        count = min(num_layers, saving.num_layers * job.parallel.vpp) if is_part else num_layers
-        return count * layer.forward
-    if saving.recompute is Recompute.none:
+    node = job.node
+    if not isinstance(node, TrainedRoleConfig) or node.recompute is Recompute.none:
         return 0.0
-    attention, mlp, arch = layer.attention if "core_attn" in saving.modules else 0.0, 0.0, job.arch
-    if {"mlp", "moe"} & set(saving.modules):
+    if node.recompute is Recompute.full:
+        is_part = node.recompute_method is RecomputeMethod.block
+        count = min(num_layers, node.recompute_num_layers * job.parallel.vpp) if is_part else num_layers
+        return count * layer.forward
+    attention, mlp, arch = layer.attention if "core_attn" in job.modules else 0.0, 0.0, job.arch
+    if {"mlp", "moe"} & set(job.modules):
         projections = arch.num_layers * 2 * arch.hidden_size * arch.head_size * (arch.num_heads + arch.num_kv_heads)
         mlp = (1 - projections / count_multiply_adds(arch, True)[0]) * layer.products + layer.experts
     return num_layers * (attention + mlp)
+
+
+def uses_fp8(job: m.RoleJob) -> bool:
+    return isinstance(job.node, TrainedRoleConfig) and job.node.fp8 is not None
 
 
 def compute_layer_seconds(job: m.RoleJob, cluster: ClusterConfig, tokens: float, length: float) -> LayerSeconds:
@@ -190,7 +194,7 @@ def compute_layer_seconds(job: m.RoleJob, cluster: ClusterConfig, tokens: float,
     per_token, per_square, _ = count_multiply_adds(arch, job.has_value_head)
     products = 2 * tokens * per_token / arch.num_layers / parallel.tp
     attention = 2 * tokens * length * per_square / arch.num_layers / parallel.tp
-    peak = hardware.fp8_tflops * FP8_SHARE if job.fp8 else hardware.bf16_tflops * PRODUCT_SHARE
+    peak = hardware.fp8_tflops * FP8_SHARE if uses_fp8(job) else hardware.bf16_tflops * PRODUCT_SHARE
     attending = attention / (hardware.bf16_tflops * 1e12 * ATTENTION_SHARE)
     split = tokens / parallel.tp if parallel.sp else tokens
     whole = m.MicroBatch(ceil(tokens), ceil(tokens), ceil(length))
@@ -355,11 +359,6 @@ def describe_work(config: Config, mean_response: float | None = None) -> Work:
     return Work(train.num_samples, train.minibatch_size, config.data.prompt_length, mean, train.tokens_per_microbatch)
 
 
-def find_work(config: Config, job: m.RoleJob, work: Work) -> Work:
-    """What this role computes; a critic reads data.critic_prompt as well."""
-    return replace(work, prompt=work.prompt + config.data.num_critic_tokens) if job.has_value_head else work
-
-
 def estimate_seconds(
     config: Config,
     jobs: Mapping[str, m.RoleJob],
@@ -368,7 +367,8 @@ def estimate_seconds(
     transfer: Transfer,
     work: Work,
 ) -> Seconds:
-    works = {name: find_work(config, job, work) for name, job in jobs.items()}
+    of_critic = replace(work, prompt=work.prompt + config.data.num_critic_tokens)
+    works = {name: of_critic if job.has_value_head else work for name, job in jobs.items()}
     forward = {name: compute_forward(job, stages[name], works[name], config.cluster) for name, job in jobs.items()}
     updates = {
         name: compute_update(job, stages[name], works[name], config.cluster) * count_updates(config, job)
@@ -422,10 +422,10 @@ def compute_offload(config: Config, job: m.RoleJob, stages: Sequence[m.StageMemo
     """Every call brings the weights and takes them away again: log-probs or values, the update and, of the policy, the
     sync; the update moves the optimizer too (megarl/mcore/optimizer.py).
     """
-    if job.offload is None:
+    if job.node.offload is None:
         return 0.0
     calls = scores_rollouts(config, job) + job.is_trained + (job.name == "policy")
-    weights = calls if job.offload is Offload.all else 0
+    weights = calls if job.node.offload is Offload.all else 0
     moved = max(2 * (weights * stage.weights + stage.optimizer) for stage in stages)
     return moved / (config.cluster.hardware.pcie_gb_s * 1e9 * LINK_SHARE)
 

@@ -44,7 +44,6 @@ def list_tables(config: Config, plan: JobPlan) -> Iterator[Table | str]:
     yield _tabulate_phases(config, plan)
     yield _tabulate_seconds(config, plan)
     yield from describe_pretraining(config, plan.seconds)
-    yield from describe_stop(config, plan.seconds)
     yield (
         f"Host memory of the fullest node: {plan.host_bytes / GIB:,.0f} GiB of {hardware.host_memory_gib:,g}:"
         " processes, object store, a checkpoint's copy before it is written, offloaded tensors"
@@ -165,29 +164,16 @@ def describe_pretraining(config: Config, seconds: Seconds) -> Iterator[str]:
 
 
 def find_signal(config: Config, seconds: Seconds) -> int | None:
-    """How many seconds before a job's time limit Slurm must signal it; None: those of slurm/train.sh are enough.
+    """How many seconds before a job's time limit Slurm must signal it, at most LONGEST_SIGNAL_S, for the update,
+    checkpoint.stop_deadline_s and the requeue; None: those of slurm/train.sh are enough.
 
     Generation and scoring are aborted by the signal (and responses kept); an update is finished first
     (megarl/signals.py, deferring_stops).
     """
     if seconds.update + REQUEUE_S <= SIGNAL_S:
         return None
-    return 100 * ceil((seconds.update + config.checkpoint.stop_deadline_s + REQUEUE_S) / 100)
-
-
-def describe_stop(config: Config, seconds: Seconds) -> Iterator[str]:
-    """How early Slurm must signal a job before its time limit, where the default is too late."""
-    deadline_s, enough = config.checkpoint.stop_deadline_s, find_signal(config, seconds)
-    if enough is None:
-        return
-    advice = f"sbatch --signal=B:USR1@{enough} suffices"
-    if enough > LONGEST_SIGNAL_S:
-        advice = f"{enough} would suffice, but sbatch takes no more than --signal=B:USR1@{LONGEST_SIGNAL_S}"
-    yield (
-        f"On Slurm SIGUSR1 comes {SIGNAL_S} s before the time limit; an update in progress, of"
-        f" {seconds.update:,.0f} s, does not end by then, and the job resumes from the last"
-        f" checkpoint. {advice}: the update, checkpoint.stop_deadline_s={deadline_s:g}, and {REQUEUE_S} s to requeue."
-    )
+    enough = 100 * ceil((seconds.update + config.checkpoint.stop_deadline_s + REQUEUE_S) / 100)
+    return min(enough, LONGEST_SIGNAL_S)
 
 
 def describe_losses(config: Config, plan: JobPlan) -> Iterator[str]:
@@ -207,7 +193,7 @@ def describe_losses(config: Config, plan: JobPlan) -> Iterator[str]:
 
 def describe_assumptions(plan: JobPlan) -> str:
     jobs = plan.jobs.values()
-    fp8 = f" (FP8 {s.FP8_SHARE:g})" if any(job.fp8 for job in jobs) else ""
+    fp8 = f" (FP8 {s.FP8_SHARE:g})" if any(map(s.uses_fp8, jobs)) else ""
     text = (
         f"Assumed: matrix products at {s.PRODUCT_SHARE:g} of the peak{fp8}, attention at"
         f" {s.ATTENTION_SHARE:g}, other operations at {s.MEMORY_SHARE:g} of the memory bandwidth,"

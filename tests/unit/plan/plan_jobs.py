@@ -1,14 +1,15 @@
 """Jobs that the tests of the plan share: of 64 GPUs whose roles have GPUs of their own, and roles made by hand."""
 
 from pathlib import Path
+from typing import Any
 
 from megarl.config.load import load_config
-from megarl.config.schema.roles import Dtype, ParallelConfig
+from megarl.config.schema.roles import ParallelConfig, PolicyConfig
 from megarl.config.schema.run import ClusterConfig, HardwareConfig
 from megarl.models.architecture import Architecture
 from megarl.models.families import parse_architecture
 from megarl.plan.job import PUBLISHED, JobPlan, build_plan, find_models
-from megarl.plan.memory import MicroBatch, RoleJob, Saving
+from megarl.plan.memory import MicroBatch, RoleJob
 
 CLUSTER = ClusterConfig(
     gpus_per_node=8, hardware=HardwareConfig("H100", 79.1, 989, 1979, 3350, 450, 50, host_memory_gib=2048)
@@ -31,10 +32,16 @@ def plan(*overrides: str) -> JobPlan:
     return build_plan(config, find_models(config))
 
 
-def build_role(arch: Architecture, parallel: ParallelConfig, **changes: object) -> RoleJob:
-    fields: dict[str, object] = {
-        **{"name": "policy", "arch": arch, "parallel": parallel, "dtype": Dtype.bfloat16, "is_trained": True},
-        **{"has_value_head": False, "holds_reference": False, "offload": None, "saving": Saving()},
-        **{"batch": MicroBatch(1024, 1000, 512), "num_microbatches": 8, "on_gpu": True},
-    }
-    return RoleJob(**(fields | changes))  # type: ignore[arg-type]
+BATCH = MicroBatch(1024, 1000, 512)
+
+
+def build_role(
+    arch: Architecture,
+    parallel: ParallelConfig,
+    kind: type = PolicyConfig,
+    batch: MicroBatch = BATCH,
+    caches_fp8: bool = False,
+    **keys: Any,
+) -> RoleJob:
+    """keys: of the role's configuration."""
+    return RoleJob("policy", kind(parallel=parallel, **keys), arch, batch, 8, caches_fp8=caches_fp8)

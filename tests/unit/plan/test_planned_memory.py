@@ -6,13 +6,22 @@ import pytest
 from plan_jobs import ARCH_32B, build_role
 from tool_loading import load_tool
 
-from megarl.config.schema.roles import Dtype, LoraConfig, Offload, ParallelConfig, Recompute, RecomputeMethod, Trainable
+from megarl.config.schema.roles import (
+    CriticConfig,
+    Dtype,
+    LoraConfig,
+    Offload,
+    ParallelConfig,
+    PolicyConfig,
+    Recompute,
+    RecomputeMethod,
+    Trainable,
+)
 from megarl.config.schema.run import RolloutConfig
 from megarl.mcore.spec import StageParameters
 from megarl.models.architecture import Architecture, Experts
 from megarl.plan.memory import (
     MicroBatch,
-    Saving,
     compute_layer,
     compute_saved,
     compute_server_weights,
@@ -29,6 +38,7 @@ policy_pieces = load_tool("bench/policy_pieces.py")
 predict_ranks, count_bytes = policy_pieces.predict_ranks, policy_pieces.count_bytes
 
 GIB = 1 << 30
+BLOCK = {"recompute_method": RecomputeMethod.block}
 SMALL = Architecture("qwen2", 4, 64, 96, 4, 2, 16, 128, 512, 1e-6, 1e4, None, qkv_bias=True, qk_norm=False, tied=False)
 MOE = replace(SMALL, family="qwen3_moe", qkv_bias=False, experts=Experts(4, 2, 48, normalized=True))
 
@@ -62,27 +72,28 @@ def test_recomputed_layers_keep_their_inputs_alone() -> None:
     """2205.05198, section 5: 2 s b h a layer."""
     layer = compute_layer(ARCH_32B, ParallelConfig(), Dtype.bfloat16, MicroBatch(1024, 1, 1024))
     one = 2 * 1024 * 5120
-    assert sum_layers(layer, 64, Saving(Recompute.full))[0] == 64 * one
-    pairs = sum_layers(layer, 64, Saving(Recompute.full, num_layers=2))
+    assert sum_layers(layer, 64, PolicyConfig(recompute=Recompute.full))[0] == 64 * one
+    pairs = sum_layers(layer, 64, PolicyConfig(recompute=Recompute.full, recompute_num_layers=2))
     assert pairs == (32 * one, 2 * layer.total - one)
-    block = Saving(Recompute.full, RecomputeMethod.block, num_layers=10)
+    block = PolicyConfig(recompute=Recompute.full, **BLOCK, recompute_num_layers=10)
     assert sum_layers(layer, 64, block)[0] == 10 * one + 54 * layer.total
-    assert sum_layers(layer, 64, Saving(Recompute.selective))[0] == 64 * (layer.total - 4 * 1024 * 40)
-    mlp = Saving(Recompute.selective, modules=("core_attn", "mlp"))
-    assert sum_layers(layer, 64, mlp)[0] == 64 * (layer.total - layer.mlp - layer.core_attention)
+    selective = PolicyConfig(recompute=Recompute.selective)
+    assert sum_layers(layer, 64, selective)[0] == 64 * (layer.total - 4 * 1024 * 40)
+    both = sum_layers(layer, 64, selective, ("core_attn", "mlp"))
+    assert both[0] == 64 * (layer.total - layer.mlp - layer.core_attention)
 
 
 def test_each_virtual_stage_is_cut_into_blocks_of_its_own() -> None:
     """Megatron recomputes recompute_num_layers of each piece of a stage (transformer_block.py)."""
     layer = compute_layer(ARCH_32B, ParallelConfig(), Dtype.bfloat16, MicroBatch(1024, 1, 1024))
     one = 2 * 1024 * 5120
-    three = Saving(Recompute.full, RecomputeMethod.block, num_layers=3)
+    three = PolicyConfig(recompute=Recompute.full, **BLOCK, recompute_num_layers=3)
     # 16 layers in 2 pieces of 8, 3 of each recomputed; in 4 of 4; in 8 of 2, where no piece keeps a layer.
     assert sum_layers(layer, 16, three, num_pieces=2) == (6 * one + 10 * layer.total, 0)
     assert sum_layers(layer, 16, three, num_pieces=4) == (12 * one + 4 * layer.total, 0)
     assert sum_layers(layer, 16, three, num_pieces=8) == (16 * one, layer.total - one)
     # Two blocks, of 3 and 1, in each piece of 4.
-    assert sum_layers(layer, 16, Saving(Recompute.full, num_layers=3), num_pieces=4)[0] == 8 * one
+    assert sum_layers(layer, 16, replace(three, recompute_method=RecomputeMethod.uniform), num_pieces=4)[0] == 8 * one
 
 
 def test_experts_keep_the_tokens_that_are_routed_to_them() -> None:
@@ -123,7 +134,9 @@ def test_the_optimizer_is_cut_over_data_and_context_parallel_ranks_and_experts_o
 def test_frozen_weights_have_neither_gradients_nor_an_optimizers_state_nor_a_copy_of_it_in_a_save() -> None:
     parameters = StageParameters(4, dense=1000, experts=400, embedding=100, head=50, mlp=300)
     parallel = ParallelConfig(num_processes=4, ep=2)
-    whole, partly = (build_role(MOE, parallel, trainable=trainable) for trainable in (Trainable.all, Trainable.mlp))
+    whole, partly = (
+        build_role(MOE, parallel, CriticConfig, trainable=trainable) for trainable in (Trainable.all, Trainable.mlp)
+    )
     before, (memory,) = estimate_stages(whole, (parameters,))[0], estimate_stages(partly, (parameters,))
     assert memory.weights == before.weights == 2 * 1400
     assert (memory.gradients, memory.optimizer) == (4 * 750, 12 * 350 // 4 + 12 * 400 // 2)
@@ -165,7 +178,7 @@ def test_fp8_copies_of_weights_and_transposes_stay_where_nothing_is_offloaded() 
     """Of each parameter of the layers a byte, and one of the transpose; embedding and output layer have none."""
     parameters = (StageParameters(4, dense=1000, experts=400, embedding=100, head=200),)
     without = estimate_stages(build_role(MOE, ParallelConfig()), parameters)[0]
-    cached = estimate_stages(build_role(MOE, ParallelConfig(), fp8=True, caches_fp8=True), parameters)[0]
+    cached = estimate_stages(build_role(MOE, ParallelConfig(), caches_fp8=True), parameters)[0]
     assert (without.fp8, cached.fp8) == (0, 2 * (1400 - 300))
     assert cached.update == without.update + 2200
     assert cached.forward == without.forward + 2200

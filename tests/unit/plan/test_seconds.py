@@ -3,8 +3,10 @@ constant was fitted exactly (docs/results/planner.md); when Slurm must signal a 
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +14,14 @@ from plan_jobs import ARCH_32B, ARCH_235B, CLUSTER, PRESET, build_role
 from plan_jobs import QWEN32B as JOB
 
 from megarl.config.load import load_config
-from megarl.config.schema.roles import Offload, ParallelConfig, Recompute, RecomputeMethod
+from megarl.config.schema.roles import CriticConfig, Fp8, Offload, ParallelConfig, Recompute, RecomputeMethod
 from megarl.config.schema.root import Config
 from megarl.mcore.model import count_stages
 from megarl.mcore.spec import StageParameters
 from megarl.models.architecture import Architecture
 from megarl.models.families import parse_architecture
 from megarl.plan.job import FIRST, LAST, PUBLISHED, JobPlan, build_plan, count_job, find_models
-from megarl.plan.memory import MicroBatch, RoleJob, Saving, StageMemory, estimate_stages
+from megarl.plan.memory import DEFAULT_MODULES, MicroBatch, RoleJob, StageMemory, estimate_stages
 from megarl.plan.seconds import (
     Seconds,
     Work,
@@ -31,12 +33,12 @@ from megarl.plan.seconds import (
     describe_work,
     find_peak_tflops,
 )
-from megarl.plan.tables import REQUEUE_S, SIGNAL_S, describe_pretraining, describe_stop
+from megarl.plan.tables import REQUEUE_S, SIGNAL_S, describe_pretraining, find_signal
 
 
-def build_job(arch: Architecture = ARCH_32B, saving: Saving | None = None, **layout: int) -> RoleJob:
+def build_job(arch: Architecture = ARCH_32B, **layout: int) -> RoleJob:
     parallel = ParallelConfig(**{"num_processes": 64, "sp": layout.get("tp", 1) > 1, **layout})  # type: ignore[arg-type]
-    return build_role(arch, parallel, saving=saving or Saving())
+    return build_role(arch, parallel)
 
 
 def plan(*overrides: str) -> tuple[Config, JobPlan]:
@@ -97,19 +99,20 @@ def test_the_slowest_stage_decides() -> None:
 
 
 def test_recomputation_adds_the_forward_pass_of_the_layers_that_it_recomputes() -> None:
-    def update(saving: Saving) -> float:
-        job = build_job(saving=saving, tp=8)
+    def update(recompute: Recompute, modules: Sequence[str] = DEFAULT_MODULES, **keys: Any) -> float:
+        job = build_job(tp=8)
+        job = replace(job, node=replace(job.node, recompute=recompute, **keys), modules=modules)
         return compute_update(job, build_stages(job, 64), WORK, CLUSTER)
 
-    none, full = update(Saving()), update(Saving(Recompute.full))
+    none, full = update(Recompute.none), update(Recompute.full)
     layer = compute_layer_seconds(build_job(tp=8), CLUSTER, 8192, 4096)
     # 8 replicas of 64 samples, two in a micro-batch.
     assert full - none == pytest.approx(32 * 64 * layer.forward)
-    quarter = update(Saving(Recompute.full, RecomputeMethod.block, num_layers=16))
+    quarter = update(Recompute.full, recompute_method=RecomputeMethod.block, recompute_num_layers=16)
     assert quarter - none == pytest.approx((full - none) / 4)
-    attention = update(Saving(Recompute.selective))
+    attention = update(Recompute.selective)
     assert attention - none == pytest.approx(32 * 64 * layer.attention)
-    mlp = update(Saving(Recompute.selective, modules=("mlp",)))
+    mlp = update(Recompute.selective, ("mlp",))
     assert attention < mlp < full
 
 
@@ -127,7 +130,8 @@ def test_what_moves_instead_of_being_computed_takes_its_bytes_over_the_link() ->
     # Log-probs, update and sync; there and back.
     moved = {None: 0, Offload.optimizer: stages[0].optimizer, Offload.all: 3 * stages[0].weights + stages[0].optimizer}
     for offload, size in moved.items():
-        assert compute_offload(config, replace(job, offload=offload), stages) == pytest.approx(2 * size / speed)
+        job = replace(job, node=replace(job.node, offload=offload))
+        assert compute_offload(config, job, stages) == pytest.approx(2 * size / speed)
     # Over disk the policy's two nodes write the model once, and each node with a server reads it once.
     config, disk = plan("rollout.transport=disk", "cluster.hardware.disk_gb_s=2")
     size = disk.transfer.total / config.rollout.num_servers
@@ -162,7 +166,8 @@ def test_parameters_counted_from_two_small_models_are_those_of_the_whole_one(
 ) -> None:
     config = load_config(JOB)
     config.model.megatron = dict(megatron)
-    job = replace(build_job(arch, **layout), has_value_head=is_critic)
+    job = build_job(arch, **layout)
+    job = replace(job, node=CriticConfig(parallel=job.parallel)) if is_critic else job
     assert count_job(config, job) == count_stages(arch, job.parallel, job.dtype, dict(megatron), is_critic)
 
 
@@ -224,25 +229,12 @@ def test_without_a_critic_or_steps_of_its_own_nothing_is_pretrained(override: st
     assert (seconds.pretraining, list(describe_pretraining(config, seconds))) == (None, [])
 
 
-@pytest.mark.parametrize(
-    ("update", "advice"),
-    [
-        (540.0, None),  # and 60 s to queue the job again
-        (541.0, "sbatch --signal=B:USR1@2500 suffices"),  # 541 + 1800 + 60 = 2401
-        (3332.0, "sbatch --signal=B:USR1@5200 suffices"),  # 5192
-        (64000.0, "65900 would suffice, but sbatch takes no more than --signal=B:USR1@65535"),
-    ],
-)
-def test_an_update_that_outlasts_slurms_signal_asks_for_an_earlier_one(update: float, advice: str | None) -> None:
+def test_an_update_that_outlasts_slurms_signal_asks_for_an_earlier_one() -> None:
     config = load_config(JOB)
     assert config.checkpoint.stop_deadline_s == 1800
-    lines = list(describe_stop(config, Seconds(1.0, 1.0, update, 1.0, 0.0, {}, None)))
-    if advice is None:
-        assert lines == []
-    else:
-        (line,) = lines
-        assert f"an update in progress, of {update:,.0f} s, does not end by then" in line
-        assert advice in line
+    # 60 s to queue the job again; 541 + 1800 + 60 = 2401; 5192; more than sbatch takes.
+    for update, signal in ((540.0, None), (541.0, 2500), (3332.0, 5200), (64000.0, 65535)):
+        assert find_signal(config, Seconds(1.0, 1.0, update)) == signal
 
 
 def test_the_seconds_before_the_time_limit_are_those_of_the_script() -> None:
@@ -339,7 +331,7 @@ ROWS = (
 def plan_row(row: Row) -> float:
     arch, parallel, length = row.arch, row.parallel, row.length
     tokens = length // parallel.cp
-    job = build_role(arch, parallel, batch=MicroBatch(tokens, tokens, length), fp8=row.fp8)
+    job = build_role(arch, parallel, batch=MicroBatch(tokens, tokens, length), fp8=Fp8.hybrid if row.fp8 else None)
     layers, h = arch.num_layers / parallel.pp, arch.hidden_size
     projections = 2 * h * arch.head_size * (arch.num_heads + arch.num_kv_heads)
     dense = layers * (projections + (0 if arch.experts else 3 * h * arch.ffn_size)) / parallel.tp
