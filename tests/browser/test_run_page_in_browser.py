@@ -133,8 +133,7 @@ def test_tokens_are_coloured_by_the_sign_of_their_advantage_and_observations_are
     grey = "[...document.querySelectorAll('.rv-observed .rv-token')].map((span) => span.textContent)"
     steps = [["click", '[data-choice="train"]'], ["click", '[data-rv="list"] button'], ["eval", colours]]
     _, _, shown, observed, headings, _, token = look(
-        page,
-        [*steps, ["eval", grey], ["text", DETAIL], ["click", ".rv-token:nth-child(3)"], ["text", TOKEN]],
+        page, [*steps, ["eval", grey], ["text", DETAIL], ["click", ".rv-token:nth-child(3)"], ["text", TOKEN]]
     )["results"]
     assert len(shown) == 8
     assert "--c0" in shown[0]

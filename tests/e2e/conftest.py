@@ -26,11 +26,6 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server_seed() -> int:
-    return 7
-
-
-@pytest.fixture(scope="session")
 def rollout_config() -> RolloutConfig:
     return RolloutConfig(
         response_length=48,
@@ -47,7 +42,6 @@ def rollout_config() -> RolloutConfig:
 def server(
     tiny_checkpoint: Path,
     rollout_config: RolloutConfig,
-    server_seed: int,
     tmp_path_factory: pytest.TempPathFactory,
 ):
     """A healthy server on `tiny_checkpoint`; tests that change its weights put the checkpoint's back.
@@ -58,5 +52,5 @@ def server(
     with contextlib.ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("x" * 100)))
-            running = stack.enter_context(running_server(rollout_config, tiny_checkpoint, log_file, server_seed))
+            running = stack.enter_context(running_server(rollout_config, tiny_checkpoint, log_file, seed=7))
         yield running

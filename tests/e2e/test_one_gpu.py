@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+from fakes.run import load_untimed
 from loop_parts import SIZES, find_server, hosts_of, open_trainer
-from whole_runs import read_numbers
 
 from megarl.config.load import load_config
 from megarl.interfaces import UNPUBLISHED
@@ -38,7 +38,7 @@ def train(resources: Resources, run_dir: Path, overrides: list[str]) -> list[dic
     run_dir.mkdir()
     with open_trainer(resources, run_dir, overrides) as trainer:
         trainer.run()
-    return read_numbers(run_dir)
+    return load_untimed(run_dir)
 
 
 def test_memory_given_back_and_taken_again_changes_no_number_of_a_run(server, tiny_checkpoint, tmp_path):

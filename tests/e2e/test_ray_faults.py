@@ -92,11 +92,7 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
 @pytest.mark.parametrize(
     ("process", "fault", "message"),
     [
-        (
-            "raylet",
-            psutil.Process.suspend,
-            LATE,
-        ),
+        ("raylet", psutil.Process.suspend, LATE),
         ("raylet", psutil.Process.kill, r"Ray's process raylet has died: store"),
         ("ray::RuntimeEnv", psutil.Process.kill, ""),
     ],

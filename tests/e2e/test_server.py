@@ -240,10 +240,10 @@ def test_a_server_that_exits_at_start_shows_the_end_of_its_log(tiny_checkpoint, 
 
 
 def test_a_server_started_anew_repeats_a_key_keeps_others_out_and_stop_leaves_nothing(
-    first_responses, tiny_checkpoint, rollout_config, server_seed, tmp_path
+    first_responses, tiny_checkpoint, rollout_config, tmp_path
 ):
     log_file = tmp_path / "again.log"
-    again = SGLangServer(rollout_config, tiny_checkpoint, log_file=log_file, seed=server_seed)
+    again = SGLangServer(rollout_config, tiny_checkpoint, log_file=log_file, seed=7)
     again.start()
     again.wait_healthy(rollout_config.startup_deadline_s)
     engine = SGLangEngine([again.url], tiny_checkpoint, rollout_config, api_key=again.api_key)

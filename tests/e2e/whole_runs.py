@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from fakes.run import load_untimed
 
 from megarl.report.record import load_metrics
-
-MEASURED = ("time/", "perf/", "sync/seconds", "sync/verify_share")
-"""Beginnings of the metrics that clocks decide"""
 
 
 def start(
@@ -83,14 +81,8 @@ def find_scratch(run: "subprocess.Popen[str]", tmp_path: Path) -> list[Path]:
     return [*Path("/tmp").glob(f"megarl-{run.pid}-*"), *tmp_path.glob("megarl-sglang-*")]
 
 
-def read_numbers(run_dir: Path) -> list[dict[str, float]]:
-    """metrics.jsonl without what clocks decide."""
-    lines = load_metrics(run_dir / "metrics.jsonl")
-    return [{k: v for k, v in line.items() if not k.startswith(MEASURED)} for line in lines]
-
-
 def summarize(run_dir: Path) -> dict[str, Any]:
     """What two equal runs have in common: hashes of weights and rollouts, and the numbers."""
     names = {"policy": "policy/model.safetensors", "critic": "critic/model.safetensors", "rollouts": "rollouts.jsonl"}
     hashes = {key: hashlib.sha256((run_dir / name).read_bytes()).hexdigest() for key, name in names.items()}
-    return hashes | {"metrics": read_numbers(run_dir)}
+    return hashes | {"metrics": load_untimed(run_dir)}

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from fakes.model import ResponseTokens, TableModel, build_critic, build_policy, 
 from megarl.algo.losses import LossOutput, TokenTargets, count_minibatch, critic_loss, policy_loss
 from megarl.config.schema.algo import needs_entropy, needs_full_kl
 from megarl.config.schema.roles import LrDecay, OptimizerConfig
+from megarl.interfaces import Done
 from megarl.mcore.spec import Role, WorkerSpec, read_architecture
 from megarl.types import Metrics, Sequences, TrainingSamples
 
@@ -20,29 +21,14 @@ T = TypeVar("T")
 STATE = "state.pt"
 
 
-@dataclass(frozen=True)
-class Done(Generic[T]):
-    """A `Pending` that has ended: well, or with `error`."""
-
-    value: T
-    error: Exception | None = None
+class Failed(Done[Any]):
+    """A `Pending` whose value is the error that it ended with."""
 
     def wait(self, timeout_s: float) -> bool:
-        self.result()
-        return True
+        raise self.value
 
-    def result(self) -> T:
-        if self.error is not None:
-            raise self.error
-        return self.value
-
-
-def run(work: Callable[[], T]) -> Done[T | None]:
-    """What a call to another process gives: an Exception comes when it is waited for."""
-    try:
-        return Done(work())
-    except Exception as error:
-        return Done(None, error)
+    def result(self) -> Any:
+        raise self.value
 
 
 class FakeBackend:
@@ -65,11 +51,12 @@ class FakeBackend:
         self._saving: tuple[Path, dict[str, Any]] | None = None
 
     def _call(self, verb: str, work: Callable[[], T]) -> Done[Any]:
-        def watched() -> T:
+        """What a call to another process gives: an Exception comes when it is waited for."""
+        try:
             self._watch(self.role, verb)
-            return work()
-
-        return run(watched)
+            return Done(work())
+        except Exception as error:
+            return Failed(error)
 
     def logprobs(self, sequences: Sequences, temperature: float) -> Done[Tensor]:
         def compute(tokens: ResponseTokens) -> Tensor:
@@ -232,22 +219,7 @@ def compute_lr(config: OptimizerConfig, step: int) -> float:
 
 
 def build_targets(samples: TrainingSamples, tokens: ResponseTokens) -> TokenTargets:
-    def flat(padded: Tensor | None) -> Tensor | None:
-        return None if padded is None else padded[tokens.rows, tokens.columns]
-
-    return TokenTargets(
-        rows=tokens.rows,
-        num_rows=samples.sequences.num_samples,
-        row_lengths=samples.mask.sum(1),
-        mask=flat(samples.mask),
-        loss_mask=flat(samples.loss_mask),
-        positive=samples.positive[tokens.rows],
-        advantages=flat(samples.advantages),
-        old_logprobs=flat(samples.old_logprobs),
-        rollout_logprobs=flat(samples.rollout_logprobs),
-        sampling_logprobs=flat(samples.sampling_logprobs),
-        ref_logprobs=flat(samples.ref_logprobs),
-        old_values=flat(samples.old_values),
-        returns=flat(samples.returns),
-        critic_mask=flat(samples.critic_mask),
-    )
+    found: dict[str, Any] = {each.name: getattr(samples, each.name, None) for each in fields(TokenTargets)}
+    found |= {name: x[tokens.rows, tokens.columns] for name, x in found.items() if x is not None and x.ndim == 2}
+    found |= {"rows": tokens.rows, "num_rows": len(samples.mask), "row_lengths": samples.mask.sum(1)}
+    return TokenTargets(**found | {"positive": samples.positive[tokens.rows]})

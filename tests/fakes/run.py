@@ -53,9 +53,10 @@ Said = Callable[[], str]
 
 
 def load_untimed(run_dir: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what differs from run to run."""
+    """metrics.jsonl without what clocks decide, which differs from run to run."""
+    measured = ("time/", "perf/", "sync/seconds", "sync/verify_share")
     lines = load_metrics(run_dir / "metrics.jsonl")
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))} for line in lines]
+    return [{k: v for k, v in line.items() if not k.startswith(measured)} for line in lines]
 
 
 @functools.cache

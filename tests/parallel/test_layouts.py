@@ -64,11 +64,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense_layer": ("glm4_moe", {"num_hidden_layers": 4, "first_k_dense_replace": 1}),
 }
 ALGO = AlgoConfig(
-    entropy_coef=0.01,
-    positive_lm_coef=0.1,
-    dual_clip=1.5,
-    value_clip=0.3,
-    kl=KLConfig(in_loss=True, loss_coef=0.3),
+    entropy_coef=0.01, positive_lm_coef=0.1, dual_clip=1.5, value_clip=0.3, kl=KLConfig(in_loss=True, loss_coef=0.3)
 )
 # What is computed over a whole response, of which context parallelism leaves each rank a part.
 WHOLE_RESPONSES = replace(

@@ -93,12 +93,7 @@ def test_an_outcome_comes_back_and_a_damaged_one_is_named(tmp_path):
     assert load_outcome(tmp_path) is None
     write_outcome(tmp_path, Outcome(State.done, results={"iterations": 3, "reward/heldout": 0.5, "x": float("nan")}))
     assert load_outcome(tmp_path) == Outcome(State.done, results={"iterations": 3, "reward/heldout": 0.5})
-    for damaged in (
-        "{",
-        "[]",
-        '{"outcome": {"state": "odd", "why": "", "results": {}}}',
-        '{"outcome": {"why": ""}}',
-    ):
+    for damaged in ("{", "[]", '{"outcome": {"state": "odd", "why": "", "results": {}}}', '{"outcome": {"why": ""}}'):
         (tmp_path / "run.json").write_text(damaged)
         with pytest.raises(ValueError, match=r"run\.json: is not what a run writes"):
             load_outcome(tmp_path)
@@ -131,12 +126,7 @@ def test_a_page_shows_every_run_escapes_all_text_and_names_what_is_missing_or_da
     assert "<script>alert" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
     assert page.count('<td data-run="') == 6
-    for named in (
-        "d/metrics.jsonl:2",
-        "(and 1 lines more)",
-        "e/metrics.jsonl: cannot be read",
-        "f/run.json",
-    ):
+    for named in ("d/metrics.jsonl:2", "(and 1 lines more)", "e/metrics.jsonl: cannot be read", "f/run.json"):
         assert named in page, named
     assert "http" not in page.replace("http-equiv", "")
     # For the terminal there is a line of each run.

@@ -191,11 +191,7 @@ def test_a_file_without_a_complete_rollout_is_an_error(tmp_path):
     ("limits", "line", "message"),
     [
         (Limits(7, 100, 50), 4, "found token id 7; the critic's vocabulary has 7 tokens"),
-        (
-            Limits(1000, 3, 50),
-            1,
-            "found prompt and response of 4 tokens; the length for the critic is 3",
-        ),
+        (Limits(1000, 3, 50), 1, "found prompt and response of 4 tokens; the length for the critic is 3"),
         (Limits(1000, 100, 1), 1, "found a response of 2 tokens; rollout.response_length is 1"),
     ],
 )

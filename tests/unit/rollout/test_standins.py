@@ -21,11 +21,7 @@ FREE = 2**30
 
 @pytest.mark.parametrize(
     ("seed", "words"),
-    [
-        (0, [14819496, 7239838, 443485]),
-        (-1, [10844024, 11830564, 5338776]),
-        (2**63 - 1, [9349088, 11229934, 468783]),
-    ],
+    [(0, [14819496, 7239838, 443485]), (-1, [10844024, 11830564, 5338776]), (2**63 - 1, [9349088, 11229934, 468783])],
 )
 def test_random_numbers_are_those_of_earlier_runs(seed, words):
     """The upper 24 bits of the numbers of Vigna's splitmix64.c."""

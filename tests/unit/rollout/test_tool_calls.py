@@ -40,10 +40,7 @@ CASES: dict[str, tuple[tuple[Any, ...], Any]] = {
         (None, QWEN3, [], f"<think>{HERMES}?</think><tool_call>\n{CALL}\n</tool_call>"),
         ("qwen", [READ], 0),
     ),
-    "a token of Kimi K2": (
-        (None, "{{ x }}", ["<|tool_calls_section_begin|>"], "6"),
-        ("kimi_k2", [], 0),
-    ),
+    "a token of Kimi K2": ((None, "{{ x }}", ["<|tool_calls_section_begin|>"], "6"), ("kimi_k2", [], 0)),
 }
 
 

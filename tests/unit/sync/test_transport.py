@@ -20,12 +20,7 @@ import torch
 
 from megarl.sync.plan import Bucket, Copy, TensorSlice
 from megarl.sync.ranks import Session
-from megarl.sync.transport import (
-    GroupTransport,
-    MemoryTransport,
-    TransportError,
-    open_transport,
-)
+from megarl.sync.transport import GroupTransport, MemoryTransport, TransportError, open_transport
 
 CPU = torch.device("cpu")
 NUM_SOURCES, NUM_TARGETS = 2, 2
