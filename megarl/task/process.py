@@ -143,6 +143,9 @@ class FunctionProcess:
             return None, -signal.SIGALRM
         if line is not None:
             return json.loads(line), 0
+        # Its end of the pipe closes before it is gone: its own status says more than that of a kill.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=5)
         status = self._stop()
         self._check_open()
         return None, status
@@ -182,15 +185,8 @@ class FunctionProcess:
         """End the process; returns its exit status."""
         process = self._process
         assert process is not None
-        assert process.stdout is not None
-        poll = select.poll()
-        poll.register(process.stdout.fileno(), select.POLLIN)
-        # Its end of the pipe closes before it is gone: its own status says more than that of a kill.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            if any(event & select.POLLHUP for _, event in poll.poll(0)):
-                process.wait(timeout=5)
-        if self._finalizer is not None:
-            self._finalizer()
+        assert self._finalizer is not None
+        self._finalizer()
         self._process = self._finalizer = None
         return process.wait(timeout=30)
 
@@ -270,8 +266,8 @@ def main() -> None:
     # No handler: the kernel ends the process, also where Python would not come to run one.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
-    def write(message: dict[str, Any]) -> None:
-        answers.write(json.dumps(message) + "\n")
+    def write(message: str) -> None:
+        answers.write(message + "\n")
         answers.flush()
 
     task = json.loads(questions.readline())
@@ -282,7 +278,7 @@ def main() -> None:
             function = function(**task["options"])
     except Exception as error:
         text = str(error).removeprefix("path: ")
-        write({"error": " ".join(text.split()) if isinstance(error, ValueError) else describe(error)})
+        write(json.dumps({"error": " ".join(text.split()) if isinstance(error, ValueError) else describe(error)}))
         return
     memory = psutil.Process().memory_info().vms + task["memory_bytes"]
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -293,7 +289,7 @@ def main() -> None:
             sandbox.allow_files([*sandbox.list_readable(), str(sandbox.ROOT / "megarl")], None)
         with contextlib.suppress(OSError):
             sandbox.refuse_calls(os.getpid(), own_files=False)
-    write({"ready": True})
+    write(json.dumps({"ready": True}))
     served_by = os.getpid()
     for line in questions:
         signal.setitimer(signal.ITIMER_REAL, task["timeout_s"])
@@ -306,8 +302,7 @@ def main() -> None:
         if os.getpid() != served_by:  # A function that forked: its copy would answer too, and that the next call.
             os._exit(0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        answers.write(answer + "\n")
-        answers.flush()
+        write(answer)
 
 
 if __name__ == "__main__":
