@@ -81,15 +81,8 @@ def write_tokens(folder: Path, num_iterations: int = 40, *, text: str = "an answ
 
 def make_sample(text: str, *, name: str = "task-1", correct: bool = True) -> Sample:
     """A scored response, as the terminal and the report print it."""
-    token_ids = tuple(range(len(text)))
-    response = Response(
-        token_ids=token_ids,
-        text=text,
-        rollout_logprobs=tuple(0.0 for _ in token_ids),
-        generated=tuple(True for _ in token_ids),
-        weight_versions=tuple(0 for _ in token_ids),
-        finish_reason=FinishReason.stop,
-    )
+    num = len(text)
+    response = Response(range(num), text, [0.0] * num, [True] * num, [0] * num, FinishReason.stop)
     return Sample(Prompt(name, "2+2=", (1, 2), "4"), response, Score(float(correct), correct, {"format": 0.5}), 0)
 
 

@@ -37,16 +37,9 @@ PRETRAINING = "value pretraining"
 """A phase beside those of training: the update of one of its iterations"""
 NUM_ITERATIONS = 4
 OVERRIDES = (
-    "algo=vapo",
-    "model=tiny",
-    "algo.value_pretrain.steps=3",
-    "train.prompts_per_iteration=8",
-    "train.responses_per_prompt=8",
-    "train.samples_per_minibatch=32",
-    f"train.num_iterations={NUM_ITERATIONS}",
-    f"train.eval_every={NUM_ITERATIONS}",
-    "checkpoint.save_every=2",
-    "logger.save_rollouts=true",
+    *("algo=vapo", "model=tiny", "algo.value_pretrain.steps=3", "train.prompts_per_iteration=8"),
+    *("train.responses_per_prompt=8", "train.samples_per_minibatch=32", f"train.num_iterations={NUM_ITERATIONS}"),
+    *(f"train.eval_every={NUM_ITERATIONS}", "checkpoint.save_every=2", "logger.save_rollouts=true"),
     "logger.tensorboard=false",
 )
 PHASE_DEADLINE_S = 300.0

@@ -28,14 +28,9 @@ from megarl.types import Rollout
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 KILL_AFTER_S = 2.0
 OVERRIDES = [
-    "train.num_iterations=2",
-    "train.eval_every=2",
-    "train.prompts_per_iteration=8",
-    "train.samples_per_minibatch=32",
-    "algo.value_pretrain.steps=0",
-    "rollout.num_servers=2",
-    "rollout.request_deadline_s=120",
-    "logger.terminal=true",
+    *("train.num_iterations=2", "train.eval_every=2", "train.prompts_per_iteration=8"),
+    *("train.samples_per_minibatch=32", "algo.value_pretrain.steps=0", "rollout.num_servers=2"),
+    *("rollout.request_deadline_s=120", "logger.terminal=true"),
 ]
 
 

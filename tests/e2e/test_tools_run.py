@@ -42,7 +42,7 @@ COMMANDS = {
 }
 """Arguments of python, below tools/ and in the folder `place` -> what the last line that it prints is"""
 ELSEWHERE = {
-    "convert_checkpoint.py": "unit/tools/test_convert_command.py",
+    "convert_checkpoint.py": "unit/mcore/test_convert.py",
     "docs/generate.py": "docs/test_doc_commands.py",
     "import_roll.py": "unit/tools/test_import_roll.py",
     "plan.py": "docs/test_doc_commands.py",

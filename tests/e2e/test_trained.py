@@ -43,12 +43,8 @@ def test_a_policy_of_two_stages_and_two_shards_trains_with_a_critic_and_a_server
 ) -> None:
     lines = train_small(
         short_path,
-        "algo=vapo",
-        "model.random.num_layers=2",
-        "algo.value_pretrain.steps=1",
-        "train.prompts_per_iteration=4",
-        "policy.parallel={num_processes: 4, tp: 2, sp: true, pp: 2}",
-        "critic.parallel={num_processes: 2, tp: 2}",
+        *("algo=vapo", "model.random.num_layers=2", "algo.value_pretrain.steps=1", "train.prompts_per_iteration=4"),
+        *("policy.parallel={num_processes: 4, tp: 2, sp: true, pp: 2}", "critic.parallel={num_processes: 2, tp: 2}"),
         "rollout.tp=2",
     )
     assert all(line[f"{role}/grad_norm"] > 0 for line in lines for role in ("policy", "critic"))
@@ -57,13 +53,8 @@ def test_a_policy_of_two_stages_and_two_shards_trains_with_a_critic_and_a_server
 def test_a_mixture_of_experts_trains_with_its_experts_on_two_processes_and_two_servers(short_path: Path) -> None:
     lines = train_small(
         short_path,
-        "model=tiny_moe",
-        "algo=grpo",
-        "train.prompts_per_iteration=8",
-        "policy.parallel={num_processes: 2, ep: 2}",
-        "model.megatron={moe_aux_loss_coeff: 0.01}",
-        "rollout.num_servers=2",
-        "rollout.transport=split",
+        *("model=tiny_moe", "algo=grpo", "train.prompts_per_iteration=8", "policy.parallel={num_processes: 2, ep: 2}"),
+        *("model.megatron={moe_aux_loss_coeff: 0.01}", "rollout.num_servers=2", "rollout.transport=split"),
         "rollout.router_replay=true",
     )
     for line in lines:

@@ -30,14 +30,8 @@ from megarl.trainer import Trainer
 from megarl.types import Prompt, Response, RewardFunction, Score
 
 SMALL = (
-    "model=tiny",
-    "rollout.response_length=16",
-    "train.prompts_per_iteration=6",
-    "train.responses_per_prompt=4",
-    "train.num_minibatches=2",
-    "train.num_eval_prompts=8",
-    "policy.optimizer.lr=0.1",
-    "logger.terminal=false",
+    *("model=tiny", "rollout.response_length=16", "train.prompts_per_iteration=6", "train.responses_per_prompt=4"),
+    *("train.num_minibatches=2", "train.num_eval_prompts=8", "policy.optimizer.lr=0.1", "logger.terminal=false"),
     "logger.tensorboard=false",
 )
 """Few samples, and a learning rate for a table"""

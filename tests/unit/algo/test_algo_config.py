@@ -27,13 +27,6 @@ from megarl.config.schema.algo import AdvantageStd, AlgoConfig, KLEstimator, Los
 pytestmark = pytest.mark.filterwarnings("ignore:length-adaptive")
 
 
-def test_the_presets_are_those_of_the_table():
-    expected = (
-        "ppo vc_ppo vapo reinforce_pp reinforce_pp_baseline rloo lite_ppo topr grpo dapo gspo cispo dr_grpo sao bpco"
-    )
-    assert set(NAMES) == set(expected.split())
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_preset_is_free_of_contradictions_and_holds_only_deltas(name):
     algo, train = load_preset(name)

@@ -121,8 +121,16 @@ def test_files_of_ones_own_are_composed(tmp_path):
         compose(config_dir="/nowhere")
 
 
-def test_importing_the_api_and_composing_needs_no_torch():
-    code = "import sys, megarl.api; megarl.api.compose(); sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
+PRINTED = """
+from megarl.algo.objective import format_objective
+from megarl.config.load import list_options, load_config
+for config in [load_config([f"algo={preset}"]) for preset in list_options("algo")]:
+    print(format_objective(config.algo, config.train.responses_per_prompt))"""
+
+
+@pytest.mark.parametrize("code", ["import megarl.api; megarl.api.compose()", PRINTED], ids=["api", "objectives"])
+def test_composing_by_the_api_and_checking_and_printing_every_objective_need_no_torch(code):
+    code = f"import sys\n{code}\nsys.exit(bool({{'torch', 'ray'}} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
