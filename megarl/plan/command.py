@@ -63,19 +63,12 @@ def main(arguments: Sequence[str]) -> int:
 
 def check_hardware_is_known(config: Config) -> None:
     if config.has_critic_alone:
-        raise ConfigError(
-            [
-                "train.num_iterations: 0 found with algo.value_pretrain.rollouts; a plan is of policy and servers, and"
-                " the critic alone learns: plan it with train.num_iterations above 0"
-            ]
-        )
+        text = "a plan is of policy and servers, and the critic alone learns: plan it with train.num_iterations above 0"
+        raise ConfigError([f"train.num_iterations: 0 found with algo.value_pretrain.rollouts; {text}"])
     if config.cluster.hardware.gpu is None:
-        raise ConfigError(
-            [
-                "cluster.hardware.gpu: found null; a plan needs a cluster whose GPU is known: cluster=h100x8, h100x16,"
-                " h100x64, h100x256 or h200x8, or the numbers under cluster.hardware (docs/one-node.md has an example)"
-            ]
-        )
+        known = "cluster=h100x8, h100x16, h100x64, h100x256 or h200x8, or the numbers under cluster.hardware"
+        text = f"found null; a plan needs a cluster whose GPU is known: {known} (docs/one-node.md has an example)"
+        raise ConfigError([f"cluster.hardware.gpu: {text}"])
 
 
 def show_search(arguments: Sequence[str], config: Config, mean: float | None) -> int:

@@ -108,12 +108,9 @@ def find_architecture(name: str, key: str) -> Architecture:
         return _read(cached, key)
     if name in PUBLISHED:
         return parse_architecture(PUBLISHED[name], Path(name))
-    raise ConfigError(
-        [
-            f"{key}: {name!r} found; no config.json is in {directory.absolute()} or, under that name, in the local"
-            f" Hugging Face cache, and its sizes are not among those known here: {', '.join(PUBLISHED)}"
-        ]
-    )
+    nowhere = f"no config.json is in {directory.absolute()} or, under that name, in the local Hugging Face cache"
+    known = f"its sizes are not among those known here: {', '.join(PUBLISHED)}"
+    raise ConfigError([f"{key}: {name!r} found; {nowhere}, and {known}"])
 
 
 def find_in_cache(name: str) -> Path | None:
@@ -402,11 +399,8 @@ def check_plan(config: Config, models: PlannedModels) -> list[str]:
         return []
     change = find_change(config, models, plan)
     advice = f"it fits with {' '.join(change.overrides)}" if change else "none of the changes that were tried helps"
-    return [
-        *plan.problems,
-        f"cluster.hardware: the job does not fit {config.cluster.hardware.gpu}; {advice};"
-        " cluster.hardware.gpu=null starts it without a plan",
-    ]
+    refused = f"the job does not fit {config.cluster.hardware.gpu}; {advice}"
+    return [*plan.problems, f"cluster.hardware: {refused}; cluster.hardware.gpu=null starts it without a plan"]
 
 
 def find_change(config: Config, models: PlannedModels, plan: JobPlan) -> Change | None:

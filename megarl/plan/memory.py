@@ -144,67 +144,6 @@ def _compute_mlp(
     return kept, work
 
 
-def compute_head(
-    arch: Architecture,
-    parallel: schema.ParallelConfig,
-    dtype: schema.Dtype,
-    batch: MicroBatch,
-    with_value_head: bool,
-    chunk_bytes: int,
-) -> HeadBytes:
-    """The last norm, the hidden states that predict, and logits [R, V] or values [R].
-
-    The backward pass holds the logits' gradient beside them, then, the logits freed, the gradients of the hidden states
-    and of the output weights. chunk_bytes: of the float32 buffers of log-probs.
-    """
-    b, h, response = ELEMENT_BYTES[dtype], arch.hidden_size, batch.num_response_tokens
-    split = batch.num_tokens // parallel.tp if parallel.sp else batch.num_tokens
-    norm = split * h * b + 4 * split
-    if with_value_head:
-        hidden = response * h * 4
-        saved = norm + hidden + response * LOSS_BYTES
-        return HeadBytes(saved, gradient=hidden + response * h * b, forward=hidden + response * h * b)
-    columns = padded_vocab_size(arch.vocab_size, parallel.tp) // parallel.tp
-    hidden, logits = response * h * b, response * columns * b
-    saved = norm + hidden + logits + response * LOSS_BYTES
-    gradient = max(logits + chunk_bytes, hidden + columns * h * b)
-    return HeadBytes(saved, gradient, forward=hidden + logits + chunk_bytes)
-
-
-DEFAULT_MODULES = ("core_attn",)
-"""Modules that Megatron recomputes under recompute=selective (transformer_config.py, recompute_modules)"""
-
-
-def sum_layers(
-    layer: LayerBytes,
-    num_layers: int,
-    node: schema.TrainedRoleConfig,
-    modules: Sequence[str] = DEFAULT_MODULES,
-    num_pieces: int = 1,
-) -> tuple[int, int]:
-    """Bytes kept of one micro-batch by the layers of a stage, and bytes recomputed at once, of one block of layers.
-
-    Under recompute=full only the input of each block is kept (2205.05198, section 5). num_pieces: virtual pipeline
-    stages; Megatron cuts each of them into blocks of its own (megatron/core/transformer/transformer_block.py,
-    _checkpointed_forward). modules: recomputed under recompute=selective; those that are not known here count as kept.
-    """
-    if node.recompute is schema.Recompute.full:
-        pieces = [num_layers // num_pieces + (piece < num_layers % num_pieces) for piece in range(num_pieces)]
-        if node.recompute_method is schema.RecomputeMethod.block:
-            # The first layers of a piece are recomputed, one at a time; the others have freed their activations then.
-            again = [min(node.recompute_num_layers, piece) for piece in pieces]
-            keeping = [piece - number for piece, number in zip(pieces, again, strict=True)]
-            kept = sum(again) * layer.input + sum(keeping) * layer.total
-            return kept, max(0, *(layer.total - layer.input - number * layer.total for number in keeping))
-        blocks = sum(-(-piece // node.recompute_num_layers) for piece in pieces)
-        return blocks * layer.input, min(node.recompute_num_layers, max(pieces)) * layer.total - layer.input
-    dropped = 0
-    if node.recompute is schema.Recompute.selective:
-        dropped += layer.core_attention if "core_attn" in modules else 0
-        dropped += layer.mlp if "mlp" in modules else 0
-    return num_layers * (layer.total - dropped), dropped
-
-
 FP8_BYTES = 2
 """Per parameter of a linear layer that computes in FP8: Transformer Engine casts the weight at the first micro-batch
 and keeps it, and its transpose for the backward pass (transformer_engine/pytorch/module/linear.py, is_first_microbatch;
@@ -214,6 +153,8 @@ GRADIENT_BYTES = 4
 """Per parameter: Megatron sums gradients in float32 (grad_reduce_in_fp32)"""
 CHUNK_BYTES = {True: 3 * 4 * (1 << 23), False: 4 * (1 << 18)}
 """The float32 buffers of log-probs, on a GPU or not (megarl/mcore/logprobs.py)"""
+DEFAULT_MODULES = ("core_attn",)
+"""Modules that Megatron recomputes under recompute=selective (transformer_config.py, recompute_modules)"""
 
 
 @dataclass(frozen=True)
@@ -248,6 +189,57 @@ class RoleJob:
     @property
     def has_value_head(self) -> bool:
         return isinstance(self.node, schema.CriticConfig)
+
+
+def compute_head(job: RoleJob) -> HeadBytes:
+    """The last norm, the hidden states that predict, and logits [R, V] or values [R].
+
+    The backward pass holds the logits' gradient beside them, then, the logits freed, the gradients of the hidden states
+    and of the output weights.
+    """
+    arch, tp, batch = job.arch, job.parallel.tp, job.batch
+    b, h, response = ELEMENT_BYTES[job.dtype], arch.hidden_size, batch.num_response_tokens
+    split = batch.num_tokens // tp if job.parallel.sp else batch.num_tokens
+    norm = split * h * b + 4 * split
+    if job.has_value_head:
+        hidden = response * h * 4
+        saved = norm + hidden + response * LOSS_BYTES
+        return HeadBytes(saved, gradient=hidden + response * h * b, forward=hidden + response * h * b)
+    columns, chunk_bytes = padded_vocab_size(arch.vocab_size, tp) // tp, CHUNK_BYTES[job.on_gpu]
+    hidden, logits = response * h * b, response * columns * b
+    saved = norm + hidden + logits + response * LOSS_BYTES
+    gradient = max(logits + chunk_bytes, hidden + columns * h * b)
+    return HeadBytes(saved, gradient, forward=hidden + logits + chunk_bytes)
+
+
+def sum_layers(
+    layer: LayerBytes,
+    num_layers: int,
+    node: schema.TrainedRoleConfig,
+    modules: Sequence[str] = DEFAULT_MODULES,
+    num_pieces: int = 1,
+) -> tuple[int, int]:
+    """Bytes kept of one micro-batch by the layers of a stage, and bytes recomputed at once, of one block of layers.
+
+    Under recompute=full only the input of each block is kept (2205.05198, section 5). num_pieces: virtual pipeline
+    stages; Megatron cuts each of them into blocks of its own (megatron/core/transformer/transformer_block.py,
+    _checkpointed_forward). modules: recomputed under recompute=selective; those that are not known here count as kept.
+    """
+    if node.recompute is schema.Recompute.full:
+        pieces = [num_layers // num_pieces + (piece < num_layers % num_pieces) for piece in range(num_pieces)]
+        if node.recompute_method is schema.RecomputeMethod.block:
+            # The first layers of a piece are recomputed, one at a time; the others have freed their activations then.
+            again = [min(node.recompute_num_layers, piece) for piece in pieces]
+            keeping = [piece - number for piece, number in zip(pieces, again, strict=True)]
+            kept = sum(again) * layer.input + sum(keeping) * layer.total
+            return kept, max(0, *(layer.total - layer.input - number * layer.total for number in keeping))
+        blocks = sum(-(-piece // node.recompute_num_layers) for piece in pieces)
+        return blocks * layer.input, min(node.recompute_num_layers, max(pieces)) * layer.total - layer.input
+    dropped = 0
+    if node.recompute is schema.Recompute.selective:
+        dropped += layer.core_attention if "core_attn" in modules else 0
+        dropped += layer.mlp if "mlp" in modules else 0
+    return num_layers * (layer.total - dropped), dropped
 
 
 @dataclass(frozen=True)
@@ -336,10 +328,7 @@ def _estimate_stage(job: RoleJob, parameters: StageParameters, stage: int) -> St
     is_last = stage == parallel.pp - 1
     # All stages but the last keep what they sent until its gradient arrives.
     activations = ceil(in_flight * (kept + (0 if is_last else layer.input)))
-    head = HeadBytes(0, 0, 0)
-    if is_last:
-        chunk = CHUNK_BYTES[job.on_gpu]
-        head = compute_head(job.arch, parallel, job.dtype, job.batch, job.has_value_head, chunk)
+    head = compute_head(job) if is_last else HeadBytes(0, 0, 0)
     # The peak is in the head's backward pass or, after it, in that of a layer.
     work = max(again + layer.gradient - head.saved, head.gradient)
     # The optimizer's state is there from the start (megarl/mcore/optimizer.py).

@@ -14,13 +14,7 @@ from megarl.config.schema.algo import needs_reference
 from megarl.config.schema.root import Config
 from megarl.files import load_json_object
 from megarl.interfaces import Truncation
-from megarl.mcore.checkpoints import (
-    check_checkpoint,
-    check_critic_checkpoint,
-    check_critic_prompt,
-    check_files,
-    check_value_range,
-)
+from megarl.mcore import checkpoints
 from megarl.mcore.spec import ROLE_KEYS, Role, WorkerSpec, check_layout, check_role_fields, read_architecture
 from megarl.models.architecture import Architecture
 from megarl.models.checkpoint import default_cache_dir, find_checkpoint, load_tokenizer, resolve_checkpoint
@@ -190,19 +184,19 @@ def load_models(config: Config) -> Models:
     """Find and read the checkpoints. Raises ConfigError naming model.path or critic.init."""
     checkpoint = resolve_checkpoint(config.model, default_cache_dir())
     architecture = _read_architecture(checkpoint, "model.path")
-    if problems := check_checkpoint(checkpoint, architecture, Role.policy):
+    if problems := checkpoints.check_checkpoint(checkpoint, architecture, Role.policy):
         raise ConfigError([f"model.path: {problem}" for problem in problems])
     if not needs_critic(config.algo) or config.critic.init is None:
         return Models(checkpoint, architecture, checkpoint, architecture)
     critic_checkpoint = find_checkpoint(config.critic.init, "critic.init")
     critic_architecture = _read_architecture(critic_checkpoint, "critic.init")
     longest = config.data.prompt_length + config.rollout.response_length
-    problems = check_critic_checkpoint(critic_checkpoint, critic_architecture, architecture, longest)
-    if problem := check_critic_prompt(critic_checkpoint, config.data.critic_prompt):
+    problems = checkpoints.check_critic_checkpoint(critic_checkpoint, critic_architecture, architecture, longest)
+    if problem := checkpoints.check_critic_prompt(critic_checkpoint, config.data.critic_prompt):
         problems.append(problem)
     if problems:
         raise ConfigError([f"critic.init: {problem}" for problem in problems])
-    if problem := check_value_range(critic_checkpoint, config.critic.value_range):
+    if problem := checkpoints.check_value_range(critic_checkpoint, config.critic.value_range):
         raise ConfigError([f"critic.value_range: {problem}"])
     return Models(checkpoint, architecture, critic_checkpoint, critic_architecture)
 
@@ -378,7 +372,7 @@ def load_evaluation_inputs(configs: Mapping[str, Config]) -> EvaluationInputs:
 
     config = next(iter(configs.values()))
     checkpoint = resolve_checkpoint(config.model, default_cache_dir())
-    if problems := check_files(checkpoint):
+    if problems := checkpoints.check_files(checkpoint):
         raise ConfigError([f"model.path: {problem}" for problem in problems])
     # Raises for unknown options; the real command is built where the server starts.
     build_command(config.rollout, checkpoint, host=config.cluster.listen_host, port=0, seed=config.seed)

@@ -15,7 +15,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "cli": (8, 850, ("cli", "train", "api", "plan.command", "plan.doctor")),
     "run": (7, 2580, ("run", "trainer", "sweep")),
     "cluster": (6, 1710, ("cluster",)),
-    "plan": (6, 1930, ("plan",)),
+    "plan": (6, 1910, ("plan",)),
     "sync": (5, 2160, ("sync",)),
     "mcore": (4, 4520, ("mcore",)),
     "rollout": (4, 3730, ("rollout",)),
