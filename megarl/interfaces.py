@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 # At run time this module, which every process imports, does without torch, whose import takes seconds.
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from megarl.types import Metrics, Sequences, TrainingSamples
 
-T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -33,19 +32,6 @@ class Pending(Protocol[T_co]):
         """Wait up to `timeout_s`; returns whether the work has succeeded. Raises as soon as a part of it has failed."""
 
     def result(self) -> T_co: ...
-
-
-@dataclass(frozen=True)
-class Done(Generic[T]):
-    """A `Pending` that has succeeded."""
-
-    value: T
-
-    def wait(self, timeout_s: float) -> bool:
-        return True
-
-    def result(self) -> T:
-        return self.value
 
 
 def wait_all(pendings: Sequence[Pending[Any]], end: float | None = None) -> None:

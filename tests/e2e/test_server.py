@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from fakes.backend import Done
 from generation import generate_groups
 from loop_parts import hosts_of, open_trainer
 from servers import API_KEY, running_server
@@ -22,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.run import RolloutConfig
-from megarl.interfaces import UNPUBLISHED, Done, SyncError
+from megarl.interfaces import UNPUBLISHED, SyncError
 from megarl.rollout.client import RequestError, SGLangClient
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.server import ServerError, SGLangServer

@@ -4,12 +4,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fakes.backend import Done
 from fakes.run import World
 
 from megarl.cluster.calls import WorkerError
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.interfaces import DeadlineError, Done, SyncError
+from megarl.interfaces import DeadlineError, SyncError
 from megarl.report.page import format_run_page
 from megarl.report.record import State, load_outcome, load_run
 from megarl.run.components import Recovery
