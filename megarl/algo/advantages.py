@@ -214,12 +214,8 @@ def _format_gae(algo: AlgoConfig, responses_per_prompt: int) -> str:
 
 
 def _check_gae(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps: int) -> Iterator[str]:
-    number = algo.lambda_policy
-    if isinstance(number, str):
-        if number != ADAPTIVE:
-            yield f"algo.lambda_policy: {number!r} found; must be a number from 0 to 1, or {ADAPTIVE}"
-    elif not 0 <= number <= 1:
-        yield f"algo.lambda_policy: {number} found; must be from 0 to 1, or {ADAPTIVE}"
+    if isinstance(algo.lambda_policy, str) and algo.lambda_policy != ADAPTIVE:
+        yield f"algo.lambda_policy: {algo.lambda_policy!r} found; must be a number from 0 to 1, or {ADAPTIVE}"
 
 
 GAE = AdvantageEstimator(_format_gae, _estimate_gae, check=_check_gae, needs_critic=True)

@@ -203,7 +203,7 @@ class AlgoConfig:
     """The advantage estimator: one of megarl/algo/advantages.py, or FILE.py:NAME of your own."""
     gamma: float = key(1.0, low=0, high=1, when=with_choice("advantage", "gae", "reinforce"), strict=True)
     """Discount of later rewards."""
-    lambda_policy: float | int | str = key(0.95, when=with_choice("advantage", "gae"))
+    lambda_policy: float | int | str = key(0.95, low=0, high=1, why="or adaptive", when=with_choice("advantage", "gae"))
     """GAE's lambda for the policy: a number, or `adaptive` = clip(1 - 1/(length_alpha * length), lambda_min, 1)."""
     lambda_critic: float = key(1.0, low=0, high=1, when=with_choice("advantage", "gae", "tether"))
     """GAE's lambda for the critic's returns; 1 gives Monte-Carlo returns."""
