@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,12 +13,24 @@ from fakes.model import ResponseTokens, TableModel, build_critic, build_policy, 
 from megarl.algo.losses import LossOutput, TokenTargets, count_minibatch, critic_loss, policy_loss
 from megarl.config.schema.algo import needs_entropy, needs_full_kl
 from megarl.config.schema.roles import LrDecay, OptimizerConfig
-from megarl.interfaces import Done
 from megarl.mcore.spec import Role, WorkerSpec, read_architecture
 from megarl.types import Metrics, Sequences, TrainingSamples
 
 T = TypeVar("T")
 STATE = "state.pt"
+
+
+@dataclass(frozen=True)
+class Done(Generic[T]):
+    """A `Pending` that has succeeded."""
+
+    value: T
+
+    def wait(self, timeout_s: float) -> bool:
+        return True
+
+    def result(self) -> T:
+        return self.value
 
 
 class Failed(Done[Any]):

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.backend import Done
 from layout_runs import build_spec, gather, launch_each
 from tiny_checkpoints import write_checkpoint
 from torch import Tensor
 
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.run import RolloutConfig
-from megarl.interfaces import Done, SyncError
+from megarl.interfaces import SyncError
 from megarl.mcore.spec import Role
 from megarl.sync.sync import NUM_ESTIMATES, Probe
 from megarl.types import Sequences

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fakes.backend import Done
 from fakes.run import World
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.cluster.process import DIRECTORY, TIMELINE, Profiler, RankProfiler, find_own_peak, find_peak_of_tree
-from megarl.interfaces import Done
 from megarl.report.timeline import Recording, Span, note, span, split_lanes, start, stop, write_timeline
 
 PHASES = ("rollout", "experience", "update", "checkpoint", "sync", "evaluate")
