@@ -307,31 +307,25 @@ def read_unit(text: str, *, spaced: bool) -> Unit | None:
 
     spaced: stands apart from the number; otherwise only some known units count, as in 5cm. In \\text{} all count.
     """
-    written = text
-    text = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).replace(" ^", "^").strip()
-    words = [word.lower() if len(word) > 1 else word for word in _WORDS.findall(text)]
-    if "".join(_WORDS.findall(text)) != re.sub(r"\s", "", text):
+    plain = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).replace(" ^", "^").strip()
+    words = [word.lower() if len(word) > 1 else word for word in _WORDS.findall(plain)]
+    if "".join(_WORDS.findall(plain)) != re.sub(r"\s", "", plain) or any(map(_NOT_IN_UNITS.fullmatch, words)):
         return None
-    if any(map(_NOT_IN_UNITS.fullmatch, words)):
-        return None
-    is_text = "\\text" in written
     factor = 1
     while words and words[0].rstrip("s") in SCALES:
         factor *= SCALES[words.pop(0).rstrip("s")]
     known = _measure(words)
-    if words and not is_text and not _is_no_product(words, spaced=spaced, is_known=known is not None):
-        return None
+    if words and "\\text" not in text:  # They may be factors: 5 m, 5cm and 5 eggs, but not 5m, 5x^2 and 5 xy.
+        name = re.sub(r"[^a-zA-Z].*", "", words[0])
+        if known is None:
+            is_unit = spaced and len(name) > 2
+        elif len(name) == 2:
+            is_unit = name in (_SPACED if spaced else _GLUED)
+        else:
+            is_unit = len(name) != 1 or (spaced and name in _LETTERS)
+        if not is_unit:
+            return None
     return Unit(tuple(map(_singular, words)), *(known or ("", Fraction(1))), factor)
-
-
-def _is_no_product(words: list[str], *, spaced: bool, is_known: bool) -> bool:
-    """Whether words outside \\text{} are a unit and no factors: 5 m, 5cm, 5 eggs, but not 5m, 5x^2, 5 xy."""
-    name = re.sub(r"[^a-zA-Z].*", "", words[0])
-    if is_known and len(name) != 2:
-        return len(name) != 1 or (spaced and name in _LETTERS)
-    if is_known:
-        return name in (_SPACED if spaced else _GLUED)
-    return spaced and len(name) > 2
 
 
 def convert(unit: Unit, to: Unit) -> Fraction | None:
@@ -351,32 +345,27 @@ def _measure(words: list[str]) -> tuple[str, Fraction] | None:
     """Dimension and size of units known to sympy, multiplied and divided ("km / h", "square feet"); None for others."""
     if len(words) == 1 and _singular(words[0]) in _MONEY:
         return "money", _MONEY[_singular(words[0])]
-    words = [part for word in words for part in _SHORT.get(_singular(word), word).split()]
-    dimension: dict[str, int] = {}
-    size, sign, power = Fraction(1), 1, 1
-    for word in words:
+    product, sign, power = sympy.Integer(1), 1, 1
+    for word in (part for each in words for part in _SHORT.get(_singular(each), each).split()):
         if word in ("per", "/"):
             sign = -1
         elif word in ("square", "cubic"):
             power = {"square": 2, "cubic": 3}[word]
         else:
             name, *exponent = re.split(r"\^\{?([23])", word)[:2]
-            power = int(exponent[0]) if exponent else power
             name = _SHORT.get(_singular(name), name)
             unit = getattr(sympy_units, name, None) or getattr(sympy_units, _singular(name), None)
-            if not isinstance(unit, Quantity) or not unit.scale_factor.is_Rational:
-                if name not in ("degree", "degrees"):
-                    return None
-                parts, scale = {"angle": 1}, Fraction(1)
-            else:
-                found = SI.get_dimension_system().get_dimensional_dependencies(unit.dimension)
-                parts = {str(key): int(value) for key, value in found.items()}
-                scale = Fraction(int(unit.scale_factor.p), int(unit.scale_factor.q))
-            for key, value in parts.items():
-                dimension[key] = dimension.get(key, 0) + sign * power * value
-            size *= scale ** (sign * power)
+            if not isinstance(unit, Quantity):
+                return None
+            product *= unit ** (sign * (int(exponent[0]) if exponent else power))
             power = 1
-    return " ".join(f"{key}^{value}" for key, value in sorted(dimension.items())), size
+    if product == sympy_units.degree:
+        return "angle", Fraction(1)
+    size, dimension = SI._collect_factor_and_dimension(product)
+    if not size.is_Rational:
+        return None
+    parts = SI.get_dimension_system().get_dimensional_dependencies(dimension)
+    return " ".join(sorted(f"{key}^{value}" for key, value in parts.items())), Fraction(int(size.p), int(size.q))
 
 
 _INTEGER = r"\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?!\d)|\d+"
