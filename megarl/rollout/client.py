@@ -203,16 +203,14 @@ class SGLangClient:
         for call in list(self._calls):
             call.get_loop().call_soon_threadsafe(call.cancel)
 
-    def generate(
-        self, input_ids: Sequence[Sequence[int]], params: Any, *, deadline_s: float | None = None, **fields: Any
-    ) -> list[dict[str, Any]]:
+    def generate(self, input_ids: Sequence[Sequence[int]], params: Any, **fields: Any) -> list[dict[str, Any]]:
         """SGLang's answers to a batch of prompts, in order; with `n` in params, n per prompt.
 
         Raises ValueError for an empty batch, an empty prompt or a token id outside the vocabulary.
         """
         check_token_ids(input_ids, self._vocab_size)
         body = {"input_ids": [list(ids) for ids in input_ids], "sampling_params": params, "stream": False}
-        return list(self._call("/generate", body | fields, deadline_s))
+        return list(self._call("/generate", body | fields))
 
     async def generate_batch(
         self, token_ids: Sequence[Sequence[int]], params: Sequence[Mapping[str, Any]], **fields: Any
@@ -240,7 +238,7 @@ class SGLangClient:
         """Drop all cached prefixes, once no request is left. Raises RequestError where some are left after `wait_s`."""
         self._call(f"/flush_cache?timeout={wait_s:g}", {})
 
-    def score(self, token_ids: Sequence[int], *, deadline_s: float | None = None) -> list[float]:
+    def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs (temperature 1) of token_ids[1:], each given the tokens before it; ahead of queued requests.
 
         Raises ValueError for fewer than two tokens.
@@ -249,7 +247,7 @@ class SGLangClient:
             raise ValueError(f"score: {len(token_ids)} token(s); at least two are needed")
         params = {"max_new_tokens": 0, "temperature": 1.0}
         fields = {"return_logprob": True, "logprob_start_len": 0, "priority": URGENT}
-        (answer,) = self.generate([token_ids], params, deadline_s=deadline_s, **fields)
+        (answer,) = self.generate([token_ids], params, **fields)
         entries = answer["meta_info"]["input_token_logprobs"]
         found = [entry[1] for entry in entries]
         # SGLang 0.5.23 scores the vocabulary's last id like any other but reports it as 0.

@@ -241,39 +241,35 @@ TIMEOUT_S = 5.0
 MEMORY_GB = 4.0
 
 
-class ToolCallReader:
-    """Reads tool calls with SGLang's parser, in one process. Thread-safe."""
+def start_call_finder(
+    prompt: ToolPrompt, parser: str | None, tokenizer: "PreTrainedTokenizerBase"
+) -> Callable[[str], FoundCalls]:
+    """What finds the calls in an action's text, special tokens included, with SGLang's parser in a process that this
+    starts. Thread-safe. What SGLang's parser cannot stand is malformed.
 
-    def __init__(self, prompt: ToolPrompt, parser: str | None, tokenizer: "PreTrainedTokenizerBase"):
-        """Starts the process. parser: SGLang's name of it; None: the one for the tokenizer's chat template.
+    parser: SGLang's name of it; None: the one for the tokenizer's chat template. Raises ConfigError naming
+    environment.parser.
+    """
+    options = {
+        "tools": list(prompt.schemas),
+        "parser": parser if prompt.text is None else parser or FALLBACK,
+        "template": tokenizer.chat_template,
+        "tokens": sorted(tokenizer.get_added_vocab()),
+    }
+    process, end = _share_process(json.dumps(options)), str(tokenizer.eos_token or "")
+    try:
+        process.start()
+    except StartError as error:
+        raise ConfigError([f"environment.parser: {error}"]) from error
 
-        Raises ConfigError naming environment.parser.
-        """
-        options = {
-            "tools": list(prompt.schemas),
-            "parser": parser if prompt.text is None else parser or FALLBACK,
-            "template": tokenizer.chat_template,
-            "tokens": sorted(tokenizer.get_added_vocab()),
-        }
-        self._end = str(tokenizer.eos_token or "")
-        self._process = _share_process(json.dumps(options))
+    def find_calls(text: str) -> FoundCalls:
         try:
-            self._process.start()
-        except StartError as error:
-            raise ConfigError([f"environment.parser: {error}"]) from error
-
-    @property
-    def name(self) -> str:
-        """SGLang's name of the parser."""
-        return str(self._process.call({"text": ""})["parser"])
-
-    def find_calls(self, text: str) -> FoundCalls:
-        """The calls in an action's text, special tokens included. What SGLang's parser cannot stand is malformed."""
-        try:
-            found = self._process.call({"text": text.removesuffix(self._end)})
+            found = process.call({"text": text.removesuffix(end)})
         except CallError:
             return FoundCalls((), num_malformed=1)
         return FoundCalls(tuple((name, arguments) for name, arguments in found["calls"]), found["num_malformed"])
+
+    return find_calls
 
 
 @functools.lru_cache(maxsize=4)
@@ -304,32 +300,28 @@ def build_conversation(
     vocab_size: rows of the model's embedding. Raises ConfigError naming environment.KEY or data.KEY.
     """
     environment = config.environment
-    prompt: ToolPrompt | None = None
-    found: tuple[MultiTurnEnvironmentConfig, EnvironmentFactory] | None = None
-    if isinstance(environment, ToolsEnvironmentConfig | VerifiersEnvironmentConfig):
-        prompt = build_tool_prompt(environment, config.data, tokenizer)
-        if prompt is not None:
-            find_calls = ToolCallReader(prompt, environment.parser, tokenizer).find_calls
-            if isinstance(environment, VerifiersEnvironmentConfig):
-                found = environment, partial(VerifiersEnvironment, environment.id, environment.args, prompt, find_calls)
-            else:
-                if "python" in environment.tools:
-                    warn_of_gaps("environment.tools=[python]")
-                found = environment, partial(ToolsEnvironment, environment, Toolbox(environment), prompt, find_calls)
+    prompt = build_tool_prompt(environment, config.data, tokenizer)
+    found: tuple[MultiTurnEnvironmentConfig, EnvironmentFactory] | None
     if prompt is None:
         found = build_environment(environment)
+    else:
+        assert isinstance(environment, ToolsEnvironmentConfig | VerifiersEnvironmentConfig)
+        find_calls = start_call_finder(prompt, environment.parser, tokenizer)
+        if isinstance(environment, VerifiersEnvironmentConfig):
+            found = environment, partial(VerifiersEnvironment, environment.id, environment.args, prompt, find_calls)
+        else:
+            if "python" in environment.tools:
+                warn_of_gaps("environment.tools=[python]")
+            found = environment, partial(ToolsEnvironment, environment, Toolbox(environment), prompt, find_calls)
     if found is None:
         return None
     limits, make = found
     return Conversation(make, limits, ObservationEncoder(Renderer(config.data, tokenizer, prompt, vocab_size)))
 
 
-Answer = dict[str, Any]
-
-
 def load_parser(
     tools: Sequence[Mapping[str, Any]], parser: str | None, template: str | None, tokens: list[str]
-) -> Callable[..., Answer]:
+) -> Callable[..., dict[str, Any]]:
     """The function text -> {"parser", "calls": [[name, arguments as JSON], ...], "num_malformed"}.
 
     tools: their schemas. parser: SGLang's name; None: as its servers find it for the chat template `template`
@@ -361,7 +353,7 @@ def load_parser(
         raise ValueError(f"{found} one of SGLang's parsers: {', '.join(sorted(known))}")
     described = [Tool.model_validate(tool) for tool in tools]
 
-    def read(text: str) -> Answer:
+    def read(text: str) -> dict[str, Any]:
         if reasoning is not None:
             _, text = ReasoningParser(reasoning, stream_reasoning=False).parse_non_stream(text)
         found = FunctionCallParser(described, name)
@@ -380,7 +372,7 @@ def load_parser(
 
 
 T = TypeVar("T")
-NUM_CALLS = 64
+MAX_CALLS = 64
 """Blocking calls of environments at a time, each in a thread of its own"""
 
 
@@ -432,7 +424,7 @@ class EpisodeRunner:
         """conversation: None where the first turn is the whole episode."""
         self._response_length = response_length
         self._conversation = conversation
-        self._calls = asyncio.Semaphore(NUM_CALLS)
+        self._calls = asyncio.Semaphore(MAX_CALLS)
 
     async def run(self, request: EpisodeRequest, send: Send) -> Episode:
         """The whole episode. send: generates a turn; what it raises is raised."""

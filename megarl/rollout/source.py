@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megarl.config.schema.algo import ReplayConfig, SamplingBy, ValuePretrainConfig, uses_topr
+from megarl.config.schema.algo import DynamicSamplingConfig, ReplayConfig, SamplingBy, ValuePretrainConfig, uses_topr
 from megarl.config.schema.root import Config
 from megarl.report.evaluation import describe_failures
 from megarl.rollout.collector import Collector, check_versions, compute_staleness
@@ -52,21 +52,19 @@ def has_signal(group: Group, by: SamplingBy) -> bool:
     return len(rewards) > 1 and max(rewards) - min(rewards) > SAME * max(1.0, *map(abs, rewards))
 
 
-def collect_groups_with_signal(
-    collect: Callable[[int], Sequence[Group]],
-    num_groups: int,
-    max_rounds: int,
-    by: SamplingBy,
-    *,
-    one_by_one: bool = False,
+def collect_groups(
+    collect: Callable[[int], list[Group]], num_groups: int, config: DynamicSamplingConfig, *, one_by_one: bool = False
 ) -> tuple[list[Group], Metrics]:
-    """Collect `num_groups` groups with a signal; returns them and the metrics sampling/*.
+    """Collect `num_groups` groups, with dynamic sampling those with a signal; returns them and the metrics sampling/*.
 
     collect: `collect(n)` gives the groups of n further prompts. From the second round on their number, `num_groups` at
     most, follows from the share of groups kept so far. one_by_one: they are asked for one by one, and `num_groups` of
     them count as a round. After `max_rounds` the rest is filled up with groups without a signal, with a warning.
     Raises NoSignalError where none has a signal.
     """
+    if not config.enabled:
+        return collect(num_groups), {}
+    max_rounds, by = config.max_rounds, config.by
     kept: list[Group] = []
     equal: list[Group] = []
     num_asked, num_rounds = 0, 0.0
@@ -531,17 +529,9 @@ class GroupSource:
             sampled.append(self._collect(num_groups, f"iteration-{iteration}/round-{len(sampled) + 1}", weight_version))
             return split_groups(sampled[-1])
 
-        fresh, metrics = self._choose(collect, self._train.num_prompts - len(replayed))
+        fresh, metrics = collect_groups(collect, self._train.num_prompts - len(replayed), self._sampling)
         self._replay.add(fresh)
         return IterationBatch(fresh, replayed, tuple(sampled), metrics)
-
-    def _choose(
-        self, collect: Callable[[int], list[Group]], num_groups: int, *, one_by_one: bool = False
-    ) -> tuple[list[Group], Metrics]:
-        if not self._sampling.enabled:
-            return collect(num_groups), {}
-        max_rounds, by = self._sampling.max_rounds, self._sampling.by
-        return collect_groups_with_signal(collect, num_groups, max_rounds, by, one_by_one=one_by_one)
 
     def _take_complete(self, iteration: int, weight_version: int) -> IterationBatch:
         """With max_staleness=n: wait until enough groups are complete, while those of n further iterations are under
@@ -570,7 +560,7 @@ class GroupSource:
                 taken.append(complete.samples)
             return taken[-num_groups:]
 
-        fresh, metrics = self._choose(take, planned[0], one_by_one=True)
+        fresh, metrics = collect_groups(take, planned[0], self._sampling, one_by_one=True)
         self._replay.add(fresh)
         metrics |= compute_staleness([s for group in fresh for s in group], weight_version, self._max_staleness)
         return IterationBatch(fresh, replayed, (join_groups(taken, 0).samples,), metrics)

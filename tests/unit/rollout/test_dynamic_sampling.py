@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.schema.algo import ReplayConfig, SamplingBy
+from megarl.config.schema.algo import DynamicSamplingConfig, ReplayConfig, SamplingBy
 from megarl.rollout.collector import build_tensors
-from megarl.rollout.source import NoSignalError, ReplayBuffer, collect_groups_with_signal, has_signal, join_groups
+from megarl.rollout.source import NoSignalError, ReplayBuffer, collect_groups, has_signal, join_groups
 from megarl.types import FinishReason, Prompt, Response, Sample, Score
 
 
@@ -36,7 +36,7 @@ class Task:
 
 def test_groups_of_equal_rewards_are_replaced_until_there_are_enough():
     task = Task(EASY, MIXED, HARD, MIXED)
-    groups, metrics = collect_groups_with_signal(task.collect, 4, 10, BY)
+    groups, metrics = collect_groups(task.collect, 4, DynamicSamplingConfig(True, BY, 10))
     assert [group[0].prompt.id for group in groups] == ["1", "3", "5", "7"]
     # Half of the first four carried signal: two more need four prompts.
     assert task.sizes == [4, 4]
@@ -66,7 +66,7 @@ def test_groups_of_equal_rewards_are_replaced_until_there_are_enough():
 def test_a_task_without_signal_is_an_error_that_says_whether_it_is_too_easy_or_too_hard(rewards, by, text):
     task = Task(*rewards)
     with pytest.raises(NoSignalError, match=text):
-        collect_groups_with_signal(task.collect, 4, 3, by)
+        collect_groups(task.collect, 4, DynamicSamplingConfig(True, by, 3))
     assert task.sizes == [4, 4, 4]
 
 
@@ -76,7 +76,9 @@ def test_groups_are_taken_until_there_are_enough_or_up_to_the_bound(signals, num
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         try:
-            taken, metrics = collect_groups_with_signal(task.collect, num, max_rounds, BY, one_by_one=one_by_one)
+            taken, metrics = collect_groups(
+                task.collect, num, DynamicSamplingConfig(True, BY, max_rounds), one_by_one=one_by_one
+            )
         except NoSignalError:
             taken, metrics = [], {}
     num_asked = sum(task.sizes)
@@ -164,10 +166,10 @@ def test_groups_without_any_reward_are_neither_correct_nor_wrong():
         fail(make_group("2", HARD), 1),
         fail(make_group("3", MIXED), 0, 1),
     ]
-    _, metrics = collect_groups_with_signal(lambda _: groups, 1, 1, BY)
+    _, metrics = collect_groups(lambda _: groups, 1, DynamicSamplingConfig(True, BY, 1))
     assert metrics["sampling/equal_correct_frac"] == metrics["sampling/equal_wrong_frac"] == 0.25
     # 0 and 1, one 1 and one 0 are left.
     assert metrics["sampling/reward_mean"] == 0.5
     text = "2 of 2 responses have no reward: 2 x TimeoutError.*the verifier or the environment must be mended$"
     with pytest.raises(NoSignalError, match=text):
-        collect_groups_with_signal(lambda _: groups[3:], 1, 1, BY)
+        collect_groups(lambda _: groups[3:], 1, DynamicSamplingConfig(True, BY, 1))
