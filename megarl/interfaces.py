@@ -106,23 +106,30 @@ class Truncation:
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """How responses are sampled."""
+
+    temperature: float
+    """0 is greedy"""
+    urgent: bool = False
+    """Ahead of requests that are not"""
+    truncation: Truncation | None = None
+    """None: the engine's own"""
+
+
+@dataclass(frozen=True)
 class TurnRequest:
     """One turn to be generated."""
 
     token_ids: NDArray[np.int32]
     """int32 [N], all tokens before the turn"""
     max_new_tokens: int
-    temperature: float
-    """0 is greedy"""
+    sampling: Sampling
     server: int
     """Number of the server that is asked"""
     name: str | None = None
     """Names the turn; its random numbers follow from the run's seed and this name, so that it is reproducible. None:
     they are fresh."""
-    urgent: bool = False
-    """Ahead of requests that are not"""
-    truncation: Truncation | None = None
-    """None: the engine's own"""
 
 
 class RolloutServers(Protocol):

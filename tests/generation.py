@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from megarl.interfaces import Sampling
 from megarl.rollout.collector import Collector
-from megarl.rollout.conversation import EpisodeRunner, Sampling
+from megarl.rollout.conversation import EpisodeRunner
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.rollout_file import read_rollouts
 from megarl.task.scorer import Scorer

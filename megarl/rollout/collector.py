@@ -19,10 +19,10 @@ from torch import Tensor
 
 from megarl.algo.statistics import allocate_zeros
 from megarl.cpu.process import Lockstep
-from megarl.interfaces import DeadlineError, Truncation, TurnRequest
+from megarl.interfaces import DeadlineError, Sampling, TurnRequest
 from megarl.report.timeline import RESPONSES, span
 from megarl.rollout.client import ConnectionLostError, gather_all
-from megarl.rollout.conversation import Episode, EpisodeRequest, EpisodeRunner, Sampling, draw_seed
+from megarl.rollout.conversation import Episode, EpisodeRequest, EpisodeRunner, draw_seed
 from megarl.rollout.engine import ATTEMPT_PAUSE_S, MAX_ATTEMPTS, SGLangEngine, compute_sampling_seed
 from megarl.rollout.rollout_file import Journal
 from megarl.task.render import CriticPrompt
@@ -36,9 +36,7 @@ class EvalSet:
     prompts: tuple[Prompt, ...]
     num_samples: int
     """Responses to each prompt"""
-    temperature: float
-    """0 is greedy"""
-    truncation: Truncation | None = None
+    sampling: Sampling
     notes: tuple[str, ...] = ()
     """How the data were read"""
 
@@ -75,12 +73,12 @@ class Independent:
     async def send(self, episode: int, request: TurnRequest) -> Response:
         """The generated turn of this episode."""
         found: list[Response] = []
-        if not request.urgent:
+        if not request.sampling.urgent:
             await self._take_slot(episode)
         try:
             await self._engine.generate_turns([request], lambda _index, response: found.append(response))
         finally:
-            if not request.urgent:
+            if not request.sampling.urgent:
                 self._free_slot()
         return found[0]
 
@@ -185,8 +183,7 @@ class Collector:
         check_versions(rollout.samples, weight_version)
         metrics: Metrics = {}
         for each in self._eval_sets:
-            sampling = Sampling(each.temperature, urgent=True, truncation=each.truncation)
-            samples = self._collect(each.prompts, each.num_samples, f"{key}-{each.name}", sampling)
+            samples = self._collect(each.prompts, each.num_samples, f"{key}-{each.name}", each.sampling)
             check_versions(samples, weight_version)
             metrics |= compute_set_metrics(each.name, samples)
         return rollout, metrics

@@ -29,7 +29,7 @@ from megarl.config.schema.task import (
 )
 from megarl.cpu.process import STANDINS
 from megarl.environment import Action, Environment, EpisodeSetting, Observation, Step
-from megarl.interfaces import Truncation, TurnRequest
+from megarl.interfaces import Sampling, TurnRequest
 from megarl.report.timeline import RESPONSES, span
 from megarl.rollout.client import call_in_thread
 from megarl.rollout.server import GenerationSpec, find_stop_tokens
@@ -377,15 +377,6 @@ MAX_CALLS = 64
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How responses are sampled."""
-
-    temperature: float
-    urgent: bool = False
-    truncation: Truncation | None = None
-
-
-@dataclass(frozen=True)
 class EpisodeRequest:
     """One episode to be run."""
 
@@ -547,8 +538,7 @@ def check_conversation(conversation: Conversation | None, prompts: Iterable[Prom
 
 def _build_turn(request: EpisodeRequest, token_ids: NDArray[np.int32], limit: int, number: int) -> TurnRequest:
     name = request.name if number == 0 or request.name is None else f"{request.name}/{number}"
-    own = request.sampling
-    return TurnRequest(token_ids, limit, own.temperature, request.server, name, own.urgent, own.truncation)
+    return TurnRequest(token_ids, limit, request.sampling, request.server, name)
 
 
 class _Transcript:

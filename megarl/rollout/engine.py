@@ -209,20 +209,20 @@ class SGLangEngine(OnEventLoop):
 
     def _build_params(self, request: TurnRequest) -> dict[str, Any]:
         """SGLang's sampling_params of one request."""
-        params = self._params | {"temperature": request.temperature, "max_new_tokens": request.max_new_tokens}
-        if request.truncation is not None:
-            params |= asdict(request.truncation)
+        params = self._params | {"temperature": request.sampling.temperature, "max_new_tokens": request.max_new_tokens}
+        if request.sampling.truncation is not None:
+            params |= asdict(request.sampling.truncation)
         if request.name is None:
             return params
         return params | {"sampling_seed": compute_sampling_seed(f"{self._seed}/{request.name}")}
 
     def _build_fields(self, request: TurnRequest) -> dict[str, Any]:
         experts = {"return_routed_experts": True} if self._replays_experts(request) else {}
-        return {"return_logprob": True} | experts | ({"priority": URGENT} if request.urgent else {})
+        return {"return_logprob": True} | experts | ({"priority": URGENT} if request.sampling.urgent else {})
 
     def _replays_experts(self, request: TurnRequest) -> bool:
         # Evaluations, which alone are urgent, are not learned from.
-        return self._architecture is not None and not request.urgent
+        return self._architecture is not None and not request.sampling.urgent
 
     def _read(self, raw: bytes, batch: Sequence[TurnRequest]) -> tuple[int, Response]:
         """The answer's index in its batch, and the turn. Raises RequestError where it continues other tokens."""

@@ -23,6 +23,7 @@ from megarl.rollout.rollout_file import Group, Journal, SavedGroups, name_group,
 from megarl.task.data import PromptSampler
 from megarl.types import Metrics, Prompt, Rollout, Sample
 
+CLOSE_DEADLINE_S = 5.0
 SAME = 1e-6
 """Rewards that differ by less are equal: what is left is rounding, which a standard deviation would make large."""
 
@@ -370,9 +371,6 @@ def _number(samples: Group, number: int) -> Group:
     return tuple(replace(sample, group_number=number) for sample in samples)
 
 
-CLOSE_DEADLINE_S = 5.0
-
-
 @dataclass(frozen=True)
 class SourceState:
     """The state of a source after an iteration."""
@@ -404,7 +402,7 @@ class SavedPretraining:
         """say: called with a message at the end of each pass over the file."""
         self._settings, self._saved, self._say = settings, saved, say
 
-    def take(self, iteration: int) -> list[Group]:
+    def take(self, iteration: int) -> IterationBatch:
         """The groups of this iteration. Raises RuntimeError where the file has changed since it was validated."""
         num_passes, number = divmod(self._settings.count_step(iteration) - 1, self._saved.num_rollouts)
         if num_passes and number == 0:
@@ -412,7 +410,8 @@ class SavedPretraining:
                 f"pass {num_passes} over the rollouts of {self._saved.path} is complete; from here on explained"
                 " variance is of responses that the critic has learned from"
             )
-        return [read_group(self._saved.path, group) for group in self._saved.groups if group.rollout == number]
+        own = (group for group in self._saved.groups if group.rollout == number)
+        return IterationBatch([read_group(self._saved.path, group) for group in own])
 
 
 class GroupSource:
@@ -429,12 +428,9 @@ class GroupSource:
         collector: Collector,
         sampler: PromptSampler[Prompt],
         with_servers: Callable[[Callable[[], Any]], Any] = lambda ask: ask(),
-        pretraining: SavedPretraining | None = None,
     ):
         """with_servers: repeats a call that failed because a server was lost, once the server is back. Where groups
-        are under way, `begin_again` is to be called then. pretraining: None where value pretraining samples.
-        """
-        self._saved = pretraining
+        are under way, `begin_again` is to be called then."""
         self._train = config.train
         self._pretraining, self._sampling = config.algo.value_pretrain, config.algo.dynamic_sampling
         self._max_staleness = config.rollout.max_staleness
@@ -506,14 +502,11 @@ class GroupSource:
     def _collect(self, num_groups: int, key: str, weight_version: int) -> tuple[Sample, ...]:
         """Sample the groups of so many further prompts now."""
         prompts, num_responses = self._sampler.next_batch(num_groups), self._train.responses_per_prompt
-        samples: tuple[Sample, ...] = self._guard(
-            lambda: self._collector.sample(prompts, num_responses, key=key, weight_version=weight_version)
+        return tuple(
+            self._guard(lambda: self._collector.sample(prompts, num_responses, key=key, weight_version=weight_version))
         )
-        return samples
 
     def _sample_to_pretrain(self, iteration: int, weight_version: int) -> IterationBatch:
-        if self._saved is not None:
-            return IterationBatch(self._saved.take(iteration))
         self._guard(self._engine.check_health)
         key = f"pretraining-{self._pretraining.count_step(iteration)}"
         samples = self._collect(self._train.num_prompts, key, weight_version)
@@ -591,11 +584,10 @@ class SavedSource:
     group once, in an order that follows from the seed; an iteration may reach from one pass into the next.
     """
 
-    def __init__(self, saved: SavedGroups, num_groups: int, seed: int, pretraining: SavedPretraining | None = None):
-        """num_groups: of an iteration. pretraining: what iterations up to 0 take."""
+    def __init__(self, saved: SavedGroups, num_groups: int, seed: int):
+        """num_groups: of an iteration."""
         self._path, self._num_groups, self._num_saved = saved.path, num_groups, len(saved.groups)
         self._sampler = PromptSampler(saved.groups, seed)
-        self._pretraining = pretraining
 
     def state(self) -> SourceState:
         """The state after the last iteration taken."""
@@ -611,8 +603,6 @@ class SavedSource:
         Its metrics: saved/epoch, the number of passes over the file; saved/reward_mean and saved/correct_frac of the
         responses with a reward. Raises RuntimeError where the file has changed since it was validated.
         """
-        if self._pretraining is not None and iteration <= 0:
-            return IterationBatch(self._pretraining.take(iteration))
         groups = [read_group(self._path, group) for group in self._sampler.next_batch(self._num_groups)]
         # What another run's trainer said of them is left out.
         aged = [tuple(replace(sample, age=iteration, group_number=None) for sample in group) for group in groups]

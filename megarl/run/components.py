@@ -180,17 +180,17 @@ class Source:
         self._components, self._fleet, self._max_failed_frac = components, fleet, config.reward.max_failed_frac
         self._has_turns = isinstance(config.environment, MultiTurnEnvironmentConfig)
         it, inputs = components, components.inputs
-        pretraining = None
+        self._pretraining: SavedPretraining | None = None
         if inputs.saved_rollouts is not None:
-            pretraining = SavedPretraining(config.algo.value_pretrain, inputs.saved_rollouts, it.report.message)
+            self._pretraining = SavedPretraining(config.algo.value_pretrain, inputs.saved_rollouts, it.report.message)
         self.groups: GroupSource | SavedSource
         if inputs.saved_groups is not None:
-            self.groups = SavedSource(inputs.saved_groups, config.train.num_prompts, config.seed, pretraining)
+            self.groups = SavedSource(inputs.saved_groups, config.train.num_prompts, config.seed)
         else:
             assert it.engine
             assert it.collector
             sampler = PromptSampler(inputs.data.train, config.seed)
-            self.groups = GroupSource(config, it.engine, it.collector, sampler, fleet.ask, pretraining)
+            self.groups = GroupSource(config, it.engine, it.collector, sampler, fleet.ask)
         fleet.forget_groups = self.groups.begin_again
 
     def take(self, iteration: int) -> tuple[Rollout, Metrics]:
@@ -198,7 +198,10 @@ class Source:
         responses again."""
         it, version = self._components, self._fleet.version
         with it.report.phase("rollout"):
-            batch = self.groups.take(iteration, version)
+            if self._pretraining is not None and iteration <= 0:
+                batch = self._pretraining.take(iteration)
+            else:
+                batch = self.groups.take(iteration, version)
         for samples in batch.sampled:
             self.num_samples += len(samples)
             if it.rollout_file:

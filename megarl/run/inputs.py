@@ -13,7 +13,7 @@ from megarl.config.overrides import name_choice
 from megarl.config.schema.algo import needs_reference
 from megarl.config.schema.root import Config
 from megarl.files import load_json_object
-from megarl.interfaces import Truncation
+from megarl.interfaces import Sampling, Truncation
 from megarl.mcore import checkpoints
 from megarl.mcore.spec import ROLE_KEYS, Role, WorkerSpec, check_layout, check_role_fields, read_architecture
 from megarl.models.architecture import Architecture
@@ -168,8 +168,8 @@ def build_eval_sets(
         except ConfigError as error:
             problems = [text if text.startswith(key) else f"{key}: {text}" for text in error.problems]
             raise ConfigError(problems) from error
-        truncation = Truncation(each.top_p, each.top_k)
-        sets.append(EvalSet(str(name), prompts, each.num_samples, each.temperature, truncation, tuple(notes)))
+        sampling = Sampling(each.temperature, urgent=True, truncation=Truncation(each.top_p, each.top_k))
+        sets.append(EvalSet(str(name), prompts, each.num_samples, sampling, tuple(notes)))
     return tuple(sets)
 
 

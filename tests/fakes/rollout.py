@@ -155,12 +155,12 @@ def _add_token(server: FakeServer, turns: Sequence[_FakeTurn]) -> None:
         raise RuntimeError(f"{server.name}: {server.lost}")
     assert not server.released, f"{server.name} generates without its {server.released}"
     logits = server.model(torch.tensor([t.before for t in turns]), torch.tensor([t.first for t in turns]))
-    temperatures = torch.tensor([turn.request.temperature or 1.0 for turn in turns])
+    temperatures = torch.tensor([turn.request.sampling.temperature or 1.0 for turn in turns])
     log_p = (logits / temperatures[:, None]).log_softmax(-1)
     drawn = torch.tensor([turn.draws[len(turn.tokens)] for turn in turns], dtype=torch.float64)
     sampled = (log_p.exp().double().cumsum(-1) < drawn[:, None]).sum(-1).clamp(max=log_p.shape[1] - 1)
     for row, turn in enumerate(turns):
-        token = int(sampled[row] if turn.request.temperature else log_p[row].argmax())
+        token = int(sampled[row] if turn.request.sampling.temperature else log_p[row].argmax())
         turn.tokens.append(token)
         turn.logprobs.append(float(log_p[row, token]))
         turn.versions.append(server.version)

@@ -18,7 +18,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "plan": (6, 1910, ("plan",)),
     "sync": (5, 2160, ("sync",)),
     "mcore": (4, 4520, ("mcore",)),
-    "rollout": (4, 3730, ("rollout",)),
+    "rollout": (4, 3680, ("rollout",)),
     "config": (3, 2280, ("config",)),
     "cpu": (3, 1600, ("cpu",)),
     "algo": (2, 2970, ("algo",)),

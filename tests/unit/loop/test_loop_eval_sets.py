@@ -11,7 +11,7 @@ from metric_table import find_metric
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.interfaces import Truncation
+from megarl.interfaces import Sampling, Truncation
 from megarl.report.record import load_metrics
 from megarl.rollout.collector import EvalSet
 from megarl.run.inputs import build_eval_sets
@@ -24,8 +24,8 @@ def test_each_set_is_sampled_in_its_own_way_where_an_evaluation_is_due(tmp_path:
             prompts = trainer.fleet.heldout[:3]
             if sets:
                 trainer.components.collector._eval_sets = (
-                    EvalSet("greedy", prompts, 1, 0.0),
-                    EvalSet("sampled", prompts, 4, 0.9),
+                    EvalSet("greedy", prompts, 1, Sampling(0.0, urgent=True)),
+                    EvalSet("sampled", prompts, 4, Sampling(0.9, urgent=True)),
                 )
             trainer.run()
         lines |= {line["iteration"]: line for line in load_metrics(run_dir / "metrics.jsonl")}
@@ -45,8 +45,8 @@ def test_sets_are_files_with_the_runs_prompts_and_are_refused_by_their_key(tmp_p
     config = load_config([given, "data=jsonl", "data.path=train.jsonl", "reward=exact", "data.prompt_length=99"])
     config = replace(config, data=replace(config.data, instruction="Compute {question}"))
     (found,) = build_eval_sets(config, build_byte_tokenizer(), None)
-    assert (found.name, found.num_samples, found.temperature, len(found.prompts)) == ("hard", 3, 0.5, 4)
-    assert found.truncation == Truncation(0.9, -1)
+    assert (found.name, found.num_samples, len(found.prompts)) == ("hard", 3, 4)
+    assert found.sampling == Sampling(0.5, urgent=True, truncation=Truncation(0.9, -1))
     assert found.prompts[0].text.startswith("Compute ")
     path.unlink()
     with pytest.raises(ConfigError, match=r"^train\.eval_sets\.hard\.path: .*hard\.jsonl does not exist"):

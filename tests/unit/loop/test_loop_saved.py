@@ -12,8 +12,8 @@ from generation import load_rollouts
 
 from megarl.files import CheckpointError
 from megarl.report.record import load_metrics
-from megarl.rollout.rollout_file import NO_GROUPS, Limits, find_groups
-from megarl.rollout.source import SavedPretraining, SavedSource
+from megarl.rollout.rollout_file import Limits, find_groups
+from megarl.rollout.source import SavedPretraining
 from megarl.trainer import Trainer
 from megarl.types import TrainingSamples
 
@@ -147,8 +147,7 @@ def test_value_pretraining_repeats_its_file_in_order_and_goes_on_in_it_wherever_
     assert len(expected) == len(set(map(tuple, expected))) > 1
     for first in range(-8, 1):
         pretraining = SavedPretraining(config.algo.value_pretrain, groups, said.append)
-        source = SavedSource(NO_GROUPS, 1, 1, pretraining)
         for iteration in range(first, 1):
-            taken = [s.prompt.id for group in source.take(iteration, 0).fresh for s in group]
+            taken = [s.prompt.id for group in pretraining.take(iteration).fresh for s in group]
             assert taken == expected[(iteration + 8) % len(expected)]
     assert said[0].startswith(f"pass 1 over the rollouts of {saved} is complete")

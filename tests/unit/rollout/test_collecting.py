@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.cpu.process import Lockstep
-from megarl.interfaces import Truncation, TurnRequest
+from megarl.interfaces import Sampling, Truncation, TurnRequest
 from megarl.rollout import collector as collector_module
 from megarl.rollout.client import ConnectionLostError, OnEventLoop, call_in_thread
 from megarl.rollout.collector import EvalSet, Independent
@@ -26,7 +26,7 @@ def make_turn(token: int = 5) -> Response:
 
 
 def make_request(number: int, urgent: bool = False) -> TurnRequest:
-    return TurnRequest(np.array([number], dtype=np.int32), 3, 1.0, 0, str(number), urgent)
+    return TurnRequest(np.array([number], dtype=np.int32), 3, Sampling(1.0, urgent), 0, str(number))
 
 
 class BatchEngine:
@@ -161,7 +161,7 @@ class Engine(OnEventLoop):
 
     async def generate_turns(self, requests, take):
         self.waves.append([(request.name, request.server) for request in requests])
-        self.truncations += [request.truncation for request in requests]
+        self.truncations += [request.sampling.truncation for request in requests]
         if any(request.token_ids[0] == 99 for request in requests):
             self.hanging.set()
             await asyncio.sleep(60)
@@ -286,6 +286,7 @@ def test_what_the_journal_holds_is_not_sampled_or_scored_again_and_it_holds_noth
 
 def test_the_sampling_of_a_further_set_is_that_sets_and_no_others():
     engine, own = Engine(), Truncation(0.9, 20)
-    sets = [EvalSet("one", tuple(PROMPTS[:2]), 1, 0.7, own), EvalSet("two", tuple(PROMPTS[2:3]), 1, 0.0)]
+    samplings = Sampling(0.7, True, own), Sampling(0.0, True)
+    sets = [EvalSet(name, tuple(PROMPTS[:2]), 1, sampling) for name, sampling in zip("ab", samplings, strict=True)]
     build_collector(engine, eval_sets=sets).evaluate(PROMPTS[3:], weight_version=0, key="e")
-    assert engine.truncations == [None, own, own, None]
+    assert engine.truncations == [None, own, own, None, None]

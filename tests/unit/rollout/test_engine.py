@@ -10,10 +10,12 @@ from data_cases import build_char_tokenizer
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.run import RolloutConfig
-from megarl.interfaces import DeadlineError, Truncation, TurnRequest
+from megarl.interfaces import DeadlineError, Sampling, Truncation, TurnRequest
 from megarl.rollout.client import run_in_parallel, wait_left_over
 from megarl.rollout.engine import SGLangEngine, compute_sampling_seed
 from megarl.rollout.server import find_stop_tokens, load_generation_spec
+
+SAMPLING = Sampling(1.0)
 
 
 def write(directory, config, generation=None):
@@ -53,15 +55,17 @@ def test_a_turns_seed_follows_from_the_runs_seed_and_its_name(tmp_path):
     engines = [SGLangEngine(["http://127.0.0.1:1"], tmp_path, RolloutConfig(), seed=seed, top_k=5) for seed in (7, 8)]
     ids = np.array([5], dtype=np.int32)
     names = [f"{key}/{row}/{k}" for key in "ab" for row in range(4) for k in range(3)]
-    params = [engine._build_params(TurnRequest(ids, 3, 1.0, 0, name)) for engine in engines for name in names]
-    assert params == [engine._build_params(TurnRequest(ids, 3, 1.0, 0, name)) for engine in engines for name in names]
+    params = [engine._build_params(TurnRequest(ids, 3, SAMPLING, 0, name)) for engine in engines for name in names]
+    assert params == [
+        engine._build_params(TurnRequest(ids, 3, SAMPLING, 0, name)) for engine in engines for name in names
+    ]
     assert all(each["top_k"] == 5 for each in params)
-    own = engines[0]._build_params(TurnRequest(ids, 3, 1.0, 0, truncation=Truncation(top_p=0.8)))
+    own = engines[0]._build_params(TurnRequest(ids, 3, Sampling(1.0, truncation=Truncation(top_p=0.8)), 0))
     assert (own["top_p"], own["top_k"]) == (0.8, -1)
     seeds = [each["sampling_seed"] for each in params]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert "sampling_seed" not in engines[0]._build_params(TurnRequest(ids, 3, 1.0, 0))
+    assert "sampling_seed" not in engines[0]._build_params(TurnRequest(ids, 3, SAMPLING, 0))
 
 
 def test_texts_of_one_token_and_numbers_end_responses_too(tmp_path):

@@ -14,7 +14,7 @@ from megarl.api import compose
 from megarl.config.errors import ConfigError
 from megarl.config.schema.task import DataConfig, MultiTurnEnvironmentConfig
 from megarl.environment import Action, Environment, EpisodeSetting, Observation, Step
-from megarl.interfaces import TurnRequest
+from megarl.interfaces import Sampling, TurnRequest
 from megarl.models.checkpoint import build_character_tokenizer
 from megarl.rollout.conversation import (
     Conversation,
@@ -22,7 +22,6 @@ from megarl.rollout.conversation import (
     EpisodeRequest,
     EpisodeRunner,
     ObservationEncoder,
-    Sampling,
     build_conversation,
     check_conversation,
 )
