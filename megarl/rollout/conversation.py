@@ -43,7 +43,7 @@ from megarl.task.environments import (
     build_environment,
     build_tool_prompt,
 )
-from megarl.task.process import CallError, FunctionProcess, StartError
+from megarl.task.process import CallError, FunctionProcess
 from megarl.task.render import Renderer
 from megarl.task.sandbox import warn_of_gaps
 from megarl.types import FinishReason, Message, Prompt, Response, Turn, WeightVersions
@@ -257,10 +257,7 @@ def start_call_finder(
         "tokens": sorted(tokenizer.get_added_vocab()),
     }
     process, end = _share_process(json.dumps(options)), str(tokenizer.eos_token or "")
-    try:
-        process.start()
-    except StartError as error:
-        raise ConfigError([f"environment.parser: {error}"]) from error
+    process.start("environment.parser")
 
     def find_calls(text: str) -> FoundCalls:
         try:

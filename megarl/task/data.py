@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from megarl.config.errors import ConfigError, describe_error, find_nearest_key
+from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.schema import task as schema
 from megarl.config.schema.task import AnswerPart
 from megarl.files import parse_json
 from megarl.task.environments import METADATA, ToolPrompt, load_verifiers_environment, to_messages
-from megarl.task.process import load_callable, shorten
+from megarl.task.process import load_callable, running_users_code, shorten
 from megarl.task.render import Renderer
 from megarl.types import Message, Prompt
 
@@ -378,10 +378,8 @@ def load_rows(config: schema.VerifiersDataConfig, seed: int) -> ProblemSplits:
     """The rows' prompts, as the environment makes them, and its evaluation rows as the held-out ones. Raises
     ConfigError for an environment that cannot be loaded, or whose prompts are not text."""
     env = load_verifiers_environment(config.id, config.args)
-    try:
+    with running_users_code(f"data.id: the dataset of {config.id}"):  # It may also need the hub.
         train, heldout = env.build_dataset(), env.build_eval_dataset()
-    except Exception as error:  # Anybody's code, which may also need the hub.
-        raise ConfigError([f"data.id: the dataset of {config.id} raised {type(error).__name__}: {error}"]) from error
     if train is None:
         raise ConfigError([f"data.id: {config.id} has no dataset to train on"])
 
@@ -403,12 +401,8 @@ def load_made(config: schema.FunctionDataConfig, seed: int) -> ProblemSplits:
     parameters = inspect.signature(make).parameters
     if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         check_names("data.options.", config.options, list(parameters), f"such parameter of {path}")
-    try:
+    with running_users_code(f"data.path: {path}", path):
         found = make(seed, config.num_heldout, **config.options)
-    except ConfigError:
-        raise
-    except Exception as error:  # The user's own code.
-        raise ConfigError([f"data.path: {path} raised {describe_error(error, path)}"]) from error
     if isinstance(found, ProblemSplits):
         return found
 

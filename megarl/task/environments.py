@@ -20,11 +20,11 @@ import httpx
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
-from megarl.config.errors import ConfigError, describe_error, load_named
+from megarl.config.errors import ConfigError, load_named
 from megarl.config.schema import task as schema
 from megarl.environment import Action, Environment, EpisodeSetting, Observation, Step
 from megarl.files import parse_json
-from megarl.task.process import CallError, FunctionProcess, StartError, load_callable, shorten
+from megarl.task.process import CallError, FunctionProcess, load_callable, running_users_code, shorten
 from megarl.types import FinishReason, Message
 
 if TYPE_CHECKING:
@@ -69,10 +69,7 @@ class Toolbox:
             )
             for _ in range(config.num_processes)
         ]
-        try:
-            self._processes[-1].start()
-        except StartError as error:
-            raise ConfigError([f"environment.tools: {error}"]) from error
+        self._processes[-1].start("environment.tools")
         for process in self._processes:
             self._free.put(process)
 
@@ -90,8 +87,8 @@ class Toolbox:
         process = self._free.get()
         try:
             return ToolResult(str(process.call({"name": name, "arguments": given})), failed=False)
-        except (CallError, StartError) as error:
-            is_said = isinstance(error, CallError) and error.kind in ("raised", "time", "memory")
+        except CallError as error:
+            is_said = error.kind in ("raised", "time", "memory")
             return _fail(f"{name}: {shorten(str(error), 300) if is_said else 'its process ended'}")
         finally:
             self._free.put(process)
@@ -236,9 +233,8 @@ def _load(env_id: str, args: str) -> Any:
     # The constructor takes these signals for itself; they are the run's.
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        found = make(**json.loads(args))
-    except Exception as error:  # Anybody's code.
-        raise ConfigError([f"environment.args: {env_id} with {args} raised {type(error).__name__}: {error}"]) from error
+        with running_users_code(f"environment.args: {env_id} with {args}"):
+            found = make(**json.loads(args))
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -457,12 +453,8 @@ def build_environment(
     else:
         assert isinstance(config, schema.ClassEnvironmentConfig)
         make = partial(load_callable(config.path, "environment.path"), **config.options)
-    try:
+    with running_users_code("environment: making one"):
         made = make()
-    except ConfigError:
-        raise
-    except Exception as error:  # The user's own code.
-        raise ConfigError([f"environment: making one raised {describe_error(error)}"]) from error
     if not isinstance(made, Environment):
         found = f"found a {type(made).__name__}; expected one derived from megarl.environment.Environment"
         raise ConfigError([f"environment: {found}"])

@@ -18,12 +18,12 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import psutil
 
-from megarl.config.errors import ConfigError, DescribedError, load_named
+from megarl.config.errors import ConfigError, DescribedError, describe_error, load_named
 from megarl.task import sandbox
 
 START_DEADLINE_S = 180.0
@@ -39,16 +39,13 @@ class CallError(Exception):
     """A call without a result; the message is one line.
 
     kind: "time" or "memory", of which the function took more than its limit; "died", it took its process down;
-    "killed", its process was, from outside, or closed; "raised", with the exception's type and text as the message.
+    "killed", its process was, from outside, or closed; "raised", with the exception's type and text as the message;
+    "start", its process could not load it.
     """
 
     def __init__(self, kind: str, text: str):
         super().__init__(text)
         self.kind = kind
-
-
-class StartError(Exception):
-    """The process could not load its function."""
 
 
 class FunctionProcess:
@@ -79,17 +76,19 @@ class FunctionProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
-    def start(self) -> None:
-        """Start the process, where it does not run. Raises StartError saying why the function cannot be loaded."""
+    def start(self, key: str) -> None:
+        """Start the process, where it does not run. Raises ConfigError naming `key` where it cannot load it."""
         with self._lock:
-            if self._process is None:
-                self._start()
+            try:
+                self._process = self._process or self._start()
+            except CallError as error:
+                raise ConfigError([f"{key}: {error}"]) from error
 
     def call(self, arguments: Mapping[str, Any]) -> Any:
         """The function's result for these keywords; both are JSON. A process that was killed from outside (SIGKILL) is
         replaced once, and so is one that has answered before and ran out of memory: calls before may have kept it.
 
-        Raises CallError, and StartError where the process has to be started and cannot be.
+        Raises CallError.
         """
         question = json.dumps(arguments).encode()
         with self._lock:
@@ -173,12 +172,12 @@ class FunctionProcess:
         task = json.dumps({**self._task, "sys_path": [os.path.abspath(entry) for entry in sys.path]})
         message, status = self._exchange(process, task.encode(), START_DEADLINE_S)
         if message is None and status == -signal.SIGALRM:
-            raise StartError(f"loading {self._path} took longer than {START_DEADLINE_S:.0f} s")
+            raise CallError("start", f"loading {self._path} took longer than {START_DEADLINE_S:.0f} s")
         if message is None:
-            raise StartError(f"the process that loads {self._path} died ({sandbox.describe_status(status)})")
+            raise CallError("start", f"the process that loads {self._path} died ({sandbox.describe_status(status)})")
         if "error" in message:
             self._stop()
-            raise StartError(message["error"])
+            raise CallError("start", message["error"])
         return process
 
     def _stop(self) -> int:
@@ -197,6 +196,18 @@ def load_callable(path: str, key: str = "path") -> Callable[..., Any]:
     if not callable(target):
         raise ConfigError([f"{key}: found {path!r}, a {type(target).__name__}; a callable was expected"])
     return target
+
+
+@contextlib.contextmanager
+def running_users_code(what: str, path: str = "") -> Iterator[None]:
+    """What is raised within the block is raised as a ConfigError that begins with `what`, if it is none. path: see
+    `describe_error`."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError([f"{what} raised {describe_error(error, path)}"]) from error
 
 
 def describe(error: BaseException) -> str:
@@ -280,10 +291,7 @@ def main() -> None:
         text = str(error).removeprefix("path: ")
         write(json.dumps({"error": " ".join(text.split()) if isinstance(error, ValueError) else describe(error)}))
         return
-    memory = psutil.Process().memory_info().vms + task["memory_bytes"]
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    memory = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    sandbox.limit_resource(resource.RLIMIT_AS, psutil.Process().memory_info().vms + task["memory_bytes"])
     if task["sealed"]:  # What the kernel does not grant is left out: it was said before the start.
         with contextlib.suppress(OSError):
             sandbox.allow_files([*sandbox.list_readable(), str(sandbox.ROOT / "megarl")], None)

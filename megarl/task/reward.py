@@ -28,7 +28,7 @@ import numpy as np
 from megarl.config.errors import ConfigError, DescribedError, describe_error
 from megarl.config.schema import task as schema
 from megarl.files import check_state, parse_json
-from megarl.task.process import CallError, FunctionProcess, StartError, call, load_callable, shorten
+from megarl.task.process import CallError, FunctionProcess, call, load_callable, shorten
 from megarl.task.sandbox import Finished, Limits, SandboxError, run_python, warn_of_gaps
 from megarl.types import (
     FinishReason,
@@ -140,10 +140,7 @@ class ProcessReward(AsyncReward):
 
     def _start(self) -> int:
         """Start the first process; returns how many may run. Raises ConfigError where its function cannot be loaded."""
-        try:
-            self._processes[0].start()
-        except StartError as error:
-            raise ConfigError([f"{self.key}: {error}"]) from error
+        self._processes[0].start(self.key)
         return len(self._processes)
 
     def _score(self, prompt: Prompt, response: Response) -> Score:
@@ -156,17 +153,16 @@ class ProcessReward(AsyncReward):
         process = self._idle.get()
         try:
             return self.read(process.call(question), prompt)
-        except StartError as error:
-            raise RewardFailedError(f"the reward's process does not start: {error}") from error
         except CallError as error:
             if self.given_up is not None and error.kind in ("time", "memory", "died"):
                 return self.given_up
             reasons = {
-                "raised": f"raised {error}",
-                "time": f"took longer than reward.timeout_s={self._config.timeout_s:g} s",
-                "memory": f"needed more memory than reward.memory_gb={self._config.memory_gb:g}",
+                "start": f"'s process does not start: {error}",
+                "raised": f" raised {error}",
+                "time": f" took longer than reward.timeout_s={self._config.timeout_s:g} s",
+                "memory": f" needed more memory than reward.memory_gb={self._config.memory_gb:g}",
             }
-            raise RewardFailedError(f"the reward {reasons.get(error.kind, f'failed: {error}')}") from error
+            raise RewardFailedError(f"the reward{reasons.get(error.kind, f' failed: {error}')}") from error
         finally:
             self._idle.put(process)
 
@@ -509,8 +505,8 @@ class FunctionReward(ProcessReward):
         if self._keeps_state:
             try:
                 self._options["state"] = self._processes[0].call({})["state"]
-            except (CallError, StartError) as error:
-                if isinstance(error, CallError) and error.kind == "raised":
+            except CallError as error:
+                if error.kind == "raised":
                     raise ValueError(str(error)) from error
                 text = f"{self.key}: the reward's state could not be read ({error}); a checkpoint has the last one"
                 warnings.warn(f"{text} that could", RuntimeWarning, stacklevel=2)

@@ -364,9 +364,14 @@ def limit_resources(allowed: dict[str, int], own_files: bool) -> None:
         **({resource.RLIMIT_NPROC: allowed["threads"]} if own_files else {}),
     }
     for number, limit in limits.items():
-        _, hard = resource.getrlimit(number)
-        lower = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(number, (lower, lower))
+        limit_resource(number, limit)
+
+
+def limit_resource(number: int, limit: int) -> None:
+    """This process gets no more than that, nor than it was allowed before. number: one of resource.RLIMIT_*."""
+    _, hard = resource.getrlimit(number)
+    lower = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(number, (lower, lower))
 
 
 def _show(path: str, root: str, writable: bool = False) -> None:

@@ -116,7 +116,7 @@ def test_a_call_without_a_result_ends_and_says_why_and_so_does_the_next_one(make
 def test_closing_ends_a_call_that_has_just_begun_or_is_in_the_middle(make, started, wait_s):
     process = make("hang", timeout_s=600.0)
     if started:
-        process.start()
+        process.start("key")
     with ThreadPoolExecutor() as threads:
         call = threads.submit(process.call, {})
         time.sleep(wait_s)
