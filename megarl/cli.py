@@ -126,7 +126,7 @@ def serve(words: Sequence[str]) -> None:
 def _build_server(words: Sequence[str], folder: Path) -> "tuple[SGLangServer, str]":
     """The server of this command line, not yet started, and its model. Raises ConfigError."""
     from megarl.config.schema.roles import Dtype
-    from megarl.config.schema.run import RolloutConfig
+    from megarl.config.schema.root import RolloutConfig
     from megarl.cpu.process import CpuServing
     from megarl.models.checkpoint import find_checkpoint
     from megarl.rollout.server import SGLangServer, find_serving

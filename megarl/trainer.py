@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from megarl.algo.algorithm import Algorithm, describe_end
 from megarl.algo.objective import reuses_logprobs
-from megarl.config.schema.root import Config
-from megarl.config.schema.run import TrainConfig
+from megarl.config.schema.root import Config, TrainConfig
 from megarl.mcore.spec import Role
 from megarl.report.record import HELDOUT
 from megarl.run.checkpoint import LoopSaver, TrainerState

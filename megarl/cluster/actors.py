@@ -46,7 +46,7 @@ from megarl.cluster.process import (
     use_interface,
 )
 from megarl.config.placement import DeviceSlot
-from megarl.config.schema.run import RolloutConfig
+from megarl.config.schema.root import RolloutConfig
 from megarl.interfaces import DeadlineError, Pending, wait_all
 from megarl.mcore.microbatches import plan_microbatches
 from megarl.mcore.spec import WorkerSpec, read_architecture

@@ -29,7 +29,7 @@ from megarl.cluster import calls
 from megarl.cluster.calls import ADDRESS_FILE, RayLostError, ask, wait_for
 from megarl.cluster.process import Gpu, build_variables, choose_gpus, find_gpus, resolve_host
 from megarl.config.placement import DeviceSlot, find_ray_address, format_numbers
-from megarl.config.schema.run import ClusterConfig
+from megarl.config.schema.root import ClusterConfig
 from megarl.files import read_tail, write_private
 from megarl.interfaces import DeadlineError
 from megarl.signals import GUARD, STOPPING_SIGNALS

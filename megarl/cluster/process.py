@@ -34,7 +34,7 @@ from torch.profiler import profile, record_function
 from megarl.cluster.calls import WorkerError, ask, collect, wait_for
 from megarl.config.errors import ConfigError
 from megarl.config.placement import format_numbers
-from megarl.config.schema.run import AUTO
+from megarl.config.schema.root import AUTO
 from megarl.interfaces import DeadlineError, wait_all
 from megarl.report import timeline
 from megarl.report.timeline import Recording, write_timeline

@@ -2,13 +2,12 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import Field, dataclass, fields, is_dataclass, replace
 from enum import Enum
 from math import isfinite, isqrt
 from typing import Any
 
 from megarl.algo import objective
-from megarl.algo.declarations import AdvantageEstimator
 from megarl.config.errors import ConfigError
 from megarl.config.placement import find_server_offload
 from megarl.config.schema import task
@@ -24,8 +23,7 @@ from megarl.config.schema.algo import (
 )
 from megarl.config.schema.key import Effect, Key, get_key, show
 from megarl.config.schema.roles import Dtype, ModelSource, ParallelConfig, TrainedRoleConfig
-from megarl.config.schema.root import Config
-from megarl.config.schema.run import NO_QUANTIZED_WEIGHTS, TrainConfig, check_truncation
+from megarl.config.schema.root import NO_QUANTIZED_WEIGHTS, Config, TrainConfig, check_truncation
 
 
 @dataclass(frozen=True)
@@ -39,26 +37,8 @@ class Place:
     """of that group"""
     command: str | None = None
     """train or evaluate; None: what only one of them has no use for is not asked"""
-
-    @property
-    def has_critic(self) -> bool:
-        return objective.needs_critic(self.config.algo)
-
-    @property
-    def has_reference(self) -> bool:
-        return needs_reference(self.config.algo)
-
-    @property
-    def advantage(self) -> AdvantageEstimator:
-        return objective.find_advantage(self.config.algo.advantage)
-
-    @property
-    def reads_old_logprobs(self) -> bool:
-        return objective.reads_old_logprobs(self.config.algo)
-
-    @property
-    def can_reuse_logprobs(self) -> bool:
-        return self.reads_old_logprobs and not objective.needs_pass(self.config)
+    objective: Any = objective
+    """The module, which the schema, below it, cannot import"""
 
     @property
     def offloads_servers(self) -> bool:
@@ -66,26 +46,32 @@ class Place:
 
 
 Effects = Sequence[tuple[Effect, Place]]
-"""Those of a key and of the groups above it, each with the place where it is declared"""
+"""Each with the place where it is declared"""
 
 
-def check_keys(place: Place, above: Effects = ()) -> Iterator[str]:
+def _walk(place: Place, above: Effects = ()) -> Iterator[tuple[str, Any, Field[Any], Effects, Effects]]:
+    """Every key and group below the node, with its value and field, the effects of the groups above, and its own."""
+    for each in fields(place.node):
+        stated, value, name = get_key(each), getattr(place.node, each.name), f"{place.path}.{each.name}".lstrip(".")
+        kept = [(effect, declared) for effect, declared in above if effect not in stated.despite]
+        own = [(effect, place) for effect in stated.effects]
+        yield name, value, each, kept, own
+        # A set of train.eval_sets has keys of its own, by its name.
+        parts = {f"{name}.{it}": value[it] for it in value} if isinstance(value, Mapping) else {name: value}
+        for path, node in parts.items():
+            if is_dataclass(node):
+                yield from _walk(replace(place, node=node, path=path), (*kept, *own))
+
+
+def check_keys(place: Place) -> Iterator[str]:
     """One message per value of the node out of its range, and per value without effect that is an error whoever set it;
     of a part of reward=weighted as if it were the group at its path.
     """
-    for each in fields(place.node):
-        stated, value = get_key(each), getattr(place.node, each.name)
-        name = f"{place.path}.{each.name}".lstrip(".")
-        kept = [(effect, declared) for effect, declared in above if effect not in stated.despite]
-        effects = [*kept, *((effect, place) for effect in stated.effects)]
-        # A set of train.eval_sets has keys of its own, by its name.
-        parts = {name: value} if not isinstance(value, Mapping) else {f"{name}.{it}": value[it] for it in value}
-        groups = {path: node for path, node in parts.items() if is_dataclass(node)}
-        for path, node in groups.items():
-            yield from check_keys(Place(place.config, node, path), effects)
-        if groups:
+    for name, value, each, above, own in _walk(place):
+        stated = get_key(each)
+        if is_dataclass(value):
             continue
-        if (reason := _find_reason(effects)) is None:
+        if (reason := _find_reason((*above, *own))) is None:
             yield from _check_value(name, value, stated)
         elif stated.strict and value != each.default:
             yield f"{name}: {show(value)} found; it has no effect {reason}, else it must be {show(each.default)}"
@@ -118,20 +104,16 @@ def find_unused(config: Config, keys: Iterable[str], command: str | None = "trai
     `keys` are the dotted ones that somebody set; what a preset leaves unused is nobody's mistake, and a value that
     switches off what is off anyway is allowed. command: None leaves out what only one of the commands has no use for.
     """
+    known = {name: found for name, *found in _walk(Place(config, config, "", command))}
     for key in dict.fromkeys(keys):
-        node, path, above, own = config, "", list[tuple[Effect, Place]](), list[tuple[Effect, Place]]()
-        stated, default = Key(), None
-        for name in key.split("."):
-            each = next((it for it in fields(node) if it.name == name), None) if is_dataclass(node) else None
-            if each is None:
-                break
-            stated, default = get_key(each), each.default
-            above = [(effect, place) for effect, place in (*above, *own) if effect not in stated.despite]
-            own = [(effect, Place(config, node, path, command)) for effect in stated.effects]
-            node, path = getattr(node, name), f"{path}.{name}".lstrip(".")
-        # A group without effect has nothing that could be switched off.
-        if (reason := _find_reason(above if _is_off(node, default, stated) else (*above, *own))) is not None:
-            yield key, f"has no effect {reason}"
+        # What stands below a dictionary counts as that does.
+        name = next((name for size in range(key.count(".") + 1) if (name := key.rsplit(".", size)[0]) in known), None)
+        if name is not None:
+            value, each, above, own = known[name]
+            # A group without effect has nothing that could be switched off.
+            is_off = _is_off(value, each.default, get_key(each))
+            if (reason := _find_reason(above if is_off else (*above, *own))) is not None:
+                yield key, f"has no effect {reason}"
 
 
 def _is_off(value: object, default: object, stated: Key) -> bool:
@@ -183,7 +165,15 @@ ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
 
 def check_config(config: Config) -> list[str]:
     """One message per problem: the key, what was found, what would be right. Empty where all is well."""
-    unknown = check_modules(config.algo)
+    unknown: list[str] = []
+    for find, name in (
+        (objective.find_advantage, config.algo.advantage),
+        (objective.find_policy_loss, config.algo.surrogate),
+    ):
+        try:
+            find(name)
+        except ConfigError as error:
+            unknown += error.problems
     if unknown:
         return unknown
     # What follows takes numbers to be in their ranges, and divides by them.
@@ -440,31 +430,26 @@ def _check_saved(config: Config) -> Iterator[str]:
 # The algorithm: what one estimator, policy loss or term of the loss refuses is in its own module.
 
 
-def check_modules(algo: AlgoConfig) -> list[str]:
-    """Why an advantage estimator or a policy loss cannot be found by its name; everything else needs them."""
-    problems: list[str] = []
-    for find, name in ((objective.find_advantage, algo.advantage), (objective.find_policy_loss, algo.surrogate)):
-        try:
-            find(name)
-        except ConfigError as error:
-            problems += error.problems
-    return problems
-
-
-def check_algo(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps_per_iteration: int) -> list[str]:
+def check_algo(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps_per_iteration: int) -> Iterator[str]:
     """One message per contradiction of values that are each in their range (`check_keys`): the key, what was found and
     what would be right.
     """
+    yield from _check_groups(algo, responses_per_prompt)
+    yield from _check_replay(algo)
     checks = [objective.find_advantage(algo.advantage).check]
     if algo.rl_loss_coef != 0:
         checks.append(objective.find_policy_loss(algo.surrogate).check)
-    checks += [term.check for term in objective.LOSS_TERMS if term.is_used(algo)]
-    return [
-        *_check_groups(algo, responses_per_prompt),
-        *_check_replay(algo),
-        *(problem for check in checks for problem in check(algo, responses_per_prompt, optimizer_steps_per_iteration)),
-        *_check_loss(algo),
-    ]
+    for check in [*checks, *(term.check for term in objective.LOSS_TERMS if term.is_used(algo))]:
+        yield from check(algo, responses_per_prompt, optimizer_steps_per_iteration)
+    correction = algo.mismatch.correction
+    if algo.rl_loss_coef == 0 and not uses_topr(algo):
+        yield "algo.rl_loss_coef: 0 found with both topr weights 0, so that nothing is learned: one must be above 0"
+    if correction is not MismatchCorrection.none and objective.has_ratio_to_rollout(algo):
+        found = f"{correction.name} found with algo.surrogate={algo.surrogate}, whose ratio is to the rollout engine's"
+        yield f"algo.mismatch.correction: {found}; it would count the mismatch twice: must be none"
+    if algo.value_loss_agg_mode is LossAggMode["seq-mean-token-sum-norm"]:
+        right = "token-mean, seq-mean-token-sum or seq-mean-token-mean"
+        yield f"algo.value_loss_agg_mode: seq-mean-token-sum-norm found; must be {right}"
 
 
 def _check_groups(algo: AlgoConfig, responses_per_prompt: int) -> Iterator[str]:
@@ -512,15 +497,3 @@ def check_older_samples(algo: AlgoConfig, where: str, off: str = "0") -> Iterato
             f" be {off}, or algo.mismatch.correction=tis (or mis), which weights them by the ratio to that policy,"
             f" algo.surrogate={losses}, whose ratio is to that policy, or algo.rl_loss_coef=0 with the topr terms"
         )
-
-
-def _check_loss(algo: AlgoConfig) -> Iterator[str]:
-    correction = algo.mismatch.correction
-    if algo.rl_loss_coef == 0 and not uses_topr(algo):
-        yield "algo.rl_loss_coef: 0 found with both topr weights 0, so that nothing is learned: one must be above 0"
-    if correction is not MismatchCorrection.none and objective.has_ratio_to_rollout(algo):
-        found = f"{correction.name} found with algo.surrogate={algo.surrogate}, whose ratio is to the rollout engine's"
-        yield f"algo.mismatch.correction: {found}; it would count the mismatch twice: must be none"
-    if algo.value_loss_agg_mode is LossAggMode["seq-mean-token-sum-norm"]:
-        right = "token-mean, seq-mean-token-sum or seq-mean-token-mean"
-        yield f"algo.value_loss_agg_mode: seq-mean-token-sum-norm found; must be {right}"

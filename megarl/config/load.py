@@ -15,8 +15,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.core.override_parser.types import IntervalSweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -36,12 +35,12 @@ from megarl.config.overrides import (
     list_set_keys,
     list_values,
     open_overrides,
+    parse_override,
     to_plain,
     write_value,
 )
 from megarl.config.schema.roles import ModelSource
-from megarl.config.schema.root import Config, register
-from megarl.config.schema.run import check_evaluate
+from megarl.config.schema.root import Config, check_evaluate, register
 from megarl.config.schema.task import SCHEMAS, FileDataConfig, FunctionDataConfig
 from megarl.files import RUN_FILE, load_json_object
 
@@ -87,10 +86,6 @@ class RunSettings:
         found = self.values.get(group)
         return next((name for name, schema in SCHEMAS.get(group, {}).items() if schema.__name__ == found), None)
 
-    def list_keys(self, group: str) -> list[str]:
-        kind = self.find_kind(group)
-        return [] if kind is None else [f"{group}.{field.name}" for field in fields(SCHEMAS[group][kind])]
-
     def check_trust(self, prefixes: Collection[str], typed: Collection[str] = ()) -> None:
         """Raise ConfigError where a model apart from its run names code, or a server, in the keys below `prefixes`.
 
@@ -131,23 +126,28 @@ class RunSettings:
         return kinds
 
     def choose_values(
-        self, composed: DictConfig, typed: Collection[str], kinds: Collection[str], command: str
+        self, composed: DictConfig, typed: Collection[str], kinds: Mapping[str, str], command: str
     ) -> dict[str, Any]:
         """The values that the model brings, by dotted key. composed: what was typed, with `kinds`."""
         keys = [*SAMPLING, *DTYPES, *(FORMAT if self.knows_data else ())]
-        keys += [key for group in kinds for key in self.list_keys(group) if key not in OF_THE_CRITIC]
+        chosen_schemas = {group: SCHEMAS[group][kind] for group, kind in kinds.items() if group in SCHEMAS}
+        keys += [f"{group}.{each.name}" for group, schema in chosen_schemas.items() for each in fields(schema)]
         if self.values.get("cluster.gpus_per_node") == composed.cluster.gpus_per_node == 0:
             keys += OF_A_CPU
         if any(key in typed for key in OF_ONE_SET):
             keys = [key for key in keys if key not in OF_ONE_SET]
-        chosen = {key: self.values[key] for key in keys if key in self.values and not _is_set(key, typed)}
+        # Those that are typed as parts of a node, or as the node that they are a part of.
+        nodes = [f"{key}." for key in typed if "." in key or key == "seed"]
+        keys = [key for key in keys if not any(f"{key}.".startswith(n) or n.startswith(f"{key}.") for n in nodes)]
+        chosen = {key: self.values[key] for key in keys if key in self.values and key not in OF_THE_CRITIC}
         if command == "evaluate" and not any(key.startswith("evaluate.paths") for key in typed):
             of_split = [key for key in typed if key == "seed" or (key.startswith("data.") and key not in FORMAT)]
             if HELDOUT not in typed and "data" in kinds and not of_split:
                 chosen[HELDOUT] = True
             if (chosen.get(HELDOUT) or composed.evaluate.heldout) and NUM_HELDOUT_USED not in typed:
                 chosen[NUM_HELDOUT_USED] = self.values.get(NUM_HELDOUT_USED, composed.train.num_eval_prompts)
-        return {key: value for key, value in chosen.items() if _read_plain(composed, key) != value}
+        found = {key: OmegaConf.select(composed, key, throw_on_missing=False) for key in chosen}
+        return {key: value for key, value in chosen.items() if to_plain(found[key]) != value}
 
 
 def find_run_settings(source: object, path: object) -> RunSettings | None:
@@ -155,8 +155,7 @@ def find_run_settings(source: object, path: object) -> RunSettings | None:
 
     source, path: the values of `model`. Raises ConfigError for a file that is not what a run writes.
     """
-    is_path = to_plain(source) == ModelSource.path.value and isinstance(path, str)
-    if not is_path or not (model := Path(str(path)).expanduser()).is_dir():
+    if source is not ModelSource.path or not (model := Path(str(path)).expanduser()).is_dir():
         return None
     for file in (model.resolve().parent / RUN_FILE, model / MODEL_FILE):
         if file.is_file():
@@ -182,17 +181,6 @@ def _find_files(values: dict[str, Any], directory: Path) -> dict[str, Any]:
 
     named = re.compile(r"(data|environment|reward|model)\.(\w*path|tools|id)")
     return {key: find(value) if named.fullmatch(key) else value for key, value in values.items()}
-
-
-def _is_set(key: str, typed: Collection[str]) -> bool:
-    nodes = [other for other in typed if "." in other or other == key]
-    return any(f"{key}.".startswith(f"{node}.") or node.startswith(f"{key}.") for node in nodes)
-
-
-def _read_plain(composed: DictConfig, key: str) -> Any:
-    """The value of a dotted key as run.json has it; None where it is not set."""
-    found = OmegaConf.select(composed, key, throw_on_missing=False)
-    return to_plain(OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found)
 
 
 @dataclass(frozen=True)
@@ -227,11 +215,6 @@ def load(overrides: Sequence[str], command: str = "train") -> Loaded:
     if unused := [f"{typed[key]}: {reason}" for key, reason in find_unused(config, typed, command)]:
         raise ConfigError(unused)
     return Loaded(config, completed, lines)
-
-
-def complete_overrides(overrides: Sequence[str], command: str = "train") -> tuple[list[str], list[str]]:
-    """The overrides and the lines of `load`, whose values may contradict one another. Raises ConfigError."""
-    return _settle(rewrite_overrides(overrides), command)[1:]
 
 
 def _settle(rewritten: Rewritten, command: str) -> tuple[DictConfig, list[str], list[str]]:
@@ -280,15 +263,6 @@ def compose_config(overrides: Sequence[str]) -> Config:
     return _to_dataclasses(_compose(overrides))
 
 
-def list_preset_values(overrides: Sequence[str]) -> dict[str, Any]:
-    """The value of each dotted key as `compose_config`; None for a key that a run must give, such as reward.path."""
-    composed = _compose(overrides)
-    required = OmegaConf.missing_keys(composed)
-    for key in required:
-        OmegaConf.update(composed, key, "")
-    return dict(list_values(_to_dataclasses(composed))) | dict.fromkeys(required)
-
-
 def find_choices(overrides: Sequence[str]) -> dict[str, str]:
     """The option of each group of conf/ under these overrides, an experiment's included. Raises ConfigError."""
     choices = _compose(overrides, with_hydra=True).hydra.runtime.choices.items()
@@ -305,7 +279,11 @@ def find_changes(overrides: Sequence[str], values: Mapping[str, Any]) -> tuple[l
     chosen = {f"{group}={name}": name != defaults.get(group) for group, name in found.items()}
     choices = [text for text, is_other in chosen.items() if is_other or text in groups]
     choices = [text for text in choices if not text.startswith("experiment=")]
-    preset = list_preset_values([*choices, *paths])
+    composed = _compose([*choices, *paths])
+    required = OmegaConf.missing_keys(composed)  # those that a run must give, such as reward.path
+    for key in required:
+        OmegaConf.update(composed, key, "")
+    preset = dict(list_values(_to_dataclasses(composed))) | dict.fromkeys(required)
     return choices, {key: (preset.get(key), value) for key, value in values.items() if preset.get(key) != value}
 
 
@@ -450,7 +428,7 @@ def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
     """The overrides of each run, as `check_overrides` takes them; of Hydra's own only hydra.searchpath is kept."""
     searches = any(text.lstrip("+").startswith("hydra/sweeper=") for text in overrides)
     choices: list[list[str]] = []
-    for text, override in zip(overrides, _parse(overrides), strict=True):
+    for text, override in zip(overrides, map(parse_override, overrides), strict=True):
         if text.lstrip("+~").startswith("hydra") and not is_search_path(text):
             continue
         key = text.split("=", 1)[0]
@@ -467,13 +445,6 @@ def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
         return [list(run) for run in itertools.product(*choices)]
     firsts = [options[0] for options in choices]
     return [[*firsts[:i], value, *firsts[i + 1 :]] for i, options in enumerate(choices) for value in options]
-
-
-def _parse(overrides: Sequence[str]) -> list[Override]:
-    try:
-        return OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as error:
-        raise ConfigError([_describe(error)]) from error
 
 
 DEFAULT_REWARD = "math"
@@ -516,7 +487,7 @@ def _find_brought(group: str, overrides: Sequence[str]) -> str | None:
     """The option of a group that a model which a run wrote brings along; None for any other model."""
     if not any(text.startswith("model.path=") for text in overrides):
         return None
-    added = complete_overrides(overrides, "evaluate")[0][: -len(overrides)]
+    added = _settle(rewrite_overrides(overrides), "evaluate")[1][: -len(overrides)]
     return next((text.partition("=")[2] for text in added if text.startswith(f"{group}=")), None)
 
 

@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from megarl.config.errors import ConfigError
-from megarl.config.overrides import list_leaves, list_set_keys, write_value
+from megarl.config.overrides import list_leaves, list_set_keys, parse_override, write_value
 from megarl.config.schema.algo import AlgoConfig
 
 FILE = Path(__file__).with_name("names.yaml")
@@ -235,15 +233,12 @@ def _find_alias(text: str) -> str | None:
 
 def _list_values(name: str, text: str) -> list[Any]:
     """The value, or each of a sweep's."""
-    parser = OverridesParser.create()
-    try:
-        parsed = parser.parse_override(text.lstrip("+"))
-        if parsed.is_sweep_override() and not parsed.is_discrete_sweep():
+    parsed, texts = parse_override(text.lstrip("+")), [text.partition("=")[2]]
+    if parsed.is_sweep_override():
+        if not parsed.is_discrete_sweep():
             _refuse(f"{name}: {text} found; a sweep over it must list its values, as {name}=a,b")
-        texts = list(parsed.sweep_string_iterator()) if parsed.is_sweep_override() else [text.partition("=")[2]]
-        values = [parser.parse_override(f"{name}={each}").value() for each in texts]
-    except HydraException as error:
-        raise ConfigError([f"{name}: {str(error).strip().splitlines()[0]}"]) from error
+        texts = list(parsed.sweep_string_iterator())
+    values = [parse_override(f"{name}={each}").value() for each in texts]
     return [getattr(value, "text", value) for value in values]  # a quoted string is an object of the parser's
 
 

@@ -9,11 +9,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from functools import cache
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import Any, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
@@ -57,7 +57,7 @@ def write_search_path(directories: Sequence[Path | str]) -> str:
             must = "it must be a directory with algo/, model/, data/ ..."
             raise ConfigError([f"{OPTIONS[0]}: found {str(directory) or 'nothing'}; {must}"])
         entries.append(f"{_SCHEME}{path}")
-    return f"{KEY}=[{','.join(map(_quote, entries))}]"
+    return f"{KEY}={write_value(entries)}"
 
 
 def is_search_path(override: str) -> bool:
@@ -66,10 +66,18 @@ def is_search_path(override: str) -> bool:
 
 def list_config_dirs(overrides: Sequence[str]) -> list[Path]:
     """The directories in which Hydra looks for a file, the first that has it first; not those of pkg://MODULE."""
-    entries = [
-        entry.removeprefix(_SCHEME) for text in filter(is_search_path, overrides) for entry in _read_entries(text)
-    ]
-    return [CONF_DIR, *(Path(entry) for entry in entries if "://" not in entry)]
+    values = [parse_override(text).value() for text in overrides if is_search_path(text)]
+    entries = [each for value in values for each in (value if isinstance(value, list) else [value])]
+    names = [str(getattr(each, "text", each)).removeprefix(_SCHEME) for each in entries]
+    return [CONF_DIR, *(Path(name) for name in names if "://" not in name)]
+
+
+def parse_override(text: str) -> Override:
+    """Raises ConfigError for what Hydra cannot read."""
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise ConfigError([f"{text}: {str(error).strip().splitlines()[0]}"]) from error
 
 
 def list_options(group: str, overrides: Sequence[str] = ()) -> list[str]:
@@ -79,7 +87,7 @@ def list_options(group: str, overrides: Sequence[str] = ()) -> list[str]:
 
 def show_options(entries: Sequence[str]) -> str:
     """`algo: dapo, grpo, ...`, a line for each group, for `--help`. entries: hydra.searchpath."""
-    overrides = [f"{KEY}=[{','.join(map(_quote, entries))}]"]
+    overrides = [f"{KEY}={write_value(list(entries))}"]
     groups = sorted(folder.name for folder in CONF_DIR.iterdir() if folder.is_dir() and folder.name != "hydra")
     return "\n".join(f"{group}: {', '.join(list_options(group, overrides))}" for group in groups)
 
@@ -94,19 +102,6 @@ def find_hidden_files(overrides: Sequence[str]) -> Iterator[str]:
         for file in sorted(directory.rglob("*.yaml")):
             if (CONF_DIR / (name := file.relative_to(directory))).is_file():
                 yield f"{OPTIONS[0]}: {file}: megarl has a {name} too, which would be read; rename yours"
-
-
-def _read_entries(override: str) -> list[str]:
-    try:
-        value = OverridesParser.create().parse_override(override).value()
-    except HydraException as error:
-        raise ConfigError([f"{KEY}: {str(error).strip().splitlines()[0]}"]) from error
-    return [str(getattr(each, "text", each)) for each in (value if isinstance(value, list) else [value])]
-
-
-def _quote(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
 
 
 def check_words(overrides: Sequence[str]) -> None:
@@ -133,7 +128,7 @@ def list_set_keys(override: str) -> list[str]:
     if not equals or key.startswith(("~", "-", "hydra.")):
         return []
     if value.lstrip().startswith("{"):
-        parsed = OverridesParser.create().parse_override(override).value()
+        parsed = parse_override(override).value()
         return [name for name, _ in list_leaves(parsed, f"{key}.")] if isinstance(parsed, dict) else []
     return [key] if "." in key or key == "seed" else []
 
@@ -145,11 +140,13 @@ def list_leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield from list_leaves(child, f"{name}.") if isinstance(child, dict) and child else [(name, child)]
 
 
-@cache
-def list_open_keys() -> tuple[str, ...]:
+def list_open_keys() -> list[str]:
     """The dotted keys of the schema whose value is a dictionary, of every kind of data and reward."""
-    roots = [("", Config), *((f"{group}.", schema) for group in SCHEMAS for schema in SCHEMAS[group].values())]
-    return tuple(sorted({key for prefix, schema in roots for key in _find_dicts(schema, prefix)}))
+    groups = {each.name: {"": each.type} for each in fields(Config)} | SCHEMAS
+    kinds = [(group, kind) for group, kinds in groups.items() for kind in kinds.values() if is_dataclass(kind)]
+    return sorted(
+        {f"{group}.{each.name}" for group, kind in kinds for each in fields(kind) if get_origin(each.type) is dict}
+    )
 
 
 def open_overrides(overrides: Sequence[str]) -> list[str]:
@@ -164,16 +161,6 @@ def find_choices_with(key: str) -> list[str]:
     group, _, name = key.partition(".")
     kinds = SCHEMAS.get(group, {}).items()
     return [f"{group}={kind}" for kind, schema in kinds if name in {each.name for each in fields(schema)}]
-
-
-def _find_dicts(schema: type, prefix: str) -> Iterator[str]:
-    types = get_type_hints(schema)
-    for field in fields(schema):
-        kind = types[field.name]
-        if get_origin(kind) is dict:
-            yield f"{prefix}{field.name}"
-        elif is_dataclass(kind) and isinstance(kind, type):
-            yield from _find_dicts(kind, f"{prefix}{field.name}.")
 
 
 def list_values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -194,7 +181,7 @@ def to_plain(value: Any) -> Any:
         return value.value
     if isinstance(value, Mapping):
         return {str(key): to_plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, Sequence) and not isinstance(value, str):
         return [to_plain(each) for each in value]
     return dict(list_values(value)) if is_dataclass(value) else value
 

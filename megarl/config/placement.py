@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from megarl.algo.objective import needs_critic
 from megarl.config.errors import ConfigError
 from megarl.config.schema.algo import needs_reference
-from megarl.config.schema.root import Config
-from megarl.config.schema.run import AUTO, SERVERS, ClusterConfig, Placement, ServerOffload, Transport
+from megarl.config.schema.root import AUTO, SERVERS, ClusterConfig, Config, Placement, ServerOffload, Transport
 
 CONTRADICTIONS = ("rollout.transport", "cluster.listen_host", "cluster.gpus_per_node", "cluster.num_nodes")
 """Keys of problems that more GPUs would not solve."""

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from megarl.config.schema.roles import Dtype
-from megarl.config.schema.root import Config
-from megarl.config.schema.run import SERVERS, RolloutConfig
+from megarl.config.schema.root import SERVERS, Config, RolloutConfig
 from megarl.interfaces import TurnRequest
 from megarl.types import Response
 

@@ -38,8 +38,7 @@ from megarl.config.names import rewrite_overrides
 from megarl.config.overrides import take_config_dirs
 from megarl.config.placement import check_allocation, check_cluster, count_nodes, list_groups, place, read_allocation
 from megarl.config.schema.roles import ModelSource
-from megarl.config.schema.root import Config
-from megarl.config.schema.run import LEAST_OF_KIND, ClusterConfig
+from megarl.config.schema.root import LEAST_OF_KIND, ClusterConfig, Config
 from megarl.run.command import check_machine, end_with_closed_pipe, end_with_config_error, take_resume
 from megarl.task.sandbox import PROTECTIONS, find_protections
 

@@ -23,8 +23,7 @@ from megarl.config.overrides import write_value
 from megarl.config.placement import check_cluster, list_contradictions, list_groups
 from megarl.config.schema import roles as schema
 from megarl.config.schema.algo import needs_full_kl, needs_reference
-from megarl.config.schema.root import Config
-from megarl.config.schema.run import AUTO, SERVERS, Placement, ServerOffload, Transport
+from megarl.config.schema.root import AUTO, SERVERS, Config, Placement, ServerOffload, Transport
 from megarl.mcore.spec import StageParameters, check_layout, check_router_replay, read_architecture
 from megarl.models.architecture import Architecture
 from megarl.models.checkpoint import SPECIAL_TOKENS, default_cache_dir, resolve_checkpoint

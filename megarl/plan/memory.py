@@ -18,8 +18,7 @@ from math import ceil
 
 from megarl.config.placement import find_server_offload, list_groups, place, take_turns
 from megarl.config.schema import roles as schema
-from megarl.config.schema.root import Config
-from megarl.config.schema.run import SERVERS, RolloutConfig, ServerOffload
+from megarl.config.schema.root import SERVERS, Config, RolloutConfig, ServerOffload
 from megarl.mcore.checkpoints import GATHERED_ELEMENTS, count_layer, padded_vocab_size
 from megarl.mcore.spec import StageParameters
 from megarl.models.architecture import Architecture

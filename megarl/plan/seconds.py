@@ -16,8 +16,7 @@ import torch
 from megarl.algo.objective import scores_first
 from megarl.config.placement import list_groups, place
 from megarl.config.schema.roles import Offload, ParallelConfig, Recompute, RecomputeMethod, TrainedRoleConfig
-from megarl.config.schema.root import Config
-from megarl.config.schema.run import ClusterConfig, Placement, RolloutConfig, Transport
+from megarl.config.schema.root import ClusterConfig, Config, Placement, RolloutConfig, Transport
 from megarl.mcore.device import find_processor
 from megarl.mcore.microbatches import count_layer_work
 from megarl.models.architecture import Architecture

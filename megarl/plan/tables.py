@@ -8,8 +8,7 @@ from rich.table import Table
 
 from megarl.config.checks import describe_sizes
 from megarl.config.placement import format_numbers
-from megarl.config.schema.root import Config
-from megarl.config.schema.run import SERVERS, Transport
+from megarl.config.schema.root import SERVERS, Config, Transport
 from megarl.plan import memory as m
 from megarl.plan import seconds as s
 from megarl.plan.job import Change, JobPlan, find_longest

@@ -45,7 +45,7 @@ import psutil
 from pydantic import TypeAdapter
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.run import LoggerConfig
+from megarl.config.schema.root import LoggerConfig
 from megarl.files import RUN_FILE, load_json_object, naming_file, parse_strict_json, write_atomically
 from megarl.report.text import TIME
 

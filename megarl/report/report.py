@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 import psutil
 
-from megarl.config.schema.run import LoggerConfig
+from megarl.config.schema.root import LoggerConfig
 from megarl.report.record import METRICS_FILE, ONCE, MetricsWriter, Sink, check_metrics, open_sinks, write_status
 from megarl.report.signs import Watch
 from megarl.report.text import LOG_NAME, TIME, Decode, Progress, format_iteration, format_samples, format_seconds

@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 import httpx
 
-from megarl.config.schema.run import ServerOffload
+from megarl.config.schema.root import ServerOffload
 from megarl.interfaces import UNPUBLISHED, DeadlineError
 from megarl.report.timeline import span
 

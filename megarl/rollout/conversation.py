@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.config.errors import ConfigError, describe_error
-from megarl.config.schema.root import Config
-from megarl.config.schema.run import RolloutConfig
+from megarl.config.schema.root import Config, RolloutConfig
 from megarl.config.schema.task import (
     MultiTurnEnvironmentConfig,
     ToolsEnvironmentConfig,

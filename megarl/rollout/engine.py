@@ -28,7 +28,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.run import RolloutConfig
+from megarl.config.schema.root import RolloutConfig
 from megarl.interfaces import DeadlineError, TurnRequest
 from megarl.models.architecture import Architecture
 from megarl.models.checkpoint import load_tokenizer

@@ -25,7 +25,7 @@ import torch
 
 from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.schema.roles import Dtype
-from megarl.config.schema.run import RolloutConfig
+from megarl.config.schema.root import RolloutConfig
 from megarl.cpu.process import CpuServing
 from megarl.files import load_json_object, read_tail, write_private
 from megarl.interfaces import UNPUBLISHED, DeadlineError

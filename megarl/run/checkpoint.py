@@ -15,7 +15,7 @@ from typing import Any
 from megarl import files
 from megarl.algo.statistics import RunningMoments
 from megarl.config.schema.roles import Dtype
-from megarl.config.schema.run import CheckpointConfig
+from megarl.config.schema.root import CheckpointConfig
 from megarl.interfaces import DeadlineError, TrainBackend, wait_all
 from megarl.mcore.checkpoints import count_parameters, describe_role
 from megarl.mcore.spec import Role, WorkerSpec

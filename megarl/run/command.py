@@ -29,7 +29,6 @@ from megarl.config.checks import describe_iteration_size
 from megarl.config.errors import ConfigError
 from megarl.config.load import (
     check_overrides,
-    complete_overrides,
     expand_sets,
     list_left_out,
     load,
@@ -40,8 +39,7 @@ from megarl.config.names import rewrite_overrides
 from megarl.config.overrides import CONF_DIR, check_words, is_search_path, list_values, open_overrides, take_config_dirs
 from megarl.config.placement import check_cluster
 from megarl.config.schema.roles import ModelSource
-from megarl.config.schema.root import Config, register
-from megarl.config.schema.run import AUTO
+from megarl.config.schema.root import AUTO, Config, register
 from megarl.files import RUN_FILE, CheckpointError, load_json_object, locking, write_atomically
 from megarl.report.record import Outcome, State, check_sinks, clear_outcome, load_outcome, write_outcome
 from megarl.signals import DRIVER_LOG, Stopped, capturing_output, stopping_on_signals
@@ -168,10 +166,10 @@ def evaluate() -> None:
         configs.update(load_configs(runs))
         if not is_printing(options):
             check_start(next(iter(configs.values())), "evaluate")
-        completed = [complete_overrides(run, "evaluate") for run in runs.values()]
+        loaded = [load(run, "evaluate") for run in runs.values()]
         # Hydra creates the run's folder and records the configuration of the first set in it.
-        lines = [*rewritten.lines, *(line for _, lines in completed for line in lines)]
-        return lines, [*named, *choose_run_dir(overrides, configs), *completed[0][0]]
+        lines = [*rewritten.lines, *(line for each in loaded for line in each.lines)]
+        return lines, [*named, *choose_run_dir(overrides, configs), *loaded[0].overrides]
 
     def run(_first: Config, run_dir: Path) -> Results:
         # Imported here: torch and Ray take seconds, for which `--help` need not wait.

@@ -26,8 +26,7 @@ from megarl.config.checks import describe_sizes
 from megarl.config.errors import ConfigError
 from megarl.config.load import MODEL_FILE
 from megarl.config.overrides import list_values
-from megarl.config.schema.root import Config
-from megarl.config.schema.run import SERVERS, Transport, get_temperature, list_ks
+from megarl.config.schema.root import SERVERS, Config, Transport, get_temperature, list_ks
 from megarl.config.schema.task import MultiTurnEnvironmentConfig
 from megarl.cpu.process import describe_threads, settle_threads
 from megarl.files import CHECKPOINTS, RUN_FILE, CheckpointError, Folder, check_space, locking, name_checkpoint

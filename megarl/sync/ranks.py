@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megarl.config.schema.run import RolloutConfig
+from megarl.config.schema.root import RolloutConfig
 from megarl.interfaces import UNPUBLISHED, DeadlineError, SyncError, TrainBackend
 from megarl.models.architecture import Architecture
 from megarl.rollout.client import (

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megarl.config.schema.roles import Dtype
-from megarl.config.schema.run import RolloutConfig, Transport
+from megarl.config.schema.root import RolloutConfig, Transport
 from megarl.interfaces import SyncError, TrainBackend
 from megarl.report.timeline import note
 from megarl.rollout.client import ServerOffloader, SGLangClient, run_in_parallel

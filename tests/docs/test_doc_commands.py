@@ -31,7 +31,7 @@ from megarl.cli import COMMANDS
 from megarl.config.load import check_overrides, expand_sets, load_config, load_configs
 from megarl.config.overrides import take_config_dirs
 from megarl.config.placement import list_contradictions
-from megarl.config.schema.run import ClusterConfig
+from megarl.config.schema.root import ClusterConfig
 from megarl.run.command import EXIT_BAD_CONFIG, check_command_line, check_training, save_run
 
 ROOT = Path(__file__).resolve().parents[2]

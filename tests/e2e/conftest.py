@@ -10,7 +10,7 @@ import pytest
 from servers import running_server, write_tiny_checkpoint
 
 from megarl.config.schema.roles import Dtype
-from megarl.config.schema.run import RolloutConfig
+from megarl.config.schema.root import RolloutConfig
 
 
 @pytest.fixture

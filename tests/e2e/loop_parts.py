@@ -12,7 +12,7 @@ from megarl.cluster.opened import open_ray
 from megarl.config.load import load_config
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import Dtype, ParallelConfig
-from megarl.config.schema.run import ClusterConfig
+from megarl.config.schema.root import ClusterConfig
 from megarl.mcore.spec import Role, WorkerSpec
 from megarl.report.report import build_report
 from megarl.rollout.server import SGLangServer

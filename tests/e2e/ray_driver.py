@@ -12,7 +12,7 @@ import ray
 
 from megarl.cluster.calls import PendingCall, ask
 from megarl.cluster.opened import open_ray
-from megarl.config.schema.run import ClusterConfig
+from megarl.config.schema.root import ClusterConfig
 from megarl.signals import Stopped, stopping_on_signals
 
 PERIOD_S = 0.2

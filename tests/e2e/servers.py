@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megarl.cli import KEY
-from megarl.config.schema.run import RolloutConfig
+from megarl.config.schema.root import RolloutConfig
 from megarl.models.checkpoint import build_character_tokenizer
 from megarl.rollout.server import SGLangServer
 

@@ -17,7 +17,7 @@ from megarl.cluster.actors import WorkerGroup
 from megarl.cluster.opened import open_ray
 from megarl.config.placement import DeviceSlot
 from megarl.config.schema.roles import Dtype
-from megarl.config.schema.run import ClusterConfig, RolloutConfig, Transport
+from megarl.config.schema.root import ClusterConfig, RolloutConfig, Transport
 from megarl.interfaces import UNPUBLISHED, SyncError
 from megarl.mcore.spec import read_architecture
 from megarl.rollout.client import SGLangClient

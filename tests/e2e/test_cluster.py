@@ -15,7 +15,7 @@ import ray
 from megarl.cluster.calls import PendingCall, WorkerError
 from megarl.cluster.opened import open_ray, wait_for_nodes
 from megarl.config.errors import ConfigError
-from megarl.config.schema.run import ClusterConfig
+from megarl.config.schema.root import ClusterConfig
 from megarl.interfaces import DeadlineError, wait_all
 from megarl.signals import pick_free_port
 

@@ -10,7 +10,7 @@ import pytest
 from servers import API_KEY
 
 from megarl.config.load import load_config
-from megarl.config.schema.run import EvaluateConfig
+from megarl.config.schema.root import EvaluateConfig
 from megarl.interfaces import DeadlineError
 from megarl.report.evaluation import RESPONSES_FILE
 from megarl.report.text import Progress

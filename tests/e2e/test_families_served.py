@@ -14,7 +14,7 @@ from syncs import assert_refuted_and_mended, load_checksums, open_sides, updatin
 from torch import Tensor
 
 from megarl.config.schema.roles import RandomModelConfig
-from megarl.config.schema.run import RolloutConfig
+from megarl.config.schema.root import RolloutConfig
 from megarl.models.checkpoint import build_random_checkpoint
 from megarl.models.families import FAMILIES
 

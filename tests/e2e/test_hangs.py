@@ -20,7 +20,7 @@ from megarl.cluster.opened import Cluster, open_ray
 from megarl.cluster.process import CallState, CallTracker, RankStacks, dump_on_signal, identify, redirect_output
 from megarl.config.placement import DeviceSlot
 from megarl.config.schema.roles import ParallelConfig
-from megarl.config.schema.run import ClusterConfig
+from megarl.config.schema.root import ClusterConfig
 from megarl.interfaces import DeadlineError
 from megarl.types import Sequences
 

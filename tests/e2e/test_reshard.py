@@ -18,7 +18,7 @@ from syncs import Sides, assert_refuted_and_mended, load_checksums, open_sides, 
 from torch import Tensor
 
 from megarl.config.schema.roles import Dtype
-from megarl.config.schema.run import RolloutConfig, Transport
+from megarl.config.schema.root import RolloutConfig, Transport
 from megarl.interfaces import SyncError
 from megarl.rollout.client import SGLangClient
 

@@ -22,7 +22,7 @@ from syncs import load_checksums
 from transformers import AutoModelForCausalLM
 
 from megarl.config.schema.roles import Dtype
-from megarl.config.schema.run import RolloutConfig
+from megarl.config.schema.root import RolloutConfig
 from megarl.interfaces import UNPUBLISHED, SyncError
 from megarl.rollout.client import RequestError, SGLangClient
 from megarl.rollout.engine import SGLangEngine

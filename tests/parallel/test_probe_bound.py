@@ -12,7 +12,7 @@ from tiny_checkpoints import write_checkpoint
 from torch import Tensor
 
 from megarl.config.schema.roles import Dtype
-from megarl.config.schema.run import RolloutConfig
+from megarl.config.schema.root import RolloutConfig
 from megarl.interfaces import SyncError
 from megarl.mcore.spec import Role
 from megarl.sync.sync import NUM_ESTIMATES, Probe

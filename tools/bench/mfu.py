@@ -28,7 +28,7 @@ from torch import Tensor
 from megarl.config.load import load_config
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig
-from megarl.config.schema.run import RolloutConfig
+from megarl.config.schema.root import RolloutConfig
 from megarl.mcore.device import device
 from megarl.mcore.microbatches import compute_row_costs
 from megarl.mcore.spec import Role, WorkerSpec, read_architecture

@@ -28,7 +28,7 @@ from torch import Tensor
 from megarl.cluster.actors import merge_rows
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import Dtype, ParallelConfig
-from megarl.config.schema.run import RolloutConfig, Transport
+from megarl.config.schema.root import RolloutConfig, Transport
 from megarl.interfaces import DeadlineError, TrainBackend
 from megarl.mcore.spec import Role, WorkerSpec, read_architecture
 from megarl.rollout.client import SGLangClient

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megarl.config.schema.roles import Dtype
-from megarl.config.schema.run import RolloutConfig
+from megarl.config.schema.root import RolloutConfig
 from megarl.mcore.spec import Role
 from megarl.tools.gpu.lines import Line, judge
 from megarl.tools.gpu.setting import SMALL, SMALL_VOCAB, Setting, build_small_spec

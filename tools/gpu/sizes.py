@@ -12,7 +12,7 @@ import torch
 
 from megarl.config.load import load_config
 from megarl.config.schema.roles import Dtype, ParallelConfig, Recompute
-from megarl.config.schema.run import ClusterConfig, HardwareConfig
+from megarl.config.schema.root import ClusterConfig, HardwareConfig
 from megarl.mcore.microbatches import compute_row_costs
 from megarl.mcore.spec import Role, WorkerSpec
 from megarl.models.architecture import Architecture

@@ -45,13 +45,17 @@ CLIPS = with_choice("surrogate", "clip", "gspo", "cispo", "dis", "dppo")
 OF_GROUP = with_choice("advantage", "group")
 IS_ADAPTIVE = (with_choice("advantage", "gae"), needs("lambda_policy", ADAPTIVE))
 MEAN_STAYS = Effect(
-    lambda it: not it.advantage.compares_group or it.config.algo.reward_clip or it.node.mean is NormScope.group,
+    lambda it: (
+        not it.objective.find_advantage(it.config.algo.advantage).compares_group
+        or it.config.algo.reward_clip
+        or it.node.mean is NormScope.group
+    ),
     "under algo.advantage={config.algo.advantage}, where it cancels out; it counts with gae, or before a reward_clip",
 )
 HAS_PENALTY = needs("penalty")
 KL_IN_REWARD, HAS_TARGET, KL_IN_LOSS = needs("in_reward", "true"), needs("target"), needs("in_loss", "true")
 MISMATCH_KNOWN = Effect(
-    lambda it: it.reads_old_logprobs,
+    lambda it: it.objective.reads_old_logprobs(it.config.algo),
     "under algo.surrogate={config.algo.surrogate}, where no log-probs are compared; it counts with clip or gspo",
 )
 DYNAMIC = needs("enabled", "true")

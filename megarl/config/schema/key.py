@@ -125,6 +125,6 @@ NOT_ALONE = Effect(
     "where the critic alone learns, from saved rollouts; it counts with train.num_iterations above 0",
 )
 WITH_CRITIC = Effect(
-    lambda place: place.has_critic,
+    lambda place: place.objective.needs_critic(place.config.algo),
     "under algo.advantage={config.algo.advantage}, which has no critic; it counts with algo.advantage=gae or tether",
 )

@@ -1,4 +1,5 @@
-"""The root of the configuration, its registration with Hydra, and the resolvers of conf/.
+"""The root of the configuration and what surrounds the loop: rollout.*, train.*, evaluate.*, cluster.*, checkpoint.*,
+logger.*; the registration with Hydra, and the resolvers of conf/.
 
 `${megarl_run_name:...}`, `algo.clip_high=0.24,seed=2_1f9c0b`, is the folder of one run of a sweep: its swept values, to
 be read, and a digest of what it computes, which follows from the configuration alone: a sweep that is started again,
@@ -11,29 +12,380 @@ import functools
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from megarl.config.schema import task
-from megarl.config.schema.algo import AlgoConfig
-from megarl.config.schema.key import EVALUATED, GENERATED, NOT_ALONE, TRAINED, WITH_CRITIC, Effect, key
-from megarl.config.schema.roles import CriticConfig, ModelConfig, PolicyConfig, ReferenceConfig
-from megarl.config.schema.run import (
-    CheckpointConfig,
-    ClusterConfig,
-    EvaluateConfig,
-    LoggerConfig,
-    RolloutConfig,
-    TrainConfig,
+from megarl.config.schema.algo import AlgoConfig, needs_reference
+from megarl.config.schema.key import (
+    DEADLINE,
+    EVALUATED,
+    GENERATED,
+    NOT_ALONE,
+    START,
+    TRAINED,
+    WITH_CRITIC,
+    Effect,
+    key,
+    needs,
 )
-from megarl.config.schema.task import DataConfig, EnvironmentConfig, RewardConfig
+from megarl.config.schema.roles import CriticConfig, Dtype, ModelConfig, PolicyConfig, ReferenceConfig
+from megarl.config.schema.task import SCHEMAS, DataConfig, EnvironmentConfig, RewardConfig
+
+MAX_SAMPLES = 2**20
+"""Responses that are held at a time, a hundred times those of the largest published runs (8192 an iteration)"""
+THREADS: dict[str, Any] = {"low": 1, "high": 1024, "why": "more than any node has cores"}
+KNOWN: dict[str, Any] = {"above": 0, "when": needs("gpu")}
+SAVES = needs("save_every")
+NOT_OF_EVALUATION = Effect(lambda it: it.command != "evaluate", "in an evaluation, which has evaluate.temperature")
+OF_HELDOUT = Effect(
+    lambda it: it.command != "evaluate" or it.config.evaluate.heldout,
+    "in an evaluation of whole sets; it counts with evaluate.heldout=true (evaluate.num_problems=N takes a part)",
+)
+SHARES_GPUS = Effect(
+    lambda it: it.offloads_servers,
+    "where servers share no GPU with a role; it counts with cluster.placement=colocated",
+)
+WITHOUT_PASS = Effect(
+    lambda it: it.objective.reads_old_logprobs(it.config.algo) and not it.objective.needs_pass(it.config),
+    "where the policy scores the responses before its update in any case, or nothing reads old_logprobs; it counts"
+    " with one optimizer step in an iteration, and without algo.kl.in_reward, topr, rollout.router_replay and FP8",
+)
+IS_MEASURED = Effect(
+    lambda it: GENERATED.counts(it) or not it.node.best_metric.startswith(("reward/", "heldout/")),
+    "with rollout.file and checkpoint.best_metric={node.best_metric}, of generated responses; it counts with another",
+)
+
+LEAST_OF_KIND = 0.95
+"""Least share of memory_gib that a GPU of the kind has: it differs a little, by driver and ECC."""
+
+
+@dataclass
+class HardwareConfig:
+    """One kind of GPU, the same on every node. Peaks are those of the data sheet, without sparsity."""
+
+    gpu: str | None = None
+    """Name of the GPU; null: the hardware is not known, and nothing is planned."""
+    memory_gib: float = key(0.0, **KNOWN)
+    """Memory of a GPU in GiB, as torch.cuda.get_device_properties tells it."""
+    bf16_tflops: float = key(0.0, **KNOWN)
+    """Peak of a GPU's matrix products in bfloat16, in 1e12 operations a second."""
+    fp8_tflops: float = key(0.0, **KNOWN)
+    """Peak of a GPU's matrix products in FP8, in 1e12 operations a second."""
+    hbm_gb_s: float = key(0.0, **KNOWN)
+    """Bandwidth between a GPU and its memory, in 1e9 bytes a second."""
+    nvlink_gb_s: float = key(0.0, **KNOWN)
+    """Bandwidth out of a GPU to others of its node, in one direction, in 1e9 bytes a second."""
+    network_gb_s: float = key(0.0, **KNOWN)
+    """Bandwidth out of a GPU to other nodes, in one direction, in 1e9 bytes a second."""
+    pcie_gb_s: float = key(64.0, **KNOWN)
+    """Bandwidth between a GPU and its host, in one direction, in 1e9 bytes a second; of PCIe 5.0 with 16 lanes."""
+    disk_gb_s: float = key(5.0, **KNOWN)
+    """What a node reads from or writes to the shared file system, in 1e9 bytes a second; as measured, not a peak."""
+    host_memory_gib: float = key(0.0, **KNOWN)
+    """Memory of a node in GiB."""
+
+
+SERVERS = "servers"
+"""The name of the servers beside those of the roles"""
+AUTO = "auto"
+"""Value of listen_host: the address by which a process's node is known to the others; of ray_address: RAY_ADDRESS."""
+
+
+Placement = Enum("Placement", {"colocated": "colocated", "split": "split", "apart": "apart"})
+
+
+@dataclass
+class ClusterConfig:
+    cpu_threads_per_worker: int | None = key(None, when=TRAINED, **THREADS)
+    """CPU threads of each training process. null: the run's cores, shared by what works at the same time."""
+    object_store_mb: int = key(256, low=75, high=2**24, why="MiB; Ray takes no less, and no node has as much memory")
+    """Shared memory of Ray's object store on each node, in MiB; the samples of an iteration pass through it."""
+    worker_start_deadline_s: float = key(300.0, when=TRAINED, **START)
+    """Deadline in seconds for training processes, and before them Ray or its nodes, to start."""
+    call_deadline_s: float = key(1800.0, when=TRAINED, **DEADLINE)
+    """Deadline in seconds of one call to a training process (log-probs, values, an update, an export)."""
+    shutdown_deadline_s: float = key(15.0, **DEADLINE)
+    """Deadline in seconds for all processes together to end; then they are killed."""
+    ray_deadline_s: float = key(120.0, **START)
+    """Deadline in seconds for Ray itself to answer; the run ends where one of its processes is stopped for as long."""
+    listen_host: str = "127.0.0.1"
+    """Address on which servers and process groups listen; auto: each node's own, which several nodes need."""
+    num_nodes: int = key(1, low=1, high=100_000)
+    """Number of nodes."""
+    gpus_per_node: int = key(0, low=0, high=1024)
+    """GPUs of each node; 0: GPUs are not counted, and every process sees all of them."""
+    placement: Placement = key(Placement.apart, when=needs("gpus_per_node"))
+    """Which of policy, critic, reference and servers share GPUs; only where gpus_per_node is above 0. colocated: all of
+    them; split: the servers use the GPUs after those of the roles; apart: none of them."""
+    ray_address: str | None = None
+    """HOST:PORT of a running Ray cluster of num_nodes nodes; auto: that of RAY_ADDRESS; null: the run starts Ray."""
+    hardware: HardwareConfig = key(factory=HardwareConfig, when=TRAINED)
+    """The hardware that the planner computes a job's memory and time from before its processes start."""
+
+
+NO_QUANTIZED_WEIGHTS = (
+    "servers hold the policy's weights in rollout.dtype=float32 or bfloat16: SGLang replaces weights by quantized ones"
+    " of another shape as it loads them, which a weight sync cannot write and its checksums cannot verify"
+    " (docs/weight-sync.md, Quantized servers)"
+)
+
+
+Transport = Enum("Transport", {"colocated": "colocated", "split": "split", "disk": "disk"})
+ServerOffload = Enum("ServerOffload", {"kv_cache": "kv_cache", "all": "all"})
+
+
+@dataclass
+class RolloutConfig:
+    response_length: int = key(1024, low=1, despite=GENERATED)
+    """Maximum length of a response in tokens."""
+    temperature: float = key(1.0, low=0.01, high=100, despite=GENERATED, when=NOT_OF_EVALUATION)
+    """Logits are divided by it, in sampling and in every log-prob of training; evaluations in training are greedy."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a response besides the end-of-sequence token, each one token of the model."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """The same by their numbers in the vocabulary."""
+    dtype: Dtype = Dtype.bfloat16
+    """Type of the servers' weights, activations and KV cache. Weights are not quantized (docs/weight-sync.md)."""
+    num_servers: int = key(1, low=1, high=100_000, why="each is a process")
+    """Number of SGLang servers; requests are distributed among them."""
+    tp: int = key(1, low=1, high=1024, why="a server is on one node")
+    """Tensor parallelism of SGLang: the number of GPUs of one server."""
+    max_running_requests: int = key(128, low=1, high=65536, why="SGLang reserves a row of positions for each")
+    """Maximum number of requests that a server processes at the same time."""
+    kv_cache_tokens: int | None = key(None, low=1, high=2**31 - 1, why="SGLang counts them in 32 bits")
+    """Tokens of KV cache per server; null lets SGLang decide (on a CPU it must be a number)."""
+    offload: ServerOffload | None = key(None, when=(TRAINED, SHARES_GPUS))
+    """What servers give back of their GPUs' memory while roles that share these compute; null: nothing. Needs
+    max_staleness=0. kv_cache: the KV cache; all: the weights as well."""
+    num_threads: int | None = key(None, **THREADS)
+    """CPU threads of a server's forward pass. null: decided as cluster.cpu_threads_per_worker."""
+    startup_deadline_s: float = key(300.0, **START)
+    """Deadline in seconds for a server to answer after it was started."""
+    request_deadline_s: float = key(600.0, **DEADLINE)
+    """Deadline in seconds of one request; with max_staleness it also waits for weight syncs and evaluations."""
+    sync_deadline_s: float = key(300.0, when=TRAINED, **DEADLINE)
+    """Deadline in seconds of one weight sync, verification included. Presets of large models set a longer one."""
+    transport: Transport = key(Transport.colocated, when=TRAINED)
+    """How weights travel from the policy to the servers. colocated: memory that processes of a node share, between
+    nodes as split; split: point to point over NCCL (gloo on a CPU); disk: a directory that all see."""
+    sync_bucket_mb: int = key(64, low=1, high=16384, when=(TRAINED, needs("transport", "colocated", "split")))
+    """Maximum MiB of one message of weights, of which a rank holds two."""
+    max_server_restarts: int = key(3, low=0)
+    """How many times the servers lost in one rollout or sync are restarted before the run ends."""
+    max_staleness: int = key(0, low=0, high=100, despite=GENERATED, when=TRAINED)
+    """By how many policy updates a token may be older than those that train on it. 0: on-policy. n: groups of up to n
+    further iterations are generated while the trainer works; the loss then needs algo.mismatch.correction, or is that
+    of algo=topr."""
+    router_replay: bool = key(False, despite=GENERATED)
+    """A mixture of experts trains with the experts that the servers chose (R3, 2510.11370), a byte for each token,
+    layer and expert; mismatch/* tells whether a model needs it."""
+    file: str | None = key(None, despite=GENERATED, when=(TRAINED, NOT_ALONE))
+    """A rollouts.jsonl of an earlier run (logger.save_rollouts), from which policy and critic learn without a server.
+    The loss must weight it as with max_staleness. null: responses are generated."""
+    max_probe_logprob_gap: float | None = key(None, above=0, when=TRAINED)
+    """A larger median |log-prob difference| of servers and policy after the first weight sync, in nats per token, ends
+    the run. null: what rounding explains (docs/weight-sync.md)."""
+    sglang: dict[str, Any] = field(default_factory=dict)
+    """SGLang server arguments (underscored names), checked against the real ones; those by which responses would not be
+    samples of the policy are refused."""
+
+
+DEFAULT_PROMPTS = 512
+"""Prompts of an iteration where neither prompts_per_iteration nor samples_per_iteration is given."""
+
+
+@dataclass
+class EvalSetConfig:
+    """A further set of problems that is evaluated during training, with the reward and the prompts of the run."""
+
+    path: str = MISSING
+    """File (.jsonl, .parquet) or directory of a dataset with the same fields as data.path."""
+    num_prompts: int | None = key(None, low=1)
+    """Prompts, drawn at random under `seed`; null: all."""
+    num_samples: int = key(1, low=1)
+    """Responses to each."""
+    temperature: float = key(0.0, low=0)
+    """Sampling temperature; 0 is greedy."""
+    top_p: float = key(1.0, above=0, high=1)
+    """Nucleus sampling, as evaluate.top_p; only with a temperature above 0."""
+    top_k: int = -1
+    """As evaluate.top_k; only with a temperature above 0."""
+
+
+@dataclass
+class TrainConfig:
+    num_iterations: int = key(100, low=0)
+    """Iterations of the training, each a rollout and its update. 0: value pretraining alone (algo.value_pretrain)."""
+    samples_per_iteration: int | None = key(None, low=1, when=needs("prompts_per_iteration", "null"))
+    """Responses of one iteration, where prompts_per_iteration is null; null in both is 512 prompts."""
+    prompts_per_iteration: int | None = key(None, low=1)
+    """Prompts of one iteration; overrides samples_per_iteration. null: samples_per_iteration decides."""
+    responses_per_prompt: int = key(1, low=1, high=MAX_SAMPLES)
+    """K, the responses sampled for each prompt: the group size."""
+    samples_per_minibatch: int = key(512, low=1, when=needs("num_minibatches", "null"))
+    """Samples of one optimizer step, over all data-parallel ranks. Only where num_minibatches is null."""
+    num_minibatches: int | None = key(None, low=1)
+    """Minibatches of an iteration; overrides samples_per_minibatch. null: samples_per_minibatch decides."""
+    tokens_per_microbatch: int = key(16384, low=1)
+    """Maximum number of tokens of one forward pass, prompts included; a longer sequence is a micro-batch alone."""
+    epochs_per_iteration: int = key(1, low=1, high=1000, why="an iteration ends after them only")
+    """Passes of the update over the samples of an iteration."""
+    reuse_logprobs: bool = key(True, off=False, when=WITHOUT_PASS)
+    """Take the update's own log-probs as old_logprobs where nothing reads them before it: the same gradient with a
+    forward pass less. false: the policy always scores first."""
+    eval_every: int = key(10, low=1, when=GENERATED)
+    """Iterations between evaluations on held-out prompts; they also run before the first and after the last."""
+    num_eval_prompts: int = key(256, low=1, despite=TRAINED, when=(GENERATED, OF_HELDOUT))
+    """Maximum number of held-out prompts of an evaluation."""
+    eval_sets: dict[str, EvalSetConfig] = field(default_factory=dict)
+    """Further sets by name, as in train.eval_sets='{gsm8k: {path: test.jsonl}}', each with `path`, `num_prompts` (null:
+    all), `num_samples` (1), `temperature` (0), `top_p` (1) and `top_k` (-1); logged as eval/NAME/*."""
+    stop_at_heldout_reward: float | None = key(None, when=GENERATED)
+    """End early once the held-out reward reaches this; null: never."""
+    max_samples: int | None = key(None, low=1, when=(GENERATED, NOT_ALONE))
+    """End after the iteration in which this many responses have been generated in all; null: no limit."""
+    max_minutes: float | None = key(None, above=0)
+    """End after the iteration in which so many minutes have passed since this start. null: no limit."""
+
+    profile: int | None = key(None, low=1)
+    """The iteration to profile, from 1, into RUN_DIR/profile (docs/profiling.md). null: none."""
+    deterministic: bool = False
+    """Training on GPUs gives the same weights from the same rollouts, and is slower (docs/reliability.md)."""
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts of one iteration."""
+        if self.prompts_per_iteration is not None:
+            return self.prompts_per_iteration
+        if self.samples_per_iteration is not None:
+            return self.samples_per_iteration // max(1, self.responses_per_prompt)
+        return DEFAULT_PROMPTS
+
+    @property
+    def num_samples(self) -> int:
+        """Responses of one iteration: prompts x responses."""
+        return self.num_prompts * self.responses_per_prompt
+
+    @property
+    def minibatch_size(self) -> int:
+        """Samples of one optimizer step."""
+        if self.num_minibatches is not None:
+            return self.num_samples // max(1, self.num_minibatches)
+        return self.samples_per_minibatch
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """Optimizer steps of the policy in one iteration."""
+        return self.num_samples // max(1, self.minibatch_size) * self.epochs_per_iteration
+
+
+@dataclass
+class EvaluateConfig:
+    num_samples: int = key(1, low=1, high=65536, why="responses per problem")
+    """Responses per problem."""
+    temperature: float | None = key(None, low=0)
+    """Logits are divided by this; 0 is greedy. null: greedy for one sample, 1 for more."""
+    top_p: float = key(1.0, above=0, high=1)
+    """Nucleus sampling: sample from the most likely tokens with this total probability; 1: from all."""
+    top_k: int = -1
+    """Sample from this many most likely tokens; -1: from all."""
+    num_problems: int | None = key(None, low=1)
+    """Problems of each set, drawn at random under `seed`; null: every problem."""
+    heldout: bool = False
+    """Ask the prompts of data= that the run's seed holds out, train.num_eval_prompts at most. false: all. A run's model
+    brings true with its data."""
+    paths: dict[str, str] = field(default_factory=dict)
+    """Files (.jsonl, .parquet) or directories in place of sets of the hub, by name: evaluate.paths.gsm8k=test.jsonl."""
+
+
+def get_temperature(config: EvaluateConfig) -> float:
+    if config.temperature is not None:
+        return config.temperature
+    return 0.0 if config.num_samples == 1 else 1.0
+
+
+def list_ks(config: EvaluateConfig) -> tuple[int, ...]:
+    """The k of pass@k: 2, 4, 8, ... up to num_samples; for k = 1 it is avg."""
+    return tuple(2**i for i in range(1, max(1, config.num_samples).bit_length()))
+
+
+def check_evaluate(config: EvaluateConfig) -> Iterator[str]:
+    """One message per problem of values that are in their ranges: the key, what was found, what would be right."""
+    yield from check_truncation("evaluate", get_temperature(config), config.num_samples, config.top_p, config.top_k)
+
+
+def check_truncation(node: str, temperature: float, num_samples: int, top_p: float, top_k: int) -> Iterator[str]:
+    """One message per problem of what is sampled under the key `node`."""
+    if top_k != -1 and top_k < 1:
+        yield f"{node}.top_k: found {top_k}; it must be 1 or more, or -1 for all tokens"
+    if temperature > 0:
+        return
+    if num_samples > 1:
+        yield (
+            f"{node}.num_samples: found {num_samples}; at {node}.temperature=0 all samples of a problem are the same"
+            " response; set 1, or a temperature above 0"
+        )
+    for name, is_set in (("top_p", top_p != 1.0), ("top_k", top_k != -1)):
+        if is_set:
+            yield f"{node}.{name}: has no effect on greedy responses; leave it out, or set {node}.temperature"
+
+
+@dataclass
+class CheckpointConfig:
+    save_every: int | None = key(20, low=1)
+    """Iterations between checkpoints; one more comes at the end, after value pretraining, a signal and a failure. null:
+    none, so that the run cannot be resumed."""
+    keep_last: int = key(2, low=1, when=SAVES)
+    """Number of newest checkpoints to keep; older ones are removed once a newer one is complete."""
+    keep_best: int = key(0, low=0, when=(SAVES, IS_MEASURED))
+    """Number of further checkpoints to keep: the evaluated ones with the highest `best_metric`."""
+    best_metric: str = key("reward/heldout", when=(SAVES, needs("keep_best")))
+    """The metric of metrics.jsonl that keep_best ranks by; higher is better."""
+    stop_deadline_s: float = key(120.0, when=SAVES, **DEADLINE)
+    """Deadline in seconds of the checkpoint after an error or a signal, from the end of the update on."""
+    max_restarts: int = key(3, low=0, when=SAVES)
+    """How many times in a row, without a new checkpoint, training resumes after a training process was lost."""
+
+
+WandbMode = Enum("WandbMode", {"offline": "offline", "online": "online"})
+
+
+@dataclass
+class LoggerConfig:
+    """[Monitoring](monitoring.md) says how to look at each of them, and [metrics](metrics.md) what the numbers mean."""
+
+    tensorboard: bool | None = None
+    """Write the metrics to RUN_DIR/tensorboard, too. null: where the extra `tensorboard` is installed."""
+    wandb: WandbMode | None = None
+    """Write the metrics to Weights & Biases, too; null: no. Needs the extra `wandb`. The environment names the project
+    (WANDB_PROJECT, else megarl) and the team (WANDB_ENTITY). offline: into RUN_DIR/wandb, for `wandb sync`; online: to
+    wandb.ai, or WANDB_BASE_URL."""
+    mlflow: str | None = None
+    """Write the metrics to MLflow, too: the tracking URI, `http://HOST:5000` of a server or `sqlite:///mlflow.db` of a
+    file without one; null: no. Needs the extra `mlflow`. MLFLOW_EXPERIMENT_NAME, else megarl, is the experiment."""
+    terminal: bool = True
+    """Show the run on the terminal, as lines in a file or pipe; RUN_DIR/train.log has the same in any case."""
+    capture_output: bool = key(True, despite=TRAINED)
+    """Write what libraries and your functions print in the trainer's process to RUN_DIR/logs/driver.log. false: to the
+    terminal, for breakpoint()."""
+    num_logged_samples: int = key(2, low=0, when=GENERATED)
+    """Responses printed with their rewards after every evaluation."""
+    save_rollouts: bool = key(False, when=(GENERATED, NOT_ALONE))
+    """Write every response that training sampled, with its reward and log-probs, to RUN_DIR/rollouts.jsonl."""
+    num_token_records: int = key(8, low=0)
+    """Responses of each iteration, and of each evaluation, that are written token by token to RUN_DIR/tokens.jsonl,
+    with log-probs, values and advantages, for the rollout viewer in the run's page; 0: none. Beyond 100 kB they lose
+    tokens of their middle."""
+
 
 WITH_REFERENCE = Effect(
-    lambda it: it.has_reference,
+    lambda it: needs_reference(it.config.algo),
     "without a reference model; it counts with algo.kl.in_reward or algo.kl.in_loss and an estimator other than full",
 )
 
@@ -87,10 +439,12 @@ class Config:
 
 @functools.cache
 def register() -> None:
-    """Put the schema into Hydra's ConfigStore, once in a process."""
+    """Put the schema, and each kind of data, environment and reward, into Hydra's ConfigStore, once in a process."""
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
-    task.register(store)
+    for group, schemas in SCHEMAS.items():
+        for kind, schema in schemas.items():
+            store.store(group=group, name=f"{kind}_schema", node=schema)
 
 
 NOT_COMPUTED = ("hydra", "cluster", "checkpoint", "evaluate", "logger")
@@ -99,16 +453,16 @@ LONGEST_READABLE = 100
 DIGITS = 6
 
 
-def name_run(readable: str, composed: DictConfig) -> str:
-    """readable: Hydra's `key=value,key=value`; composed: the whole configuration of the run, resolved here. What
+def name_run(readable: Any, *, _root_: DictConfig) -> str:
+    """readable: Hydra's `key=value,key=value`; _root_: the whole configuration of the run, resolved here. What
     computes the same under the same names has the same name."""
-    nodes = {str(key): composed[key] for key in composed if key not in NOT_COMPUTED}
+    nodes = {str(key): _root_[key] for key in _root_ if key not in NOT_COMPUTED}
     plain = {
         key: OmegaConf.to_container(node, resolve=True, enum_to_str=True) if OmegaConf.is_config(node) else node
         for key, node in nodes.items()
     }
     digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:DIGITS]
-    text = re.sub(r"[^A-Za-z0-9_.=,+-]", "-", readable)[:LONGEST_READABLE].lstrip(".-")
+    text = re.sub(r"[^A-Za-z0-9_.=,+-]", "-", str(readable))[:LONGEST_READABLE].lstrip(".-")
     return f"{text}_{digest}" if text else digest
 
 
@@ -117,22 +471,15 @@ BFLOAT16 = re.compile(r"^(?:flags|Features)\s*:.*\b(?:avx512_bf16|amx_bf16|bf16)
 
 
 def choose_dtype(gpus_per_node: int) -> str:
-    """`bfloat16` on GPUs and on CPUs that compute with it, else `float32`."""
-    return "bfloat16" if gpus_per_node > 0 or computes_bfloat16() else "float32"
-
-
-def computes_bfloat16() -> bool:
-    """Whether this CPU has instructions for it: without them a product of matrices takes several times as long."""
+    """`bfloat16` on GPUs and on CPUs with instructions for it, without which a product of matrices takes several times
+    as long; else `float32`."""
     try:
-        return BFLOAT16.search(CPU_INFO.read_text()) is not None
+        cpu = CPU_INFO.read_text()
     except OSError:  # not Linux
-        return False
-
-
-def _resolve_run_name(readable: Any, *, _root_: DictConfig) -> str:
-    return name_run(str(readable), _root_)
+        cpu = ""
+    return "bfloat16" if gpus_per_node > 0 or BFLOAT16.search(cpu) else "float32"
 
 
 # With the import: a launcher may have sent a run to another process, in which nobody calls anything before.
-OmegaConf.register_new_resolver("megarl_run_name", _resolve_run_name, replace=True)
+OmegaConf.register_new_resolver("megarl_run_name", name_run, replace=True)
 OmegaConf.register_new_resolver("cpu_dtype", choose_dtype, replace=True)

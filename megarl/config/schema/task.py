@@ -7,7 +7,6 @@ from enum import Enum
 from math import isfinite
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -439,14 +438,6 @@ SCHEMAS: dict[str, dict[str, type[Any]]] = {
     },
 }
 """By group and kind"""
-
-
-def register(store: ConfigStore) -> None:
-    """Put each kind into Hydra's ConfigStore as GROUP/KIND_schema; calling it again changes nothing."""
-    for group, schemas in SCHEMAS.items():
-        for kind, schema in schemas.items():
-            store.store(group=group, name=f"{kind}_schema", node=schema)
-
 
 OF_ALL = frozenset(field.name for field in fields(RewardConfig))
 """Keys that say something of the sum, not of a part"""

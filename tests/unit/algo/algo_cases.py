@@ -18,8 +18,7 @@ from megarl.algo.statistics import count_generated, split_blocks
 from megarl.config.checks import Place, check_algo, check_keys
 from megarl.config.load import load_config
 from megarl.config.schema.algo import AlgoConfig, KLConfig, NormScope, RewardNormConfig
-from megarl.config.schema.root import Config
-from megarl.config.schema.run import TrainConfig
+from megarl.config.schema.root import Config, TrainConfig
 from megarl.types import Experience, Sequences, TrainingSamples
 
 settings.register_profile("algo", derandomize=True, max_examples=40, suppress_health_check=list(HealthCheck))

@@ -34,7 +34,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.placement import Group, place
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import Dtype, ParallelConfig
-from megarl.config.schema.run import ClusterConfig, Placement, RolloutConfig
+from megarl.config.schema.root import ClusterConfig, Placement, RolloutConfig
 from megarl.mcore.device import claim_gpu
 from megarl.mcore.spec import Role, WorkerSpec
 from megarl.signals import Stopped
@@ -226,7 +226,7 @@ torch._C._cuda_getDeviceCount = torch._C._cuda_init = fail
 from megarl.cluster.process import Gpu
 from megarl.cluster.actors import ServerActor
 from megarl.cluster.actors import WorkerActor
-from megarl.config.schema.run import RolloutConfig
+from megarl.config.schema.root import RolloutConfig
 from megarl.rollout.server import build_environment
 
 folder, gpus, config = Path(sys.argv[1]), [Gpu("5", "GPU-55")], RolloutConfig(kv_cache_tokens=1)

@@ -13,8 +13,8 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import (
     MODEL_FILE,
     RunSettings,
-    complete_overrides,
     expand_sets,
+    load,
     load_config,
     load_configs,
 )
@@ -69,11 +69,13 @@ def test_a_runs_model_brings_its_settings_and_one_line_says_which(model: Path) -
     assert (trained.policy.dtype, trained.evaluate.heldout) == (run.policy.dtype, False)
     assert trained.policy.optimizer.lr == load_config(["model=checkpoint", "model.path=x"]).policy.optimizer.lr
     assert (evaluated.evaluate.heldout, evaluated.train.num_eval_prompts) == (True, 8)
-    overrides, (line,) = complete_overrides(own, "evaluate")
+    loaded = load(own, "evaluate")
+    (line,) = loaded.lines
     assert line.startswith(f"model.path: {model} was written by a run; taken from {model.parent / RUN_FILE}: ")
     for word in ("data=jsonl", "rollout.response_length=33", "rollout.stop_token_ids=[5,6]", "evaluate.heldout=true"):
         assert word in line.split()
-    assert complete_overrides(overrides, "evaluate") == (overrides, [])
+    again = load(loaded.overrides, "evaluate")
+    assert (again.overrides, again.lines) == (loaded.overrides, [])
 
 
 def test_what_is_typed_wins_an_experiments_file_included(model: Path, tmp_path: Path) -> None:
@@ -177,7 +179,7 @@ def test_each_run_of_a_sweep_over_models_gets_what_its_own_model_brings(
 
 
 def test_a_resumed_run_repeats_what_its_model_has_brought(model: Path, tmp_path: Path) -> None:
-    completed, _ = complete_overrides(["algo=grpo", "model=checkpoint", f"model.path={model}"])
+    completed = load(["algo=grpo", "model=checkpoint", f"model.path={model}"]).overrides
     save_run(tmp_path / "next", load_config(completed), completed)
     (model.parent / RUN_FILE).unlink()
     (model / MODEL_FILE).unlink()

@@ -25,7 +25,7 @@ from megarl.config.placement import (
     read_allocation,
 )
 from megarl.config.schema import root
-from megarl.config.schema.run import SERVERS, ClusterConfig, Placement
+from megarl.config.schema.root import SERVERS, ClusterConfig, Placement
 from megarl.cpu import process as threads
 from megarl.cpu.process import (
     SERVER_KEY,

@@ -5,7 +5,7 @@ from typing import Any
 
 from megarl.config.load import load_config
 from megarl.config.schema.roles import ParallelConfig, PolicyConfig
-from megarl.config.schema.run import ClusterConfig, HardwareConfig
+from megarl.config.schema.root import ClusterConfig, HardwareConfig
 from megarl.models.architecture import Architecture
 from megarl.models.families import parse_architecture
 from megarl.plan.job import PUBLISHED, JobPlan, build_plan, find_models

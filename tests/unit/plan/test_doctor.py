@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.config.load import load_config
 from megarl.config.schema.roles import RandomModelConfig
-from megarl.config.schema.run import ClusterConfig, HardwareConfig
+from megarl.config.schema.root import ClusterConfig, HardwareConfig
 from megarl.models.checkpoint import build_random_checkpoint
 from megarl.plan import doctor
 from megarl.plan.doctor import FOR_CUDA, NOTE, Gpu, Machine, compare_nodes, describe_node, judge, render

@@ -9,7 +9,7 @@ import pytest
 from plan_jobs import PRESET, QWEN32B, plan
 
 from megarl.config.load import load_config
-from megarl.config.schema.run import Placement
+from megarl.config.schema.root import Placement
 from megarl.plan.command import main
 from megarl.plan.job import NUM_BEST, Change, check_plan, find_models, search
 from megarl.plan.memory import GIB

@@ -17,7 +17,7 @@ from megarl.config.schema.roles import (
     RecomputeMethod,
     Trainable,
 )
-from megarl.config.schema.run import RolloutConfig
+from megarl.config.schema.root import RolloutConfig
 from megarl.mcore.spec import StageParameters
 from megarl.models.architecture import Architecture, Experts
 from megarl.plan.memory import (

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from page_run import make_sample
 
 from megarl.config.load import load_config
-from megarl.config.schema.run import LoggerConfig, WandbMode
+from megarl.config.schema.root import LoggerConfig, WandbMode
 from megarl.report import record
 from megarl.report.record import load_ids, load_metrics, load_record
 from megarl.report.report import Report, build_report

@@ -11,7 +11,7 @@ from page_run import build_metrics
 from megarl.algo.objective import needs_critic
 from megarl.config.load import compose_config, load_config
 from megarl.config.overrides import list_values
-from megarl.config.schema.run import LoggerConfig
+from megarl.config.schema.root import LoggerConfig
 from megarl.report import charts, signs
 from megarl.report.record import History, derive_metrics
 from megarl.report.report import build_report

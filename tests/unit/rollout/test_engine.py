@@ -9,7 +9,7 @@ import pytest
 from data_cases import build_char_tokenizer
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.run import RolloutConfig
+from megarl.config.schema.root import RolloutConfig
 from megarl.interfaces import DeadlineError, Sampling, Truncation, TurnRequest
 from megarl.rollout.client import run_in_parallel, wait_left_over
 from megarl.rollout.engine import SGLangEngine, compute_sampling_seed

@@ -21,7 +21,7 @@ import pytest
 from megarl import cli, signals
 from megarl.config.errors import ConfigError
 from megarl.config.schema.roles import Dtype, RandomModelConfig
-from megarl.config.schema.run import RolloutConfig, ServerOffload
+from megarl.config.schema.root import RolloutConfig, ServerOffload
 from megarl.cpu.process import STANDINS, CpuServing
 from megarl.models.checkpoint import build_random_checkpoint
 from megarl.rollout import server

@@ -16,7 +16,7 @@ import megarl
 from megarl import cli, train
 from megarl.config.errors import ConfigError
 from megarl.config.load import expand_sets, load_config, load_configs
-from megarl.config.schema.run import EvaluateConfig, check_evaluate, get_temperature, list_ks
+from megarl.config.schema.root import EvaluateConfig, check_evaluate, get_temperature, list_ks
 from megarl.run.command import LEAST_OPEN_FILES, check_machine, choose_run_dir, evaluate, save_run, split_arguments
 from megarl.run.inputs import load_evaluation_inputs, load_inputs
 from megarl.types import Prompt

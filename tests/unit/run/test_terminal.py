@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.schema.run import LoggerConfig
+from megarl.config.schema.root import LoggerConfig
 from megarl.report.report import build_report
 from megarl.signals import STOPPING_SIGNALS, Stopped, deferring_stops, is_library, show_warnings, stopping_on_signals
 

@@ -110,7 +110,7 @@ def test_what_sbatch_refuses_is_said_in_its_words_and_a_machine_without_slurm_is
 def name(*overrides: str) -> str:
     register()
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        return name_run("x", compose("config", overrides=open_overrides(overrides)))
+        return name_run("x", _root_=compose("config", overrides=open_overrides(overrides)))
 
 
 def test_a_folder_is_found_again_by_what_its_run_computes():
@@ -126,7 +126,7 @@ def test_a_folder_has_no_name_that_a_shell_or_a_path_would_take_apart():
     readable, _, digits = name_run("data.path=/a b/c,reward.x='$(ls)'", composed).rpartition("_")
     assert readable == "data.path=-a-b-c,reward.x=---ls--"
     assert len(digits) == 6
-    assert len(name_run("k=" + "v" * 400, composed)) < 120
+    assert len(name_run("k=" + "v" * 400, _root_=composed)) < 120
 
 
 def test_the_command_line_is_completed_with_the_folder_the_swept_keys_and_what_optuna_should_do(tmp_path):

@@ -17,7 +17,7 @@ import torch
 from generation import generate_groups
 
 from megarl.config.schema.roles import Dtype
-from megarl.config.schema.run import RolloutConfig
+from megarl.config.schema.root import RolloutConfig
 from megarl.interfaces import UNPUBLISHED, SyncError
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.engine import SGLangEngine

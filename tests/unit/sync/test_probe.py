@@ -11,7 +11,7 @@ from fakes.backend import Done
 from torch import Tensor
 
 from megarl.config.schema.roles import Dtype
-from megarl.config.schema.run import RolloutConfig
+from megarl.config.schema.root import RolloutConfig
 from megarl.interfaces import SyncError
 from megarl.sync.sync import Probe
 from megarl.types import Sequences

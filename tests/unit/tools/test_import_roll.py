@@ -12,8 +12,7 @@ from omegaconf import OmegaConf
 from megarl.config.checks import find_unused
 from megarl.config.load import load_config
 from megarl.config.overrides import CONF_DIR
-from megarl.config.schema.root import Config
-from megarl.config.schema.run import Placement
+from megarl.config.schema.root import Config, Placement
 from megarl.config.schema.task import JsonlDataConfig, MathRewardConfig
 
 ROOT, EXAMPLE = Path(__file__).resolve().parents[3], Path(__file__).with_name("roll_example.yaml")
