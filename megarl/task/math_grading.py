@@ -267,10 +267,7 @@ def _cut(text: str) -> tuple[str, str]:
 
 
 SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-_MONEY = {
-    **dict.fromkeys(["$", "dollar", "usd", "buck"], Fraction(1)),
-    **dict.fromkeys(["cent", "¢"], Fraction(1, 100)),
-}
+_MONEY = dict.fromkeys(["$", "dollar", "usd", "buck"], Fraction(1)) | dict.fromkeys(["cent", "¢"], Fraction(1, 100))
 _SHORT = {"mins": "minute", "min": "minute", "sec": "second", "hr": "hour", "yr": "year", "deg": "degree"}
 _SHORT |= {"°": "degree", "in": "inch", "inche": "inch", "feet": "foot", "lb": "pound", "litre": "liter"}
 _SHORT |= {"metre": "meter", "centimetre": "centimeter", "kilometre": "kilometer", "ml": "milliliter", "sq": "square"}
@@ -548,9 +545,14 @@ def _read(text: str) -> Answer | None:
         return _read_items("", [_PLUS_MINUS.sub(sign, text) for sign in ("+", "-")])
     parts = list(split(text, _JOINED))
     if len(parts) > 1:
-        items = _read_items("", parts)
-        words = " or " in text or "\\text{ or" in text
-        return _unite(items) if words and items and any(isinstance(i, Region) for i in items.items) else items
+        items, is_union = _read_items("", parts), " or " in text or "\\text{ or" in text
+        if items is None or not is_union or not any(isinstance(item, Region) for item in items.items):
+            return items
+        regions = [to_region(item) for item in items.items]
+        names = {region.name for region in regions if region} - {""}
+        if not all(regions) or len(names) > 1:
+            return None
+        return Region(sympy.Union(*(region.set for region in regions if region)), "".join(names))
     exact, *decimals = split(text, re.compile(r"\\approx(?![a-z])"))
     return _read_approximation(exact.strip(), decimals[0]) if len(decimals) == 1 else _read_one(text)
 
@@ -617,14 +619,6 @@ def _read_inequality(text: str) -> Answer | None:
         half = sympy.Interval(-sympy.oo, bound, True, is_open) if is_upper else sympy.Interval(bound, sympy.oo, is_open)
         region = region.intersect(half)
     return Region(region, re.sub(r"[\s{}]|\([a-z]\)", "", sides[names[0]]))
-
-
-def _unite(items: Items) -> Region | None:
-    regions = [to_region(item) for item in items.items]
-    names = {region.name for region in regions if region} - {""}
-    if not all(regions) or len(names) > 1:
-        return None
-    return Region(sympy.Union(*(region.set for region in regions if region)), "".join(names))
 
 
 def to_region(answer: Answer | None) -> Region | None:
