@@ -174,9 +174,7 @@ class SGLangClient:
         api_key: str | None = None,
         loop: OnEventLoop | None = None,
     ):
-        """deadline_s: the default of all calls. api_key: the server's key, where it requires one. loop: None: one of
-        its own.
-        """
+        """deadline_s: of calls that name no other. api_key: where the server requires one. loop: None: its own."""
         self.url = url.rstrip("/")
         self._vocab_size = vocab_size
         self._deadline_s = deadline_s
@@ -224,15 +222,17 @@ class SGLangClient:
         check_token_ids(token_ids, self._vocab_size)
         streamed = [{**each, "stream_interval": ONLY_AT_THE_END} for each in params]
         body = {"input_ids": [list(ids) for ids in token_ids], "sampling_params": streamed, "stream": True, **fields}
+        is_done = False
         async with self._asking("POST", "/generate", body, self._deadline_s, "requests") as answer:
+            # Up to its end, after which the next request may use the connection.
             async for line in _read_lines(answer):
-                if line == b"data: [DONE]":
-                    return
+                is_done = is_done or line == b"data: [DONE]"
                 if line.startswith(b'data: {"error"'):
                     raise RequestError(f"{self.url}/generate: {line[6:].decode(errors='replace')[:2000]}")
-                if line.startswith(b"data: ") and UNFINISHED not in line:
+                if line.startswith(b"data: ") and UNFINISHED not in line and not is_done:
                     yield line[6:]
-        raise ConnectionLostError(f"{self.url}/generate: the answer ended before its last response")
+        if not is_done:
+            raise ConnectionLostError(f"{self.url}/generate: the answer ended before its last response")
 
     def flush_cache(self, wait_s: float = 30.0) -> None:
         """Drop all cached prefixes, once no request is left. Raises RequestError where some are left after `wait_s`."""
@@ -322,10 +322,9 @@ class SGLangClient:
         self._call("/update_weights_from_tensor", body, deadline_s)
 
     def _call(self, path: str, body: Any = None, deadline_s: float | None = None, *, method: str = "POST") -> Any:
+        deadline_s = self._deadline_s if deadline_s is None else deadline_s
         try:
-            answer = self._loop.run(
-                self._ask(method, path, body, self._deadline_s if deadline_s is None else deadline_s)
-            )
+            answer = self._loop.run(self._ask(method, path, body, deadline_s))
         except CancelledError:
             raise ConnectionLostError(f"{self.url}{path} was broken off") from None
         is_json = answer.headers.get("content-type", "").startswith("application/json")
