@@ -143,7 +143,7 @@ def to_megatron(entry: Entry, tensors: Sequence[Tensor], arch: Architecture, tp:
         # With fewer key-value heads than ranks the cuts are within a group.
         return grouped.reshape(-1, *tensors[0].shape[1:]).chunk(tp)[tp_rank]
     if entry.split is Split.gate_up:
-        return torch.cat([x.chunk(tp)[tp_rank] for x in split_gate_up(tensors)])
+        return torch.cat([x.chunk(tp)[tp_rank] for x in (tensors if len(tensors) == 2 else tensors[0].chunk(2))])
     (whole,) = tensors
     if entry.split is Split.columns:
         return whole.chunk(tp, dim=1)[tp_rank]
@@ -154,11 +154,6 @@ def to_megatron(entry: Entry, tensors: Sequence[Tensor], arch: Architecture, tp:
             return shard
         return torch.cat([shard, shard.new_zeros(size - len(shard), *whole.shape[1:])])
     return whole
-
-
-def split_gate_up(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Gate and up, which a Hugging Face checkpoint holds as two tensors or as one."""
-    return tensors if len(tensors) == 2 else tensors[0].chunk(2)
 
 
 def to_hf(entry: Entry, shards: Sequence[Tensor], arch: Architecture) -> list[tuple[str, Tensor]]:
@@ -203,11 +198,6 @@ _LINEARS = {
 
 def has_adapter(entry: Entry, layers: Iterable[LoraLayers]) -> bool:
     return any(_LINEARS[kind].search(entry.name) for kind in layers)
-
-
-def name_adapter(entry: Entry) -> str:
-    """Of decoder.layers.3.mlp.linear_fc1.weight: 3-mlp-linear_fc1."""
-    return "-".join(entry.name.split(".")[2:-1])
 
 
 def count_layer(arch: Architecture, lora: LoraConfig, tp: int) -> int:

@@ -5,13 +5,13 @@ It needs no Megatron: the driver plans as the ranks do.
 
 import heapq
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-from torch import Tensor
 
 from megarl.mcore.spec import Role, WorkerSpec
 from megarl.models.architecture import Architecture
 from megarl.types import Metrics, Sequences
+
+REAL, COMPUTED = "tokens/real", "tokens/computed"
+"""Sums over the micro-batches of a step: tokens of the sequences, and those that ranks compute, padding included"""
 
 
 def pack(
@@ -79,13 +79,6 @@ def _fill(
     return [bins[number] for number in sorted(range(num_bins), key=lambda number: (-totals[number], number))]
 
 
-if TYPE_CHECKING:
-    # Of Megatron, which the driver does without.
-    from megarl.mcore.batch import PackedBatch
-
-REAL, COMPUTED = "tokens/real", "tokens/computed"
-
-
 def plan_microbatches(
     spec: WorkerSpec, arch: Architecture, sequences: Sequences, num_ranks: int
 ) -> list[list[list[int]]]:
@@ -119,11 +112,6 @@ def count_layer_work(arch: Architecture) -> tuple[int, int]:
         rows += arch.num_expert_layers * (3 * ffn_size + arch.experts.num_experts)
     per_token = arch.num_layers * 2 * h * (heads + arch.num_kv_heads * arch.head_size) + h * rows
     return per_token, arch.num_layers * heads
-
-
-def count_tokens(batch: "PackedBatch", sequences: Sequences) -> dict[str, Tensor]:
-    """Tokens of a micro-batch of `sequences` and those that its ranks compute, padding included, as metrics' sums."""
-    return {REAL: sequences.lengths[batch.rows].sum(), COMPUTED: batch.params.cu_seqlens_q[-1]}
 
 
 def describe_work(metrics: Metrics, spec: WorkerSpec, arch: Architecture, sequences: Sequences) -> Metrics:

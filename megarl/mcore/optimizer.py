@@ -288,7 +288,11 @@ class StorageOffloader:
             return
         parked = [(storage, storage.nbytes()) for storage in storages.values()]
         if self.keep:
-            self._reserve(sum(size for _, size in parked))
+            # In pieces of a power of two: torch rounds pinned memory up to the next one, which for whole storages may
+            # be nearly twice their size (ATen/core/CachingHostAllocator.h).
+            missing = sum(size for _, size in parked) - sum(host.numel() for host in self._hosts)
+            for piece in (min(PIECE_BYTES, missing - start) for start in range(0, missing, PIECE_BYTES)):
+                self._hosts.append(torch.empty(piece, dtype=torch.uint8, pin_memory=find_processor().pins_memory))
             for content, host in self._pair(parked):
                 host.copy_(content, non_blocking=True)
         find_processor().synchronize()
@@ -297,7 +301,9 @@ class StorageOffloader:
             storage.resize_(0)
 
     def bring(self) -> None:
-        """Move everything back."""
+        """Move everything back that is here."""
+        if not self._parked:
+            return
         for storage, size in self._parked:
             storage.resize_(size)
             if not self.keep:
@@ -307,16 +313,6 @@ class StorageOffloader:
                 content.copy_(host, non_blocking=True)
         find_processor().synchronize()
         self._parked = []
-
-    def _reserve(self, size: int) -> None:
-        """In pieces of a power of two: torch rounds pinned memory up to the next one, which for whole storages may be
-        nearly twice their size (ATen/core/CachingHostAllocator.h).
-        """
-        held = sum(host.numel() for host in self._hosts)
-        while held < size:
-            piece = min(PIECE_BYTES, size - held)
-            self._hosts.append(torch.empty(piece, dtype=torch.uint8, pin_memory=find_processor().pins_memory))
-            held += piece
 
     def _pair(self, parked: Sequence[tuple[torch.UntypedStorage, int]]) -> Iterator[tuple[Tensor, Tensor]]:
         """The bytes of the storages, one after the other, with their places in host memory."""
@@ -355,15 +351,14 @@ class OffloadManager:
     @contextmanager
     def during(self, training: bool) -> Iterator[None]:
         """Weights, and with `training` also optimizer and gradients, are on the device inside."""
-        if self.offload is None:
-            yield
-            return
         self._weights.bring()
         if training:
             self._training.bring()
             self._gradients.bring()
-        yield
-        self.leave()
+        try:
+            yield
+        finally:
+            self.leave()
 
     def leave(self) -> None:
         """Move away what `offload` names."""
@@ -388,11 +383,7 @@ def _on_device(verb: Callable[..., Any], training: bool) -> Callable[..., Any]:
     return call
 
 
-def uses_weights(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a verb of a worker: its weights are on the device."""
-    return _on_device(verb, training=False)
-
-
-def uses_everything(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a verb of a worker: its weights, optimizer and gradients are on the device."""
-    return _on_device(verb, training=True)
+uses_weights = functools.partial(_on_device, training=False)
+"""Of a verb of a worker: its weights are on the device."""
+uses_everything = functools.partial(_on_device, training=True)
+"""Of a verb of a worker: its weights, optimizer and gradients are on the device."""

@@ -79,12 +79,6 @@ def reports() -> bool:
     return is_reporter
 
 
-def tensor_ranks() -> tuple[int, int]:
-    """This rank's tensor-parallel rank, and its expert-tensor-parallel one."""
-    expert_group = parallel_state.get_expert_tensor_parallel_group()
-    return parallel_state.get_tensor_model_parallel_rank(), expert_group.rank()
-
-
 def combine(sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> dict[str, float]:
     """Sums and maxima over data-parallel ranks, from the last pipeline stage to all ranks. The ranks of a
     context-parallel group hold the same numbers: they count once. All ranks of the last stage pass the same names.

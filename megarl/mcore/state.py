@@ -56,7 +56,6 @@ from megarl.mcore.checkpoints import (
     holds_optimizer,
     is_finite,
     load_metadata,
-    name_adapter,
     to_hf,
     to_megatron,
     to_peft,
@@ -90,15 +89,6 @@ def list_own_entries(chunks: Sequence[PackedGPT]) -> list[tuple[Entry, Tensor]]:
     """`named_entries` without the last stage's copy of tied embeddings."""
     shares = chunks[0].share_embeddings_and_output_weights
     return [named for named in named_entries(chunks) if not (shares and named[0].name == HEAD)]
-
-
-def compute_checksum(chunks: Sequence[PackedGPT]) -> str:
-    """SHA-256 of this rank's weights, by name."""
-    digest = hashlib.sha256()
-    for entry, param in sorted(named_entries(chunks), key=lambda named: named[0].name):
-        digest.update(entry.name.encode())
-        digest.update(take_weights(param).cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _number_expert(suffix: str, model: PackedGPT) -> str:
@@ -272,6 +262,15 @@ class Adapter(torch.nn.Module):
             low = copy_to_tensor_model_parallel_region(low)
         return self.scale * F.linear(low, self.b.flatten(0, 1))
 
+    def add_to(self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> Any:
+        """The linear layer's output with the adapter's, as a forward hook."""
+        x, (out, bias), weight = inputs[0], output, getattr(linear, "layer_norm_weight", None)
+        if weight is not None:
+            # Transformer Engine's fused layers take the product's input before their RMS norm.
+            gain = weight.float() + (1.0 if linear.zero_centered_gamma else 0.0)
+            x = F.rms_norm(x.float(), x.shape[-1:], gain, linear.eps).to(x.dtype)
+        return out + self(x), bias
+
     def merge(self, weight: Tensor) -> Tensor:
         """This rank's part of weight + scale * B A, computed in float32, in the weight's dtype."""
         product = self.b.detach().flatten(0, 1).float() @ self.a.detach().float()
@@ -291,7 +290,7 @@ class Adapter(torch.nn.Module):
 
 
 class Adapters(torch.nn.ModuleDict):
-    """The adapters of one piece of the model, by `name_adapter`."""
+    """The adapters of one piece of the model, by the names of their layers."""
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         return {
@@ -318,27 +317,11 @@ def attach_adapters(
                 adapter = Adapter(owners[id(param)], entry, chunk.config, lora, seed)
                 # `state.take_weights` merges by it; not a module of the layer, whose checkpoint would count it as its.
                 param.adapter = adapter  # type: ignore[attr-defined]
-                owners[id(param)].register_forward_hook(_build_hook(adapter))
-                adapters[name_adapter(entry)] = adapter
+                owners[id(param)].register_forward_hook(adapter.add_to)
+                # Of decoder.layers.3.mlp.linear_fc1.weight: 3-mlp-linear_fc1
+                adapters["-".join(entry.name.split(".")[2:-1])] = adapter
         chunk.adapters = adapters
     return build_peft_config(lora, chunks[0].arch, checkpoint)
-
-
-def _build_hook(adapter: Adapter) -> Any:
-    def add(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> Any:
-        out, bias = output
-        return out + adapter(_normalize(linear, inputs[0])), bias
-
-    return add
-
-
-def _normalize(linear: Any, x: Tensor) -> Tensor:
-    """The input of the linear layer's product: Transformer Engine's fused layers take it before their RMS norm."""
-    weight = getattr(linear, "layer_norm_weight", None)
-    if weight is None:
-        return x
-    gain = weight.float() + (1.0 if linear.zero_centered_gamma else 0.0)
-    return F.rms_norm(x.float(), x.shape[-1:], gain, linear.eps).to(x.dtype)
 
 
 def export_peft(
@@ -377,12 +360,19 @@ class Writing:
         """live: tensors that training changes meanwhile. Others in host memory were made for this save: no copy."""
         self.directory = directory
         places = {tensor.untyped_storage().data_ptr() for tensor in live}
+
+        def stage(tensor: Tensor) -> Tensor:
+            return tensor.detach().to("cpu", copy=tensor.untyped_storage().data_ptr() in places)
+
         self._request = request
         self._thread: threading.Thread | None = None
         if request.async_fn is not None:
             transforms, _ = request.async_fn.args
             _, buckets, results = request.async_fn_args
-            staged = [(path, key, (items, _copy_to_host(tensors, places))) for path, key, (items, tensors) in buckets]
+            staged = [
+                (path, key, (items, [(item, stage(x)) for item, x in tensors]))
+                for path, key, (items, tensors) in buckets
+            ]
             buckets[:] = staged
             self._thread = threading.Thread(target=_write, args=(transforms, staged, results), name="megarl-save")
             self._thread.start()
@@ -441,7 +431,7 @@ def load_state(directory: Path, state: TrainingState) -> None:
     if state.optimizer is not None and not has_optimizer:
         raise CheckpointError(
             f"{directory}: holds weights without an optimizer's state, so no training can continue from it;"
-            " load_weights takes the weights alone"
+            " tools/convert_checkpoint.py makes a checkpoint of them that one can start from"
         )
     template = _shard(state, is_loading=True)
     common = dist_checkpointing.load_common_state_dict(str(directory))
@@ -535,13 +525,6 @@ def _put_random_state(state: dict[str, Any]) -> None:
 def _shard_random_state(state: dict[str, Any] | None) -> ShardedObject:
     """Each rank has its own."""
     return ShardedObject("random", state, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
-
-
-def _copy_to_host(items: list[tuple[Any, Tensor]], places: set[int]) -> list[tuple[Any, Tensor]]:
-    """places: addresses of storages that must be copied."""
-    return [
-        (item, tensor.detach().to("cpu", copy=tensor.untyped_storage().data_ptr() in places)) for item, tensor in items
-    ]
 
 
 def _write(transforms: list[Any], buckets: list[Any], results: "queue.Queue[Any]") -> None:

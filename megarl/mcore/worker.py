@@ -33,7 +33,7 @@ from megarl.mcore.layers import (
     start_minibatch,
 )
 from megarl.mcore.logprobs import VocabShard, compute_full_kl, compute_logprobs
-from megarl.mcore.microbatches import count_tokens, describe_work, plan_microbatches
+from megarl.mcore.microbatches import COMPUTED, REAL, describe_work, plan_microbatches
 from megarl.mcore.model import bound_values, build_chunks, build_config, freeze, wrap_chunks
 from megarl.mcore.optimizer import (
     OffloadManager,
@@ -239,7 +239,14 @@ class MegatronWorker:
         bound_values(self.chunks, spec.value_range)
         self.model: list[Any] = wrap_chunks(self.chunks, self.config, spec.optimizer)
         sum_gradients(self.config, self.model)
-        self.reference = self._build_reference()
+        self.reference: list[torch.nn.Module] | None = None
+        if spec.role is Role.policy and needs_full_kl(spec.algo):
+            # The checkpoint's weights once more, frozen, in the policy's own layout: distributions stay in the process.
+            if spec.parallel.pp > 1:
+                raise ValueError(f"parallel.pp: {spec.parallel.pp} found; a KL of estimator full needs 1")
+            chunks = build_chunks(self.arch, self.config, with_value_head=False)
+            state.load_hf(chunks, Path(spec.checkpoint), self.arch)
+            self.reference = wrap_chunks(chunks, self.config, None)
         self.optimizer: Any = None
         self.scheduler: Any = None
         self._writing: state.Writing | None = None
@@ -359,30 +366,13 @@ class MegatronWorker:
 
         state.write_on_first_rank(describe)
 
-    def save(self, directory: Path) -> None:
-        """Begin and finish a save; `load` continues from it under any layout."""
-        self.begin_save(directory)
-        self.finish_save()
-
     @uses_everything
     def load(self, directory: Path) -> None:
-        """Continue from a saved state. It contains pickles: its checksums must have been verified."""
+        """Continue from a saved state, under any layout. It contains pickles: its checksums must have been verified."""
         state.load_state(Path(directory), self._training_state())
 
     def _training_state(self) -> state.TrainingState:
         return state.TrainingState(self.chunks, self.optimizer, self.scheduler, self.spec.parallel)
-
-    @uses_everything
-    def load_weights(self, directory: Path) -> None:
-        """Take the weights that `save` or tools/convert_checkpoint.py wrote; the optimizer starts anew."""
-        state.load_weights(Path(directory), self.chunks)
-        if self.optimizer is not None:
-            self.optimizer.reload_model_params()
-
-    @uses_weights
-    def checksum(self) -> str:
-        """SHA-256 of this rank's weights, by name."""
-        return state.compute_checksum(self.chunks)
 
     def entries(self) -> list[Entry]:
         """This rank's parameters, each once; not the last stage's copy of tied embeddings."""
@@ -394,20 +384,11 @@ class MegatronWorker:
 
     def tensor_ranks(self) -> tuple[int, int]:
         """Which of the shards of a weight this rank holds: of others, of experts'."""
-        return process_groups.tensor_ranks()
+        expert_group = parallel_state.get_expert_tensor_parallel_group()
+        return parallel_state.get_tensor_model_parallel_rank(), expert_group.rank()
 
     def close(self) -> None:
         process_groups.destroy()
-
-    def _build_reference(self) -> list[torch.nn.Module] | None:
-        """The checkpoint's weights once more, frozen, in the policy's own layout: distributions stay in the process."""
-        if self.spec.role is not Role.policy or not needs_full_kl(self.spec.algo):
-            return None
-        if self.spec.parallel.pp > 1:
-            raise ValueError(f"parallel.pp: {self.spec.parallel.pp} found; a KL of estimator full needs 1")
-        chunks = build_chunks(self.arch, self.config, with_value_head=False)
-        state.load_hf(chunks, Path(self.spec.checkpoint), self.arch)
-        return wrap_chunks(chunks, self.config, None)
 
     def _score(self, sequences: Sequences, temperature: float) -> RowsResult | None:
         if self.spec.role is Role.critic:
@@ -476,7 +457,8 @@ class MegatronWorker:
 
         def head(out: Tensor, batch: PackedBatch) -> tuple[Tensor, LossOutput]:
             output = self._loss(out, batch, samples, counts)
-            output.sums.update(count_tokens(batch, samples.sequences))
+            output.sums[REAL] = samples.sequences.lengths[batch.rows].sum()
+            output.sums[COMPUTED] = batch.params.cu_seqlens_q[-1]
             # A batch without response tokens still runs backward: other ranks wait for its part.
             loss = output.loss if batch.targets.numel() else output.loss + out.sum()
             return loss, output

@@ -6,7 +6,7 @@ from typing import Any
 import lazy_adam
 import pytest
 import torch
-from layout_runs import build_spec, launch, working
+from layout_runs import build_spec, hash_weights, launch, working
 from tiny_checkpoints import build_samples, write_checkpoint
 
 from megarl.config.schema.roles import Dtype
@@ -40,20 +40,21 @@ def save_and_load(rank: int, world_size: int, spec: WorkerSpec, is_lazy: bool, r
     with working(spec, rank, world_size, root / name) as worker:
         for key, num_steps in (("fresh", 0), ("stepped", 2)):
             worker.update(build_samples(), ROWS * num_steps)
-            saved = worker.checksum()
-            worker.save(states[key])
+            saved = hash_weights(worker)
+            worker.begin_save(states[key])
+            worker.finish_save()
             metrics = worker.update(build_samples(), ROWS)
-            result[key] = {"saved": saved, "stepped": worker.checksum(), "metrics": metrics}
+            result[key] = {"saved": saved, "stepped": hash_weights(worker), "metrics": metrics}
             worker.load(states[key])
-            result[key]["again"] = worker.checksum()
+            result[key]["again"] = hash_weights(worker)
         result["kind"] = type(worker.optimizer.chained_optimizers[0].optimizer).__name__
     for key, folder in [*states.items(), *[("other", folder) for folder in others]]:
         with working(spec, rank, world_size, root / f"{name}-{key}") as worker:
             places = find_storages(worker)
             worker.load(folder)
-            loaded, kept = worker.checksum(), places == find_storages(worker)
+            loaded, kept = hash_weights(worker), places == find_storages(worker)
             metrics = worker.update(build_samples(), ROWS)
-            result[key] |= {"loaded": loaded, "kept": kept, "continued": worker.checksum(), "after": metrics}
+            result[key] |= {"loaded": loaded, "kept": kept, "continued": hash_weights(worker), "after": metrics}
     return result
 
 

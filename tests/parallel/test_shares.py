@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from layout_runs import build_spec, collect, evaluate, launch_each
+from layout_runs import build_spec, collect, evaluate, hash_weights, launch_each
 from tiny_checkpoints import build_samples, write_checkpoint
 
 from megarl.algo.losses import count_minibatch
@@ -44,7 +44,8 @@ def train_share(worker: Any, directory: Path, samples: TrainingSamples, minibatc
     """With all rows, then with this rank's share: log-probs or values, the updates' metrics and all checksums."""
     sharer, start = Sharer(worker.spec), directory / "start"
     number = sharer.find_share(torch.distributed.get_rank())
-    worker.save(start)
+    worker.begin_save(start)
+    worker.finish_save()
     results = []
     for is_share in (False, True):
         worker.load(start)
@@ -55,7 +56,7 @@ def train_share(worker: Any, directory: Path, samples: TrainingSamples, minibatc
             counts = [count_minibatch(samples, rows) for rows in minibatches]
         evaluation = evaluate(worker, sequences)
         metrics = worker.update(given, minibatches, counts)
-        results.append({"evaluation": evaluation, "metrics": metrics, "checksums": collect(worker.checksum())})
+        results.append({"evaluation": evaluation, "metrics": metrics, "checksums": collect(hash_weights(worker))})
     return results
 
 

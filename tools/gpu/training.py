@@ -185,7 +185,8 @@ def check_checkpoint(setting: Setting) -> Iterator[Line]:
         with open_worker(spec, scratch, f"{name}-saved") as worker:
             if num_steps:
                 worker.update(samples, rows * num_steps)
-            worker.save(scratch / name)
+            worker.begin_save(scratch / name)
+            worker.finish_save()
             saved = take_state(worker)
             worker.update(samples, rows)
             expected = take_state(worker)

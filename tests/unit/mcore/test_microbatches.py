@@ -16,7 +16,7 @@ import megarl.mcore  # noqa: F401
 from megarl.config.schema.roles import LoraConfig
 from megarl.cpu.layers import Rectangle
 from megarl.mcore.batch import ContextGroup, PackedBatch, build_batch, find_owners
-from megarl.mcore.microbatches import compute_row_costs, count_tokens, describe_work, pack
+from megarl.mcore.microbatches import COMPUTED, REAL, compute_row_costs, describe_work, pack
 from megarl.mcore.spec import Role, read_architecture
 from megarl.models.architecture import Architecture, Experts
 from megarl.types import Sequences
@@ -128,8 +128,8 @@ def test_the_share_of_real_tokens_is_that_of_what_is_computed(multiple: int, cp:
     sequences = build_sequences(40)
     (rows,) = pack(sequences.lengths.tolist(), 200, 1)
     batches = [build_batch(sequences, chosen, multiple, ContextGroup(cp, 0)) for chosen in rows]
-    counts = [count_tokens(batch, sequences) for batch in batches]
-    sums = {key: float(sum(count[key] for count in counts)) for key in counts[0]}
+    real = [sequences.lengths[batch.rows].sum() for batch in batches]
+    sums = {REAL: float(sum(real)), COMPUTED: float(sum(batch.params.cu_seqlens_q[-1] for batch in batches))}
     metrics = describe_work({"policy/loss": 1.0, **sums}, build_spec(role=Role.policy), build_architecture(), sequences)
     computed = sum(batch.tokens.numel() * cp for batch in batches)
     assert metrics["policy/loss"] == 1.0
