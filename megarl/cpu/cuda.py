@@ -1,9 +1,8 @@
 """What Megatron finds in place of torch.cuda without CUDA; everything else falls through to torch.cuda."""
 
-import contextlib
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,7 +30,9 @@ synchronize = empty_cache = set_device = set_stream = reset_peak_memory_stats = 
 
 
 class Stream:
-    """A stream, on which everything has already happened, or an event, which has. All are equal."""
+    """A stream, on which everything has already happened, or an event, which has; also what makes it the current one.
+    All are equal.
+    """
 
     cuda_stream = 0
     device = _CPU
@@ -60,34 +61,18 @@ class Stream:
         return self
 
 
-Event = ExternalStream = Stream
+Event = ExternalStream = current_stream = default_stream = stream = Stream
 
 
-def current_stream(*args: object) -> Stream:
-    return Stream()
-
-
-default_stream = current_stream
-
-
-@contextlib.contextmanager
-def stream(*args: object, **kwargs: object) -> Iterator[None]:
-    yield
-
-
-def get_rng_state(device: object = None) -> torch.Tensor:
+def get_rng_state(*args: object, **kwargs: object) -> torch.Tensor:
     return torch.get_rng_state()
 
 
-def set_rng_state(state: torch.Tensor, device: object = None) -> None:
+def set_rng_state(state: torch.Tensor, *args: object, **kwargs: object) -> None:
     torch.set_rng_state(state)
 
 
-def manual_seed(seed: int) -> None:
-    torch.manual_seed(seed)
-
-
-manual_seed_all = manual_seed
+manual_seed = manual_seed_all = torch.manual_seed
 random = types.SimpleNamespace(get_rng_state=get_rng_state, set_rng_state=set_rng_state)
 default_generators = (torch.default_generator,)
 

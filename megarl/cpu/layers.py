@@ -7,7 +7,6 @@ Shapes: S packed tokens of all ranks, s those of this one, n sequences of a rect
 K key heads, D size of a head.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,6 +77,9 @@ def _build_layer_spec(arch: Architecture, layer: int) -> ModuleSpec:
         mlp = ModuleSpec(MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared))
     else:
         mlp = ModuleSpec(MLP, submodules=MLPSubmodules(ColumnParallelLinear, swiglu, RowParallelLinear))
+    # The names that Transformer Engine's fused layers give in a checkpoint, so that either can load it.
+    saved, end = {weight.name: weight.saved for weight in list_weights(arch, layer) if weight.saved}, "weight"
+    fused_norms = {own.removesuffix(end): fused.removesuffix(end) for own, fused in saved.items()}
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -87,19 +89,9 @@ def _build_layer_spec(arch: Architecture, layer: int) -> ModuleSpec:
             pre_mlp_layernorm=RMSNorm,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=_list_fused_norms(arch, layer),
+            sharded_state_dict_keys_map=fused_norms,
         ),
     )
-
-
-def _list_fused_norms(arch: Architecture, layer: int) -> dict[str, str]:
-    """The names that Transformer Engine's fused layers give in a checkpoint, so that either can load it."""
-    end = "weight"
-    return {
-        weight.name.removesuffix(end): weight.saved.removesuffix(end)
-        for weight in list_weights(arch, layer)
-        if weight.saved
-    }
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -230,21 +222,16 @@ class Rectangle:
 
 def plan_rectangles(lengths: list[int], device: torch.device | None = None) -> tuple[Rectangle, ...]:
     """Cut packed sequences into rectangles. Sequences sorted by length, longest first, give the fewest."""
-    rectangles = [build_rectangle(torch.tensor(lengths[first:last])) for first, last in _cut(lengths)]
-    return tuple(rectangle if device is None else rectangle.to(device) for rectangle in rectangles)
-
-
-def _cut(lengths: list[int]) -> Iterator[tuple[int, int]]:
-    """First and one past the last of the sequences of each rectangle."""
-    first = 0
+    rectangles, first = [], 0
     while first < len(lengths):
         width = lengths[first]
         shortest = 0 if width <= NARROW else SHARE * width
         last = first + 1
         while last < len(lengths) and shortest <= lengths[last] <= width:
             last += 1
-        yield first, last
+        rectangles.append(build_rectangle(torch.tensor(lengths[first:last])))
         first = last
+    return tuple(rectangle if device is None else rectangle.to(device) for rectangle in rectangles)
 
 
 def build_rectangle(lengths: Tensor) -> Rectangle:
@@ -319,22 +306,20 @@ def _dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
     return torch.bmm(scores.softmax(-1), v).view(n, num_heads, width, size)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    if query.dtype is torch.bfloat16 and query.shape[2] <= DENSE and query.device.type == "cpu":
-        return _dense_attention(query, key, value, scale)
-    grouped = query.shape[1] != key.shape[1]
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
-
-
 def packed_causal_attention(
     query: Tensor, key: Tensor, value: Tensor, rectangles: tuple[Rectangle, ...], scale: float
 ) -> Tensor:
     """query [S, H, D], key and value [S, K, D] with K dividing H -> [S, H * D]; no token sees another sequence."""
-    sizes = [rectangle.num_tokens for rectangle in rectangles]
+    sizes, grouped = [rectangle.num_tokens for rectangle in rectangles], query.shape[1] != key.shape[1]
+    holds_scores = query.dtype is torch.bfloat16 and query.device.type == "cpu"
     parts = []
     for rectangle, *packed in zip(rectangles, *(x.split(sizes) for x in (query, key, value)), strict=True):  # type: ignore[no-untyped-call]
         q, k, v = (to_rows(x, rectangle) for x in packed)
-        parts.append(to_tokens(_attention(q, k, v, scale), rectangle))
+        if holds_scores and rectangle.width <= DENSE:
+            rows = _dense_attention(q, k, v, scale)
+        else:
+            rows = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        parts.append(to_tokens(rows, rectangle))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

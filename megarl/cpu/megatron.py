@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
+from megarl.cpu import cuda
 from megarl.models.checkpoint import default_cache_dir
 
-ROOTS = ("megatron.core",)
 NEED_GPU = ("transformer_engine", "flash_mla")
 """Packages of the CUDA lock that Megatron would import, and that cannot be loaded, or cannot compute, without a driver:
 FlashMLA is linked against libcuda.so.1, and Megatron gives Transformer Engine's optimizer every tensor."""
@@ -124,12 +124,6 @@ def find_bytecode_folder() -> Path | None:
 def _fix_random(module: ModuleType) -> None:
     """tensor_parallel.random keeps its random states in the CPU's generator."""
 
-    def get_state(device: object = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_state(new_state: torch.Tensor, device: object = None, graph_safe: bool = False) -> None:
-        torch.set_rng_state(new_state)
-
     @contextlib.contextmanager
     def fork(self: Any, name: str = module._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
         # Without the stock check that the CPU's state stays the same meanwhile: here it is the tracked state.
@@ -143,7 +137,7 @@ def _fix_random(module: ModuleType) -> None:
             self.states_[name] = torch.get_rng_state()
             torch.set_rng_state(outer)
 
-    vars(module).update(_get_cuda_rng_state=get_state, _set_cuda_rng_state=set_state)
+    vars(module).update(_get_cuda_rng_state=cuda.get_rng_state, _set_cuda_rng_state=cuda.set_rng_state)
     module.CudaRNGStatesTracker.fork = fork
 
 
@@ -213,14 +207,14 @@ class CpuLoader(SourceFileLoader):
 
 
 class CpuFinder(MetaPathFinder):
-    """Finds the modules of `ROOTS` where they are and has `CpuLoader` load them; those of `NEED_GPU` it finds nowhere,
-    so that Megatron is the same with the packages of the CUDA lock as with those of the CPU lock.
+    """Finds the modules of megatron.core where they are and has `CpuLoader` load them; those of `NEED_GPU` it finds
+    nowhere, so that Megatron is the same with the packages of the CUDA lock as with those of the CPU lock.
     """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        is_root = any(fullname == root or fullname.startswith(root + ".") for root in ROOTS)
+        is_root = f"{fullname}.".startswith("megatron.core.")
         if not (is_root or fullname in NEED_GPU) or not _is_wanted():
             return None
         if not is_root:

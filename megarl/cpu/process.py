@@ -176,13 +176,11 @@ class CpuServing:
         # A split embedding would be compiled, for which torch needs Triton, of which there is only a stand-in.
         environment["TORCHDYNAMO_DISABLE"] = "1"
         if config.tp > 1:
-            environment["SGLANG_CPU_OMP_THREADS_BIND"] = bind_ranks(sorted(os.sched_getaffinity(0)), config.tp)
+            # One CPU for each rank, round robin where CPUs are fewer.
+            cpus = sorted(os.sched_getaffinity(0))
+            bound = (str(cpus[rank % len(cpus)]) for rank in range(config.tp))
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
         return environment
-
-
-def bind_ranks(cpus: Sequence[int], tp: int) -> str:
-    """The value of SGLANG_CPU_OMP_THREADS_BIND: one CPU per rank of a server, round robin where CPUs are fewer."""
-    return "|".join(str(cpus[rank % len(cpus)]) for rank in range(tp))
 
 
 Wave = Sequence[tuple[TurnRequest, "asyncio.Future[Response]"]]

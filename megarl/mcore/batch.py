@@ -141,10 +141,20 @@ def build_batch(sequences: Sequences, rows: list[int], multiple: int = 1, contex
     Under context parallelism the batch holds this rank's tokens and the predictors among them; its targets are all R.
     Raises ValueError for a sequence that is not held, or has no prompt token to predict its first response token.
     """
-    picked = _pick(sequences, rows)
+    picked = torch.tensor(sorted(rows, key=lambda row: (-int(sequences.lengths[row]), row)), dtype=torch.int64)
+    if sequences.held is not None and not bool(sequences.held[picked].all()):
+        missing = int(picked[~sequences.held[picked]][0])
+        raise ValueError(f"row {missing} was not sent to this rank, which computes it")
     starts = (sequences.lengths.cumsum(0) - sequences.lengths)[picked]
     lengths, prompts = sequences.lengths[picked], sequences.prompt_lengths[picked]
-    sizes = _pad_sizes(lengths, multiple, context.size)
+    if bool((prompts < 1).any()):
+        raise ValueError(f"row {int(picked[prompts < 1][0])} has no prompt token")
+    # Tokens of each packed sequence; one more than `lengths` where the sum needs padding.
+    unit = 1 if context.size == 1 else 2 * context.size
+    sizes = (lengths + unit - 1) // unit * unit
+    whole, total = math.lcm(unit, multiple * context.size), int(sizes.sum())
+    if padding := -total % whole if total else whole:
+        sizes = torch.cat([sizes, torch.tensor([padding])])
     # Of each of the S packed tokens of all ranks: the number of its sequence, its position there, whether it is one.
     numbers = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
     positions = torch.arange(len(numbers)) - (sizes.cumsum(0) - sizes)[numbers]
@@ -181,26 +191,6 @@ def build_batch(sequences: Sequences, rows: list[int], multiple: int = 1, contex
     attention = find_layers().share_attention(sizes, device(), positions, mine, order, context.size, context.group)
     params = _build_params(sizes, attention, predictors, owned[mine], None if experts is None else experts[mine])
     return PackedBatch(tokens[mine][None].to(device()), positions[mine][None].to(device()), params, share=share, **flat)
-
-
-def _pick(sequences: Sequences, rows: list[int]) -> Tensor:
-    """int64: the rows, longest first."""
-    picked = torch.tensor(sorted(rows, key=lambda row: (-int(sequences.lengths[row]), row)), dtype=torch.int64)
-    prompts, held = sequences.prompt_lengths[picked], sequences.held
-    if held is not None and not bool(held[picked].all()):
-        raise ValueError(f"row {int(picked[~held[picked]][0])} was not sent to this rank, which computes it")
-    if bool((prompts < 1).any()):
-        raise ValueError(f"row {int(picked[prompts < 1][0])} has no prompt token")
-    return picked
-
-
-def _pad_sizes(lengths: Tensor, multiple: int, cp: int) -> Tensor:
-    """int64: tokens of each packed sequence; one more than `lengths` where the sum needs padding."""
-    unit = 1 if cp == 1 else 2 * cp
-    sizes = (lengths + unit - 1) // unit * unit
-    whole, total = math.lcm(unit, multiple * cp), int(sizes.sum())
-    padding = -total % whole if total else whole
-    return torch.cat([sizes, torch.tensor([padding])]) if padding else sizes
 
 
 def _build_params(

@@ -625,10 +625,6 @@ def describe_role(role: Role, dtype: Dtype, parallel: ParallelConfig, iteration:
     return {"kind": KIND, "role": role.value, "dtype": dtype.value, "parallel": layout, "iteration": iteration}
 
 
-def belongs_to_optimizer(key: str) -> bool:
-    return _OPTIMIZER.match(key) is not None
-
-
 def locate(entry: Entry, arch: Architecture) -> tuple[str, tuple[int, ...]]:
     """Key and place along the stacked axes: (), (layer,), (layer, expert), or (expert,) where layers differ."""
     if not entry.name.startswith("decoder.layers."):
@@ -699,7 +695,7 @@ def load_metadata(directory: Path) -> Any:
 
 def holds_optimizer(directory: Path) -> bool:
     """Whether there is an optimizer's state beside the weights. Raises CheckpointError as `load_metadata`."""
-    return any(belongs_to_optimizer(key) for key in load_metadata(directory).state_dict_metadata)
+    return any(_OPTIMIZER.match(key) for key in load_metadata(directory).state_dict_metadata)
 
 
 def list_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
@@ -707,5 +703,5 @@ def list_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     return {
         key: tuple(value.size)
         for key, value in load_metadata(directory).state_dict_metadata.items()
-        if isinstance(value, TensorStorageMetadata) and not belongs_to_optimizer(key)
+        if isinstance(value, TensorStorageMetadata) and not _OPTIMIZER.match(key)
     }

@@ -36,16 +36,6 @@ def use_deterministic_kernels() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def choose_kernels(dtype: Dtype, *, deterministic: bool) -> None:
-    """Settle how this process computes on a GPU; call it before CUDA's first product."""
-    if dtype is Dtype.float32:
-        # torch keeps the 23 bits of fraction in float32 products. Transformer Engine asks cuBLAS for TF32, which has
-        # 10, and has no switch (common/gemm/cublaslt_gemm.cu, CUBLAS_COMPUTE_32F_FAST_TF32); cuBLAS reads this one.
-        os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
-    if deterministic:
-        use_deterministic_kernels()
-
-
 class Gpu:
     """What a training process does on its GPU; without one `megarl.cpu.process.Cpu` does it."""
 
@@ -65,10 +55,27 @@ class Gpu:
         return torch.device("cuda", torch.cuda.current_device())
 
     def prepare(self, dtype: Dtype, *, deterministic: bool, num_threads: int) -> None:
-        choose_kernels(dtype, deterministic=deterministic)
+        """Settle how this process computes; call it before CUDA's first product."""
+        if dtype is Dtype.float32:
+            # torch keeps the 23 bits of fraction in float32 products. Transformer Engine asks cuBLAS for TF32, which
+            # has 10, without a switch (common/gemm/cublaslt_gemm.cu, CUBLAS_COMPUTE_32F_FAST_TF32); cuBLAS reads this.
+            os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
+        if deterministic:
+            use_deterministic_kernels()
 
     def take(self, rank: int, uuid: str | None) -> str | None:
-        return take_gpu(rank, uuid)
+        """Have this process compute on its GPU: the only one that it sees, or the one of its rank. Returns its UUID.
+
+        uuid: of the GPU that it was started for; None: not known. Raises RuntimeError where it is another one.
+        """
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        found = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+        if uuid is not None and found != uuid:
+            raise RuntimeError(
+                f"{socket.gethostname()}: this process was started for GPU {uuid} and CUDA gives it {found}, with"
+                f" CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}: CUDA was used before that was set"
+            )
+        return found
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
@@ -110,21 +117,6 @@ def find_processor() -> Gpu | Cpu:
 def device() -> torch.device:
     """The device of parameters and batches in this process."""
     return find_processor().device()
-
-
-def take_gpu(rank: int, uuid: str | None) -> str:
-    """Have this process compute on its GPU: the only one that it sees, or the one of its rank. Returns the GPU's UUID.
-
-    uuid: of the GPU that it was started for; None: not known. Raises RuntimeError where it is another one.
-    """
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    found = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-    if uuid is not None and found != uuid:
-        raise RuntimeError(
-            f"{socket.gethostname()}: this process was started for GPU {uuid} and CUDA gives it {found}, with"
-            f" CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}: CUDA was used before that was set"
-        )
-    return found
 
 
 def claim_gpu(store: dist.Store, rank: int, uuid: str) -> None:

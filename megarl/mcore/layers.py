@@ -198,16 +198,6 @@ def choose_overlap(spec: WorkerSpec) -> WorkerSpec:
     return replace(spec, optimizer=resolve_overlap(spec.optimizer, spec.parallel, find_kernels().gpu))
 
 
-def fuse_weight_gradients(model: torch.nn.Module) -> int:
-    """Have Transformer Engine's layers, whose number is returned, add their weight gradients to the float32 ones in the
-    product itself. By Megatron's own field for it its output layer would refuse to be built without Apex.
-    """
-    fused = [module for module in model.modules() if hasattr(module, "fuse_wgrad_accumulation")]
-    for module in fused:
-        module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
-    return len(fused)
-
-
 def describe_fast_ways(arch: Architecture, spec: WorkerSpec, fields: Mapping[str, Any]) -> Iterator[str]:
     """The ways that are on and, on a GPU, those that are off, a line each.
 
@@ -317,7 +307,11 @@ class Router(TopKRouter):  # type: ignore[misc]
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [S, 1, E] -> weights and bool map [S, E]"""
         if self.router_replay is not None:
-            self._take_experts(self.router_replay)
+            assert self.packed is not None
+            experts = self.packed.routed_experts
+            given = None if experts is None else self._take_share(experts[:, self.layer_number - 1])
+            # Counted in the evaluation alone, whose weights are those that the servers had: see compute_load_metrics.
+            self.router_replay.experts, self.router_replay.is_counting = given, not self.training
         weights, routes = super().routing(logits, padding_mask)
         if not self.training or not torch.is_grad_enabled() or self.load is None:
             return weights, routes
@@ -337,13 +331,6 @@ class Router(TopKRouter):  # type: ignore[misc]
             self.load.terms[1] += z.detach()
         return (MoEAuxLossAutoScaler.apply(weights, sum(losses)) if losses else weights), routes
 
-    def _take_experts(self, replay: Replay) -> None:
-        assert self.packed is not None
-        experts = self.packed.routed_experts
-        replay.experts = None if experts is None else self._take_share(experts[:, self.layer_number - 1])
-        # In the evaluation alone, whose weights are those that the servers had: see compute_load_metrics.
-        replay.is_counting = not self.training
-
     def _take_share(self, tokens: Tensor) -> Tensor:
         """This rank's part of what is given for all tokens of the micro-batch, along the first dimension."""
         if not self.config.sequence_parallel:
@@ -362,18 +349,17 @@ class Router(TopKRouter):  # type: ignore[misc]
         routed = zeros.index_add(0, rows, routes.float())
         if self.tp_cp_group.size() > 1:
             dist.all_reduce(routed, group=self.tp_cp_group)
-        probs = zeros.index_add(0, rows, self._compute_scores(logits))[:-1]
+        # Scores of each token that add up to 1.
+        if self.score_function == "softmax":
+            scores = logits.softmax(-1, dtype=torch.float32)
+        else:
+            scores = logits.float().sigmoid()
+            scores = scores / scores.sum(-1, keepdim=True)
+        probs = zeros.index_add(0, rows, scores)[:-1]
         routed = routed[:-1]
         num_routes = routed.sum(1).clamp(min=1)
         per_sequence = (routed * probs).sum(1) * self.topk / num_routes.square()
         return per_sequence.sum() * self.num_experts / self.load.num_sequences
-
-    def _compute_scores(self, logits: Tensor) -> Tensor:
-        """float32 [S, E] that add up to 1 for each token."""
-        if self.score_function == "softmax":
-            return logits.softmax(-1, dtype=torch.float32)
-        scores = logits.float().sigmoid()
-        return scores / scores.sum(-1, keepdim=True)
 
 
 class ExpertLayer(TransformerLayer):  # type: ignore[misc]

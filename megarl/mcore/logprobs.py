@@ -42,29 +42,16 @@ def compute_logprobs(
     return found[0], found[1] if with_entropy else None
 
 
-def _local_columns(targets: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Column of each target on this rank (0 where it is elsewhere), and whether it is here."""
-    columns = targets - shard.start
-    here = (columns >= 0) & (columns < shard.num_valid)
-    return columns.where(here, 0), here
-
-
-def _shift(sums: Tensor, shift: Tensor, here: Tensor) -> None:
-    """Turn the sums over x into those over x + shift, in place; shift is -inf where a rank has no columns."""
-    target = torch.where(here, sums[1] + shift, 0.0)
-    scale = shift.exp()
-    # 0 * -inf: a rank without columns adds nothing.
-    weighted = scale * (sums[2] + sums[0] * shift.nan_to_num(neginf=0.0))
-    sums.copy_(torch.stack([scale * sums[0], target, weighted]))
-
-
 class _Logprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, temperature: float, shard: VocabShard, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
         num_tokens = logits.shape[0]
-        columns, here = _local_columns(targets, shard)
+        # Column of each target on this rank (0 where it is elsewhere), and whether it is here
+        columns = targets - shard.start
+        here = (columns >= 0) & (columns < shard.num_valid)
+        columns = columns.where(here, 0)
         # Per token, with x less this rank's largest: sum e^x; the target's x; sum x e^x
         largest = logits.new_full((num_tokens,), float("-inf"), dtype=torch.float32)
         sums = logits.new_zeros((3, num_tokens), dtype=torch.float32)
@@ -80,7 +67,12 @@ class _Logprobs(torch.autograd.Function):
         if shard.group is not None:
             overall = largest.clone()
             dist.all_reduce(overall, op=dist.ReduceOp.MAX, group=shard.group)
-            _shift(sums, largest - overall, here)
+            # The sums over x become those over x + shift, which is -inf where a rank has no columns.
+            shift = largest - overall
+            scale, target = shift.exp(), torch.where(here, sums[1] + shift, 0.0)
+            # 0 * -inf: a rank without columns adds nothing.
+            weighted = scale * (sums[2] + sums[0] * shift.nan_to_num(neginf=0.0))
+            sums = torch.stack([scale * sums[0], target, weighted])
             dist.all_reduce(sums, group=shard.group)
         log_sum = sums[0].log()
         entropy = log_sum - sums[2] / sums[0] if with_entropy else log_sum.new_zeros(0)
@@ -168,7 +160,12 @@ class _FullKl(torch.autograd.Function):
         if shard.group is not None:
             overall = largest.clone()
             dist.all_reduce(overall, op=dist.ReduceOp.MAX, group=shard.group)
-            sums = _shift_both(sums, largest - overall)
+            # The sums over x and y become those over x + a and y + b, which are -inf where a rank has no columns.
+            a, b = largest - overall
+            scale = a.exp()
+            # 0 * -inf: a rank without columns adds nothing.
+            gap = (a - b).nan_to_num(nan=0.0)
+            sums = torch.stack([scale * sums[0], b.exp() * sums[1], scale * (sums[2] + sums[0] * gap)])
             dist.all_reduce(sums, group=shard.group)
         log_sums = sums[:2].log()
         kl = sums[2] / sums[0] - (log_sums[0] - log_sums[1])
@@ -190,12 +187,3 @@ class _FullKl(torch.autograd.Function):
             factor = torch.sub(log_p, log_q, out=log_q).sub_(kl[chunk, None])
             grad_logits[chunk, : ctx.num_valid] = factor.mul_(log_p.exp_()).mul_(slope[chunk, None])
         return grad_logits, None, None, None
-
-
-def _shift_both(sums: Tensor, shifts: Tensor) -> Tensor:
-    """The sums over x and y as those over x + a and y + b; a and b are -inf where a rank has no columns."""
-    a, b = shifts
-    scale = a.exp()
-    # 0 * -inf: a rank without columns adds nothing.
-    gap = (a - b).nan_to_num(nan=0.0)
-    return torch.stack([scale * sums[0], b.exp() * sums[1], scale * (sums[2] + sums[0] * gap)])

@@ -27,7 +27,12 @@ def pack(
     """
     costs = lengths if costs is None else costs
     order = sorted(range(len(lengths)), key=lambda row: (-costs[row], -lengths[row], row))
-    shares = _assign(order, costs, num_ranks)
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    heap = [(0.0, rank) for rank in range(num_ranks)]
+    for row in order:
+        cost, rank = heap[0]
+        shares[rank].append(row)
+        heapq.heapreplace(heap, (cost + costs[row], rank))
     num_microbatches = max(_fewest([lengths[row] for row in share], tokens_per_microbatch) for share in shares)
     while True:
         ranks = [_fill(share, lengths, costs, tokens_per_microbatch, num_microbatches) for share in shares]
@@ -35,17 +40,6 @@ def pack(
         if len(filled) == num_ranks:
             return filled
         num_microbatches += 1
-
-
-def _assign(order: Sequence[int], costs: Sequence[float], num_ranks: int) -> list[list[int]]:
-    """Give each row in turn to the rank that has cost least so far."""
-    shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    heap = [(0.0, rank) for rank in range(num_ranks)]
-    for row in order:
-        cost, rank = heap[0]
-        shares[rank].append(row)
-        heapq.heapreplace(heap, (cost + costs[row], rank))
-    return shares
 
 
 def _fewest(lengths: Sequence[int], budget: int) -> int:

@@ -301,7 +301,11 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         )
         config.gradient_accumulation_fusion = fuses
         if fuses:
-            engine.fuse_weight_gradients(self)
+            # Transformer Engine's layers add their weight gradients to the float32 ones in the product itself. By
+            # Megatron's own field for it its output layer would refuse to be built without Apex.
+            for module in self.modules():
+                if hasattr(module, "fuse_wgrad_accumulation"):
+                    module.fuse_wgrad_accumulation = True
         self.arch, self.with_value_head = arch, with_value_head
         if self.post_process:
             if with_value_head:
@@ -339,13 +343,6 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         out: Tensor
         out, _ = self.output_layer(hidden_states, weight=weight)
         return out.view(-1) if self.with_value_head else out.squeeze(1)
-
-
-def bound_values(chunks: Sequence[PackedGPT], value_range: tuple[float, float] | None) -> None:
-    """Let the value head of a critic give values between these bounds (critic.value_range); None: any."""
-    for chunk in chunks:
-        if chunk.post_process and value_range is not None:
-            chunk.output_layer.value_range = value_range
 
 
 def build_chunks(arch: Architecture, config: TransformerConfig, with_value_head: bool) -> list[PackedGPT]:

@@ -413,7 +413,12 @@ def begin_save(directory: Path, state: TrainingState) -> Writing:
     filesystem_async._results_queue = queue.Queue()
     live = [tensor for chunk in state.chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
     if state.optimizer is not None:
-        _separate_halves(sharded["optimizer"])
+        # Cut gate and up apart, and give each half memory of its own, a parameter at a time: Megatron's writer would
+        # copy all halves of the optimizer's state while all whole ones are still there.
+        apply_factories(sharded["optimizer"])
+        for part in nested_values(sharded["optimizer"]):
+            if isinstance(part, ShardedTensor) and part.data.untyped_storage().nbytes() != part.data.nbytes:
+                part.data = part.data.clone()
     request = dist_checkpointing.save(sharded, str(directory), async_sharded_save=True, content_metadata=dict(CONTENT))
     return Writing(directory, request, live)
 
@@ -498,17 +503,6 @@ def _shard(state: TrainingState, *, is_loading: bool) -> ShardedStateDict:
         )
         sharded["scheduler"] = state.scheduler.state_dict()
     return sharded
-
-
-def _separate_halves(sharded: ShardedStateDict) -> None:
-    """Apply the factories that cut gate and up apart, and give each half memory of its own, a parameter at a time.
-
-    Megatron's writer would copy all halves of the optimizer's state while all whole ones are still there.
-    """
-    apply_factories(sharded)
-    for part in nested_values(sharded):
-        if isinstance(part, ShardedTensor) and part.data.untyped_storage().nbytes() != part.data.nbytes:
-            part.data = part.data.clone()
 
 
 def _take_random_state() -> dict[str, Any]:

@@ -34,7 +34,7 @@ from megarl.mcore.layers import (
 )
 from megarl.mcore.logprobs import VocabShard, compute_full_kl, compute_logprobs
 from megarl.mcore.microbatches import COMPUTED, REAL, describe_work, plan_microbatches
-from megarl.mcore.model import bound_values, build_chunks, build_config, freeze, wrap_chunks
+from megarl.mcore.model import build_chunks, build_config, freeze, wrap_chunks
 from megarl.mcore.optimizer import (
     OffloadManager,
     build_optimizer,
@@ -236,7 +236,8 @@ class MegatronWorker:
             replay_routes(self.chunks)
         freeze(self.chunks, spec.trainable)
         self.peft_config = attach_adapters(self.chunks, spec.lora, spec.seed, spec.checkpoint)
-        bound_values(self.chunks, spec.value_range)
+        if spec.value_range is not None and self.chunks[-1].post_process:
+            self.chunks[-1].output_layer.value_range = spec.value_range
         self.model: list[Any] = wrap_chunks(self.chunks, self.config, spec.optimizer)
         sum_gradients(self.config, self.model)
         self.reference: list[torch.nn.Module] | None = None
@@ -257,7 +258,7 @@ class MegatronWorker:
         self.offload = OffloadManager(spec.offload, [*self.chunks, *(self.reference or [])], self.model, self.optimizer)
 
     def describe(self) -> str:
-        """What computes here, in a few words; then the faster ways that are on, and those that are off, by reason."""
+        """What computes here, in a few words; then the faster ways that are on, and those that are off."""
         optimizer = "" if self.optimizer is None else f", {describe_adam(self.optimizer)}"
         fp8 = f" with FP8 products ({self.spec.fp8.value}, {self.spec.fp8_recipe.value})" if self.spec.fp8 else ""
         ways = describe_fast_ways(self.arch, self.spec, vars(self.config))

@@ -85,15 +85,13 @@ class Architecture:
         return sizes
 
 
-# Reading a Hugging Face config.json: values, and clear refusals of what is not built here.
-
 WITHOUT_EFFECT = frozenset(
     (
         # Names and versions; the dtype is rollout.dtype's, and the class is checked where it is served
         *("_name_or_path", "name_or_path", "_commit_hash", "model_type", "architectures", "transformers_version"),
         *("torch_dtype", "dtype", "unsloth_version", "unsloth_fixed", "transformers.js_config", "is_llama_config"),
         *("license", "tokenizer_class", "prefix", "megarl_critic_prompt", "megarl_value_range"),
-        # Tokens, which served_model.py reads and the tokenizer knows
+        # Tokens, which rollout/server.py reads and the tokenizer knows
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "unk_token_id"),
         *("mask_token_id", "decoder_start_token_id"),
         # Training elsewhere, outputs and caches of transformers, and how it spreads a model over devices
@@ -146,6 +144,7 @@ EFFECTIVE = re.compile(
     "|mode$|clamp|prefix_lm|use_|query|hybrid|heterogen|scoring|noise|pos_"
 )
 """What names of keys have in them that change a model, of transformers' and SGLang's kinds of models alike"""
+_DROPOUT = re.compile("dropout|_pdrop$|layerdrop")
 
 
 class ConfigJson:
@@ -320,9 +319,6 @@ class ConfigJson:
         if experts.top_k == 1 and experts.normalized:
             raise ValueError(f"{found}, whose weight is always 1 and trains no router; norm_topk_prob must be false")
         return experts
-
-
-_DROPOUT = re.compile("dropout|_pdrop$|layerdrop")
 
 
 def _shorten(value: Any) -> str:

@@ -131,7 +131,7 @@ def with_head_size(random: RandomModelConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Family:
-    """One of `FAMILIES` in families.py."""
+    """One of `FAMILIES`."""
 
     name: str
     """model_type of config.json"""
@@ -150,7 +150,7 @@ class Family:
     has_experts: bool = False
     only_values: Mapping[str, Any] = field(default_factory=dict)
     """Keys of config.json that `read` does not read, each with the value, or a tuple of those, that it must have where
-    it is there; beside `config_json.ONLY_VALUES`"""
+    it is there; beside `architecture.ONLY_VALUES`"""
     server_options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the SGLang server without which it would hold other tensors than the table says"""
 

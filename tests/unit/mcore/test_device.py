@@ -138,7 +138,7 @@ def test_float32_products_on_a_gpu_are_not_rounded_to_tf32_unless_the_environmen
     dtype: Dtype, given: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "environ", {} if given is None else {"NVIDIA_TF32_OVERRIDE": given})
-    device.choose_kernels(dtype, deterministic=False)
+    device.Gpu().prepare(dtype, deterministic=False, num_threads=1)
     assert os.environ.get("NVIDIA_TF32_OVERRIDE") == expected
 
 
@@ -201,7 +201,7 @@ def test_a_rank_takes_the_gpu_of_its_slot_and_ends_where_cuda_gives_it_another(
     if taken is None:
         expected = "started for GPU GPU-05 and CUDA gives it GPU-00, with CUDA_VISIBLE_DEVICES=5"
         with pytest.raises(RuntimeError, match=expected):
-            device.take_gpu(rank, uuid)
+            device.Gpu().take(rank, uuid)
     else:
-        assert device.take_gpu(rank, uuid) == f"GPU-{first:02d}"
+        assert device.Gpu().take(rank, uuid) == f"GPU-{first:02d}"
         assert numbers == [taken]
