@@ -21,13 +21,8 @@ from megarl.run.job import Resources, open_components, open_resources
 from megarl.trainer import Trainer
 
 SIZES = (
-    "model=tiny",
-    "model.name=mine",
-    "model.source=path",
-    "rollout.response_length=48",
-    "rollout.kv_cache_tokens=16384",
-    "rollout.max_running_requests=128",
-    "logger.terminal=false",
+    *("model=tiny", "model.name=mine", "model.source=path", "rollout.response_length=48"),
+    *("rollout.kv_cache_tokens=16384", "rollout.max_running_requests=128", "logger.terminal=false"),
 )
 """What the session's server was started with; the sizes of model=tiny otherwise. `model.path` is still to be given."""
 

@@ -61,16 +61,8 @@ def test_a_run_trains_logs_and_ends_with_the_done_line_leaving_nothing(short_pat
 
 def check_evaluation(folder: Path, last: str) -> None:
     """The trained policy has the score of training's last line where nothing but its path is typed."""
-    model = f"model.path={folder}/run/policy"
-    command = [
-        sys.executable,
-        "-m",
-        "megarl.cli",
-        "evaluate",
-        "model=checkpoint",
-        model,
-        f"hydra.run.dir={folder}/evaluation",
-    ]
+    overrides = ("model=checkpoint", f"model.path={folder}/run/policy", f"hydra.run.dir={folder}/evaluation")
+    command = [sys.executable, "-m", "megarl.cli", "evaluate", *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     heldout = re.search(r"reward/heldout=(\S+)", last)

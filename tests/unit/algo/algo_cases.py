@@ -111,16 +111,8 @@ LISTED = {"old": "old_logprobs", "ref": "ref_logprobs", "rollout": "rollout_logp
 """The reference's names of fields that have another one there"""
 OF_EXPERIENCES = ("groups", "rewards", "turn_rewards", "truncated", "mask", "old", "ref", "ref_kl", "values")
 OF_SAMPLES = (
-    "mask",
-    "loss_mask",
-    "positive",
-    "advantages",
-    "old",
-    "rollout",
-    "sampling",
-    "ref",
-    "old_values",
-    "returns",
+    *("mask", "loss_mask", "positive", "advantages", "old"),
+    *("rollout", "sampling", "ref", "old_values", "returns"),
 )
 
 

@@ -133,13 +133,8 @@ def test_a_contradiction_is_named_with_its_key_and_what_would_be_right(values, s
 def test_every_number_shows_in_the_printed_objective():
     """A changed number changes the text, so that the print can be trusted to tell two runs apart."""
     on = {
-        "overlong__penalty": 1.0,
-        "kl__in_reward": True,
-        "kl__in_loss": True,
-        "dual_clip": 3.0,
-        "value_clip": 0.2,
-        "positive_lm_coef": 0.1,
-        "topr__positive_loss_coef": 1.0,
+        **{"overlong__penalty": 1.0, "kl__in_reward": True, "kl__in_loss": True, "dual_clip": 3.0, "value_clip": 0.2},
+        **{"positive_lm_coef": 0.1, "topr__positive_loss_coef": 1.0},
     }
     numbers = [name for name, value in dataclasses.asdict(AlgoConfig()).items() if isinstance(value, float)]
     assert "length_alpha" in numbers

@@ -214,10 +214,7 @@ def test_a_terminal_shows_progress_rewards_warnings_and_processes_until_the_disp
         os.close(control)
     plain = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", shown)
     for text in (
-        "iteration 2/4  reward 0.5",
-        "iteration 3/4  rollout ...",
-        " 50% ",
-        "2 servers, 7 responses under way",
+        *("iteration 2/4  reward 0.5", "iteration 3/4  rollout ...", " 50% ", "2 servers, 7 responses under way"),
         r"last warning: a server\x1b[2J was lost (iteration 3)",
     ):
         assert text in plain
