@@ -27,14 +27,7 @@ from omegaconf import DictConfig
 
 from megarl.config.checks import describe_iteration_size
 from megarl.config.errors import ConfigError
-from megarl.config.load import (
-    check_overrides,
-    expand_sets,
-    list_left_out,
-    load,
-    load_configs,
-    to_config,
-)
+from megarl.config.load import check_overrides, expand_sets, list_left_out, load, load_configs, to_config
 from megarl.config.names import rewrite_overrides
 from megarl.config.overrides import CONF_DIR, check_words, is_search_path, list_values, open_overrides, take_config_dirs
 from megarl.config.placement import check_cluster

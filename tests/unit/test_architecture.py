@@ -13,7 +13,7 @@ PACKAGE = ROOT / "megarl"
 
 ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "cli": (8, 850, ("cli", "train", "api", "plan.command", "plan.doctor")),
-    "run": (7, 2580, ("run", "trainer", "sweep")),
+    "run": (7, 2570, ("run", "trainer", "sweep")),
     "cluster": (6, 1710, ("cluster",)),
     "plan": (6, 1910, ("plan",)),
     "sync": (5, 2160, ("sync",)),
