@@ -25,22 +25,13 @@ from typing import Any
 
 import numpy as np
 
+from megarl import types
 from megarl.config.errors import ConfigError, DescribedError, describe_error
 from megarl.config.schema import task as schema
 from megarl.files import check_state, parse_json
 from megarl.task.process import CallError, FunctionProcess, call, load_callable, shorten
 from megarl.task.sandbox import Finished, Limits, SandboxError, run_python, warn_of_gaps
-from megarl.types import (
-    FinishReason,
-    Message,
-    Prompt,
-    Response,
-    RewardFunction,
-    RoutedExperts,
-    Score,
-    Turn,
-    WeightVersions,
-)
+from megarl.types import Prompt, Response, RewardFunction, Score
 
 
 class RewardFailedError(Exception):
@@ -663,7 +654,7 @@ def encode_question(prompt: Prompt, response: Response) -> str:
                 return value.tolist()
             case bytes():
                 return base64.b64encode(value).decode()
-            case FinishReason():
+            case types.FinishReason():
                 return value.value
             case Mapping():
                 return dict(value)
@@ -676,12 +667,13 @@ def decode_question(text: str) -> tuple[Prompt, Response]:
     """The prompt and the response that `encode_question` was given."""
     prompt, response = json.loads(text)
     experts, versions = response["routed_experts"], response["weight_versions"]
-    prompt |= {"token_ids": tuple(prompt["token_ids"]), "messages": tuple(Message(**m) for m in prompt["messages"])}
+    prompt["token_ids"] = tuple(prompt["token_ids"])
+    prompt["messages"] = tuple(types.Message(**message) for message in prompt["messages"])
     response |= {
-        "weight_versions": WeightVersions(**{name: tuple(values) for name, values in versions.items()}),
-        "finish_reason": FinishReason(response["finish_reason"]),
-        "routed_experts": experts and RoutedExperts(**{**experts, "data": base64.b64decode(experts["data"])}),
-        "turns": tuple(Turn(**turn) for turn in response["turns"]),
+        "weight_versions": types.WeightVersions(**{name: tuple(values) for name, values in versions.items()}),
+        "finish_reason": types.FinishReason(response["finish_reason"]),
+        "routed_experts": experts and types.RoutedExperts(**{**experts, "data": base64.b64decode(experts["data"])}),
+        "turns": tuple(types.Turn(**turn) for turn in response["turns"]),
     }
     return Prompt(**prompt), Response(**response)
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import task as schema
-from megarl.config.schema.task import RewardConfig, WeightedRewardConfig, read_parts
 from megarl.task import reward as rewards
 from megarl.task.data import GYM
 from megarl.task.process import describe, load_callable, shorten
@@ -81,12 +80,12 @@ class WeightedReward(AsyncReward):
         return Score(reward, reward >= self._correct_at - ROUNDING, details, answers[0] if answers else None)
 
 
-def build_reward(config: RewardConfig, key: str = "reward") -> AsyncReward:
+def build_reward(config: schema.RewardConfig, key: str = "reward") -> AsyncReward:
     """The reward of this configuration. Raises ConfigError naming what is wrong below `key`, or not installed."""
-    if isinstance(config, WeightedRewardConfig):
+    if isinstance(config, schema.WeightedRewardConfig):
         parts = {
             each.name: Part(build_reward(each.config, f"reward.parts.{each.name}"), each.weight)
-            for each in read_parts(config)
+            for each in schema.read_parts(config)
         }
         return WeightedReward(parts, config.correct_by, config.correct_at)
     try:
@@ -97,7 +96,7 @@ def build_reward(config: RewardConfig, key: str = "reward") -> AsyncReward:
 
 
 TOYS = "megarl.examples.toys.rewards:"
-KINDS: Mapping[type[RewardConfig], Callable[[Any], AsyncReward | RewardFunction]] = {
+KINDS: Mapping[type[schema.RewardConfig], Callable[[Any], AsyncReward | RewardFunction]] = {
     schema.AdditionRewardConfig: lambda config: load_callable(TOYS + "score_addition"),
     schema.CodeRewardConfig: rewards.CodeReward,
     schema.EnvironmentRewardConfig: rewards.EnvironmentReward,
@@ -115,10 +114,10 @@ KINDS: Mapping[type[RewardConfig], Callable[[Any], AsyncReward | RewardFunction]
 }
 
 
-def reads_answers(config: RewardConfig) -> bool:
+def reads_answers(config: schema.RewardConfig) -> bool:
     """Whether this verifier fills Score.answer; a function of the user's may, too."""
-    if isinstance(config, WeightedRewardConfig):
-        parts = {part.name: part.config for part in read_parts(config)}
+    if isinstance(config, schema.WeightedRewardConfig):
+        parts = {part.name: part.config for part in schema.read_parts(config)}
         return any(map(reads_answers, [parts[config.correct_by]] if config.correct_by else parts.values()))
     kinds = schema.AdditionRewardConfig, schema.ExactRewardConfig, schema.MathRewardConfig, schema.NumericRewardConfig
     return isinstance(config, kinds)
@@ -190,6 +189,6 @@ class Scorer:
         self._reward.close()
 
 
-def build_scorer(config: RewardConfig) -> Scorer:
+def build_scorer(config: schema.RewardConfig) -> Scorer:
     """The scorer of this configuration. Raises ConfigError as `build_reward`."""
     return Scorer(build_reward(config))
