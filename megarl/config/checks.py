@@ -137,7 +137,7 @@ def check_parts(config: Config) -> Iterator[str]:
                 yield from check_keys(Place(config, part.config, f"reward.parts.{part.name}"))
 
 
-TOYS = ("tiny", "tiny_moe")
+TOY_MODELS = ("tiny", "tiny_moe")
 """The presets in conf/model/ whose settings are for random weights (model.source=random)"""
 _FULL = "log-probs are of the full distribution at the temperature, and of nothing that a server adds or cuts off"
 _ONE_MODEL = "servers hold the policy's weights as the checkpoint and the trainer have them, and compute its model"
@@ -233,7 +233,7 @@ def _check_model(config: Config) -> Iterator[str]:
     found, right = f"model.path: found {'null' if path is None else repr(path)}", "type model=checkpoint model.path="
     if source is ModelSource.path and not path:
         yield f"{found}; it must be a Hugging Face checkpoint directory, or the name of a model on the hub, OWNER/NAME"
-    elif path is not None and name in TOYS:
+    elif path is not None and name in TOY_MODELS:
         toy = "whose learning rate, lengths, float32 and data are those of a toy with random weights"
         yield f"{found} with model={name}, {toy}; {right}{path}"
     elif source is not ModelSource.path and path is not None:

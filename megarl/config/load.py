@@ -49,7 +49,7 @@ MAX_CHECKED_SWEEP_RUNS = 256
 MODEL_FILE = "megarl.json"
 """The copy in the directory of a model, which may be moved"""
 SAMPLING = ("seed", "rollout.response_length", "rollout.stop", "rollout.stop_token_ids", "rollout.dtype")
-DTYPES = ("policy.dtype", "critic.dtype", "reference.dtype")
+DTYPE_KEYS = ("policy.dtype", "critic.dtype", "reference.dtype")
 OF_A_CPU = ("rollout.kv_cache_tokens", "rollout.max_running_requests")
 """What a server without a GPU has to be told"""
 FORMAT = (
@@ -129,7 +129,7 @@ class RunSettings:
         self, composed: DictConfig, typed: Collection[str], kinds: Mapping[str, str], command: str
     ) -> dict[str, Any]:
         """The values that the model brings, by dotted key. composed: what was typed, with `kinds`."""
-        keys = [*SAMPLING, *DTYPES, *(FORMAT if self.knows_data else ())]
+        keys = [*SAMPLING, *DTYPE_KEYS, *(FORMAT if self.knows_data else ())]
         chosen_schemas = {group: SCHEMAS[group][kind] for group, kind in kinds.items() if group in SCHEMAS}
         keys += [f"{group}.{each.name}" for group, schema in chosen_schemas.items() for each in fields(schema)]
         if self.values.get("cluster.gpus_per_node") == composed.cluster.gpus_per_node == 0:

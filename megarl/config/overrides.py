@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.root import Config
-from megarl.config.schema.task import SCHEMAS, TOYS, DataConfig, RewardConfig
+from megarl.config.schema.task import SCHEMAS, TOY_PROBLEMS, DataConfig, RewardConfig
 
 CONF_DIR = (Path(__file__).resolve().parents[1] / "conf").resolve()
 """megarl/conf: a link to conf/ in a checkout, a copy of it where megarl is installed."""
@@ -206,6 +206,6 @@ def name_choice(group: str, config: DataConfig | RewardConfig) -> str:
     """`data=jsonl data.path=train.jsonl`, `data=addition`, `reward=function reward.path=my_reward.py:score`."""
     kind = next((name for name, schema in SCHEMAS[group].items() if schema is type(config)), "...")
     path = getattr(config, "path", None) or ""
-    if path.startswith(TOYS):
-        return f"{group}={path.removeprefix(TOYS)}"
+    if path.startswith(TOY_PROBLEMS):
+        return f"{group}={path.removeprefix(TOY_PROBLEMS)}"
     return f"{group}={kind}{f' {group}.path={path}' if path else ''}"

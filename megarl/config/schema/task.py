@@ -53,7 +53,7 @@ class DataConfig:
         return 0 if self.critic_prompt is None else self.critic_prompt_length
 
 
-TOYS = "megarl.examples.toys.problems:"
+TOY_PROBLEMS = "megarl.examples.toys.problems:"
 """Where the functions are that data=letter_count, addition, guess and calculator name"""
 
 

@@ -16,7 +16,7 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from megarl.api import compose, train
-from megarl.config.checks import ALLOWED_VALUES, REFUSED_OPTIONS, TOYS
+from megarl.config.checks import ALLOWED_VALUES, REFUSED_OPTIONS, TOY_MODELS
 from megarl.config.errors import ConfigError
 from megarl.config.load import expand_sweep, list_options, load_config
 from megarl.config.overrides import CONF_DIR
@@ -53,7 +53,7 @@ def test_the_toys_are_the_presets_with_random_weights():
     texts = {path.stem: path.read_text() for path in (CONF_DIR / "model").glob("*.yaml")}
     random = {name for name, text in texts.items() if "source: random" in text}
     built_on = {name for name, text in texts.items() if any(f"\n  - {toy}\n" in text for toy in random)}
-    assert random | built_on == set(TOYS)
+    assert random | built_on == set(TOY_MODELS)
 
 
 def test_every_refused_server_argument_is_one_of_the_installed_sglang():
