@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.algo import objective
 from megarl.config.errors import ConfigError
-from megarl.config.placement import find_server_offload
+from megarl.config.placement import find_server_offload, list_layouts
 from megarl.config.schema import task
 from megarl.config.schema.algo import (
     LARGEST_KL_ERROR,
@@ -18,7 +18,6 @@ from megarl.config.schema.algo import (
     MismatchCorrection,
     NormScope,
     needs_full_kl,
-    needs_reference,
     uses_topr,
 )
 from megarl.config.schema.key import Effect, Key, get_key, show
@@ -125,7 +124,7 @@ def _is_off(value: object, default: object, stated: Key) -> bool:
     return stated.off is not None and value == stated.off
 
 
-def check_parts(config: Config) -> Iterator[str]:
+def _check_parts(config: Config) -> Iterator[str]:
     """One message per problem of the parts of a weighted sum; none for another reward."""
     if isinstance(config.reward, task.WeightedRewardConfig):
         try:
@@ -177,9 +176,8 @@ def check_config(config: Config) -> list[str]:
     if unknown:
         return unknown
     # What follows takes numbers to be in their ranges, and divides by them.
-    return list(check_keys(Place(config, config, ""))) or [
+    return [*check_keys(Place(config, config, "")), *_check_parts(config)] or [
         *_check_train(config),
-        *check_parts(config),
         *_check_model(config),
         *_check_roles(config),
         *check_critic(config),
@@ -225,7 +223,7 @@ def _check_train(config: Config) -> Iterator[str]:
         yield f"train.{key}: found {found}, which does not divide the {size}; {right}"
     for name, each in train.eval_sets.items():
         key = f"train.eval_sets.{name}"
-        yield from check_truncation(key, each.temperature, each.num_samples, each.top_p, each.top_k)
+        yield from check_truncation(key, each, each.temperature)
 
 
 def _check_model(config: Config) -> Iterator[str]:
@@ -244,17 +242,13 @@ def _check_model(config: Config) -> Iterator[str]:
 
 
 def _check_roles(config: Config) -> Iterator[str]:
-    steps, size = config.train.num_optimizer_steps, config.train.minibatch_size
-    layouts = {"policy": config.policy.parallel}
-    yield from _check_role("policy", config.policy, steps, config.train.num_iterations)
+    steps, num_iterations = config.train.num_optimizer_steps, config.train.num_iterations
+    yield from _check_role("policy", config.policy, steps, num_iterations)
     if objective.needs_critic(config.algo):
-        layouts["critic"] = config.critic.parallel
         steps *= config.critic.updates_per_policy_update
-        yield from _check_role("critic", config.critic, steps, config.train.num_iterations)
-    if needs_reference(config.algo):
-        layouts["reference"] = config.reference.parallel
-    for role, parallel in layouts.items():
-        yield from check_parallel(f"{role}.parallel", parallel, size)
+        yield from _check_role("critic", config.critic, steps, num_iterations)
+    for role, parallel in list_layouts(config).items():
+        yield from check_parallel(f"{role}.parallel", parallel, config.train.minibatch_size)
     if needs_full_kl(config.algo) and (pp := config.policy.parallel.pp) > 1:
         why = "a KL of estimator full, which compares whole distributions on the policy's last stage"
         yield f"policy.parallel.pp: found {pp} with {why}; it must be 1, or the estimator k1, k2 or k3"
@@ -267,8 +261,8 @@ def _check_role(role: str, node: TrainedRoleConfig, steps_per_iteration: int, nu
         yield f"{role}.fp8: found {node.fp8.value} with {role}.dtype={node.dtype.value}; FP8 products need {needed}"
     if optimizer.min_lr > optimizer.lr:
         yield f"{key}.min_lr: found {optimizer.min_lr}; it must be between 0 and lr ({optimizer.lr})"
-    warmup = optimizer.count_warmup_steps(steps_per_iteration, num_iterations)
-    steps = optimizer.count_decay_steps(steps_per_iteration, num_iterations)
+    resolved = optimizer.resolve_schedule(steps_per_iteration, num_iterations)
+    warmup, steps = resolved.warmup_steps, resolved.decay_steps
     if steps is not None and steps <= warmup:
         found = f"decay_steps: found {optimizer.decay_steps}"
         if optimizer.decay_steps is None:

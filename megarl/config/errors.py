@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable, Sequence
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from pathlib import Path
 
 NEAR, NEAR_LEAF = 0.75, 0.85
@@ -33,13 +33,11 @@ class ConfigError(ValueError):
 def find_nearest_key(key: str, known: Iterable[str]) -> str | None:
     """The known dotted key most like `key`; one with the same last part wins over a merely similar one."""
 
-    def measure(name: str) -> tuple[float, float]:
-        leaves = SequenceMatcher(None, key.rpartition(".")[2], name.rpartition(".")[2])
-        return SequenceMatcher(None, key, name).ratio(), leaves.ratio()
-
-    found = {name: (whole, leaf) for name in known for whole, leaf in [measure(name)]}
-    near = {name: both for name, both in found.items() if both[0] >= NEAR or both[1] >= NEAR_LEAF}
-    return max(near, key=lambda name: (near[name][1] == 1, sum(near[name])), default=None)
+    leaves = {name: name.rpartition(".")[2] for name in known}
+    leaf = get_close_matches(key.rpartition(".")[2], leaves.values(), 1, NEAR_LEAF)
+    same = [name for name in leaves if leaves[name] in leaf]
+    near = get_close_matches(key, same or leaves, 1, 0.0 if same else NEAR)
+    return near[0] if near else None
 
 
 _SUFFIX = ".py"
@@ -90,19 +88,12 @@ def describe_error(error: BaseException, path: str = "") -> str:
     what = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__}: {error.msg} ({_show_line(error.filename, error.lineno or 0, error.text)})"
-    own = find_file(path)
+    source = path.rpartition(":")[0]
+    file = source if source.endswith(_SUFFIX) else getattr(sys.modules.get(source), "__file__", None) or ""
+    own = Path(file).expanduser().resolve()
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     chosen = [place for place in places if Path(place[0]) == own] or [place for place in places if _is_users(place[0])]
     return f"{what} ({_show_line(*chosen[-1])})" if chosen else what
-
-
-def find_file(path: str) -> Path | None:
-    """The file of what `load_named` loads from this path; None for a module that it has not loaded."""
-    source = path.rpartition(":")[0]
-    if source.endswith(_SUFFIX):
-        return Path(source).expanduser().resolve()
-    file = getattr(sys.modules.get(source), "__file__", None)
-    return None if file is None else Path(file)
 
 
 def _load_file(source: str) -> object:

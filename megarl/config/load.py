@@ -40,12 +40,11 @@ from megarl.config.overrides import (
     write_value,
 )
 from megarl.config.schema.roles import ModelSource
-from megarl.config.schema.root import Config, check_evaluate, register
+from megarl.config.schema.root import Config, check_truncation, get_temperature, register
 from megarl.config.schema.task import SCHEMAS, FileDataConfig, FunctionDataConfig
 from megarl.files import RUN_FILE, load_json_object
 
 MAX_CHECKED_SWEEP_RUNS = 256
-"""In a run's directory, that of its model's"""
 MODEL_FILE = "megarl.json"
 """The copy in the directory of a model, which may be moved"""
 SAMPLING = ("seed", "rollout.response_length", "rollout.stop", "rollout.stop_token_ids", "rollout.dtype")
@@ -83,8 +82,8 @@ class RunSettings:
 
     def find_kind(self, group: str) -> str | None:
         """The option of data=, environment= or reward= with the run's schema."""
-        found = self.values.get(group)
-        return next((name for name, schema in SCHEMAS.get(group, {}).items() if schema.__name__ == found), None)
+        kinds = {schema.__name__: kind for kind, schema in SCHEMAS.get(group, {}).items()}
+        return kinds.get(self.values.get(group, ""))
 
     def check_trust(self, prefixes: Collection[str], typed: Collection[str] = ()) -> None:
         """Raise ConfigError where a model apart from its run names code, or a server, in the keys below `prefixes`.
@@ -150,12 +149,13 @@ class RunSettings:
         return {key: value for key, value in chosen.items() if to_plain(found[key]) != value}
 
 
-def find_run_settings(source: object, path: object) -> RunSettings | None:
+def find_run_settings(chosen: DictConfig) -> RunSettings | None:
     """Those of the run that wrote the model in this directory; None where none did, and for a model of another source.
 
-    source, path: the values of `model`. Raises ConfigError for a file that is not what a run writes.
+    chosen: the group `model`. Raises ConfigError for a file that is not what a run writes.
     """
-    if source is not ModelSource.path or not (model := Path(str(path)).expanduser()).is_dir():
+    is_path = chosen.source is ModelSource.path and isinstance(chosen.path, str)
+    if not is_path or not (model := Path(chosen.path).expanduser()).is_dir():
         return None
     for file in (model.resolve().parent / RUN_FILE, model / MODEL_FILE):
         if file.is_file():
@@ -222,14 +222,12 @@ def _settle(rewritten: Rewritten, command: str) -> tuple[DictConfig, list[str], 
     overrides, lines = rewritten.overrides, list(rewritten.lines)
     try:
         composed = _compose(overrides)
-        settings = find_run_settings(composed.model.source, composed.model.path)
     except ConfigError:
         # A key may be one of the kind of data or reward that the model brings.
         composed = _compose([text for text in overrides if text.split(".")[0] not in SCHEMAS])
-        settings = find_run_settings(composed.model.source, composed.model.path)
-        if settings is None:
+        if find_run_settings(composed.model) is None:
             raise
-    if settings is None:
+    if (settings := find_run_settings(composed.model)) is None:
         return composed, list(overrides), lines
     keys, groups = _read_experiments(overrides)
     typed = {*keys, *groups, *(key for text in overrides for key in list_set_keys(text))}
@@ -344,9 +342,13 @@ def _compose(overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfi
 def _describe(error: Exception, overrides: Sequence[str] = ()) -> str:
     """Hydra's message, shortened to its cause, with the nearest right key or the choices."""
     text, override = str(error), getattr(error, "override", None)
+    cause = str(error.__cause__ or error)
+    key = re.search(r"full_key: (\S+)", cause)
     if named := re.search(r"Could not override '([^']+)'", text):
+        # The longer one: of a dictionary the cause has the key, of a key below an unknown group the group.
+        name = max(named.group(1), key.group(1) if key else "", key=len)
         known = list_keys(_compose([text for text in overrides if is_search_path(text) or _is_choice(text, overrides)]))
-        return f"{named.group(1)}: no such key{_suggest(named.group(1), known)}"
+        return f"{name}: no such key{_suggest(name, known)}"
     if "SLURM_JOB_NUM_NODES" in text:
         return (
             "cluster: slurm takes its nodes from a Slurm job, and this is none (SLURM_JOB_NUM_NODES is not set):"
@@ -357,8 +359,7 @@ def _describe(error: Exception, overrides: Sequence[str] = ()) -> str:
         choices = ", ".join(list_options(group, overrides))
         hint = f"; the choices are {choices}" if choices else f"; there is no {CONF_DIR / group / option}.yaml"
         return f"{group}: found {option!r}{find_old_name(f'{group}={option}') or hint}"
-    first_line = str(error.__cause__ or error).strip().splitlines()[0]
-    key = re.search(r"full_key: (\S+)", str(error.__cause__ or error))
+    first_line = cause.strip().splitlines()[0]
     if key is None:
         return f"{override}: {first_line}" if override else first_line
     if source := re.match(r"In '([^']+)': ConfigKeyError", first_line):
@@ -375,8 +376,8 @@ def _describe(error: Exception, overrides: Sequence[str] = ()) -> str:
 
 def _is_choice(override: str, overrides: Sequence[str]) -> bool:
     """Whether it selects an option of a group."""
-    group = override.lstrip("+").split("=", 1)[0]
-    return any((folder / group).is_dir() for folder in list_config_dirs(overrides))
+    group, _, option = override.lstrip("+").partition("=")
+    return not option.startswith("{") and any((folder / group).is_dir() for folder in list_config_dirs(overrides))
 
 
 def _read_experiments(overrides: Sequence[str]) -> tuple[dict[str, str], set[str]]:
@@ -447,10 +448,6 @@ def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
     return [[*firsts[:i], value, *firsts[i + 1 :]] for i, options in enumerate(choices) for value in options]
 
 
-DEFAULT_REWARD = "math"
-"""The verifier of a set without one of its own name"""
-
-
 def expand_sets(overrides: Sequence[str]) -> dict[str, list[str]]:
     """The overrides of each set named by data=a,b,c, by set.
 
@@ -461,9 +458,10 @@ def expand_sets(overrides: Sequence[str]) -> dict[str, list[str]]:
     if "data" not in keys:
         if "experiment" in keys:
             return {find_choices(overrides)["data"]: list(overrides)}
-        if kind := _find_brought("data", overrides):
+        brought = _find_brought(overrides)
+        if kind := brought.get("data"):
             # Of data=function the name of the function says which data they are.
-            maker = _find_brought("data.path", overrides) if kind == "function" else None
+            maker = brought.get("data.path") if kind == "function" else None
             return {maker.strip("'\"").rpartition(":")[2] if maker else kind: list(overrides)}
     choices, rewards = list_options("data", overrides), list_options("reward", overrides)
     names = [name for text in overrides if text.startswith("data=") for name in text[len("data=") :].split(",")]
@@ -478,24 +476,24 @@ def expand_sets(overrides: Sequence[str]) -> dict[str, list[str]]:
     runs: dict[str, list[str]] = {}
     for name in names:
         runs[name] = [f"data={name}", *shared]
-        if not {"reward", "experiment"} & set(keys) and not _find_brought("reward", runs[name]):
-            runs[name].insert(1, f"reward={name if name in rewards else DEFAULT_REWARD}")
+        if not {"reward", "experiment"} & set(keys) and "reward" not in _find_brought(runs[name]):
+            runs[name].insert(1, f"reward={name if name in rewards else 'math'}")
     return runs
 
 
-def _find_brought(group: str, overrides: Sequence[str]) -> str | None:
-    """The option of a group that a model which a run wrote brings along; None for any other model."""
+def _find_brought(overrides: Sequence[str]) -> dict[str, str]:
+    """What a model that a run wrote brings along: options of groups, and the text of values by dotted key."""
     if not any(text.startswith("model.path=") for text in overrides):
-        return None
-    added = _settle(rewrite_overrides(overrides), "evaluate")[1][: -len(overrides)]
-    return next((text.partition("=")[2] for text in added if text.startswith(f"{group}=")), None)
+        return {}
+    _, completed, _ = _settle(rewrite_overrides(overrides), "evaluate")
+    return dict(text.split("=", 1) for text in completed[: -len(overrides)])
 
 
 def load_configs(runs: dict[str, list[str]]) -> dict[str, Config]:
     """The checked configuration of each set, by set. Raises ConfigError."""
     configs = {name: load_config(overrides, "evaluate") for name, overrides in runs.items()}
     evaluate = next(iter(configs.values())).evaluate
-    problems = list(check_evaluate(evaluate))
+    problems = list(check_truncation("evaluate", evaluate, get_temperature(evaluate)))
     for name in evaluate.paths:
         if name not in runs:
             problems.append(f"evaluate.paths.{name}: no such set; data= names {', '.join(runs)}")

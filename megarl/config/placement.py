@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megarl.algo.objective import needs_critic
 from megarl.config.errors import ConfigError
 from megarl.config.schema.algo import needs_reference
+from megarl.config.schema.roles import ParallelConfig
 from megarl.config.schema.root import AUTO, SERVERS, ClusterConfig, Config, Placement, ServerOffload, Transport
 
 CONTRADICTIONS = ("rollout.transport", "cluster.listen_host", "cluster.gpus_per_node", "cluster.num_nodes")
@@ -42,23 +43,27 @@ class Group:
         return self.num_processes * self.gpus_per_process
 
 
-def list_groups(config: Config, command: str = "train") -> list[Group]:
-    """What `python -m megarl.COMMAND` starts: the roles that the algorithm needs, then the servers, 0 where it learns
-    from a file.
-    """
+def list_layouts(config: Config) -> dict[str, ParallelConfig]:
+    """That of each role that the algorithm needs."""
     roles = {"policy": config.policy.parallel}
     if needs_critic(config.algo):
         roles["critic"] = config.critic.parallel
     if needs_reference(config.algo):
         roles["reference"] = config.reference.parallel
+    return roles
+
+
+def list_groups(config: Config, command: str = "train") -> list[Group]:
+    """What `python -m megarl.COMMAND` starts: the roles that the algorithm needs, then the servers, 0 where it learns
+    from a file.
+    """
     tp = config.rollout.tp
     servers = Group(SERVERS, config.rollout.num_servers, tp, tp)
     if command == "evaluate":
         return [servers]
     if not config.has_servers:
         servers = Group(SERVERS, 0, 1, 1)
-    if config.has_critic_alone:
-        roles = {"critic": config.critic.parallel}
+    roles = {"critic": config.critic.parallel} if config.has_critic_alone else list_layouts(config)
     return [*(Group(name, each.num_processes, 1, each.tp) for name, each in roles.items()), servers]
 
 
@@ -221,11 +226,6 @@ def read_allocation(environment: Mapping[str, str]) -> Allocation:
             raise ConfigError([f"{name}: found {text!r}; it must be a number, {least} or more"])
         counts.append(int(text))
     return Allocation(job_id, *counts)
-
-
-def is_restarted(environment: Mapping[str, str]) -> bool:
-    """Whether this process belongs to a job that Slurm has requeued, that is to its second start or a later one."""
-    return environment.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
 
 
 def check_allocation(cluster: ClusterConfig, allocation: Allocation) -> Iterator[str]:

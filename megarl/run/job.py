@@ -294,7 +294,8 @@ def run_job(config: Config, run_dir: Path, overrides: Sequence[str] = (), *, is_
         raise ConfigError(problems)
     if config.checkpoint.save_every is not None:
         check_space(run_dir, estimate_bytes(spec for role, spec in inputs.specs.items() if role is not Role.reference))
-    patience_s = LOCK_PATIENCE_S if placement.is_restarted(os.environ) else 0.0
+    is_requeued = os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
+    patience_s = LOCK_PATIENCE_S if is_requeued else 0.0
     with locking(run_dir, patience_s, partial(print, file=get_terminal(), flush=True)):
         if held := [name for name in (RUN_FILE, *TRACKED) if not is_resumed and (run_dir / name).is_file()]:
             text = f"{run_dir} has {', '.join(held)} of another run; each run needs a folder of its own"

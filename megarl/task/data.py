@@ -275,9 +275,9 @@ Read = tuple[list[Problem], str]
 """Problems, and a note on how they were read"""
 
 
-def load_files(config: schema.JsonlDataConfig | schema.ParquetDataConfig, seed: int) -> ProblemSplits:
+def load_files(config: schema.JsonlDataConfig, seed: int) -> ProblemSplits:
     """The problems of data.path and of data.heldout_path. Raises ConfigError."""
-    read = read_jsonl if isinstance(config, schema.JsonlDataConfig) else read_parquet
+    read = read_parquet if isinstance(config, schema.ParquetDataConfig) else read_jsonl
 
     def load(key: str, name: str | None) -> Read:
         if not name:

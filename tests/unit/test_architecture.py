@@ -26,7 +26,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "report": (2, 3260, ("report",)),
     "task": (2, 4710, ("task",)),
     "files": (1, 750, ("files", "signals")),
-    "schema": (1, 1800, ("config.schema", "config.errors")),
+    "schema": (1, 1760, ("config.schema", "config.errors")),
     "types": (1, 720, ("types", "interfaces", "environment")),
 }
 """Floor, most lines and modules of every room. A room imports itself and rooms of lower floors, never one of its own

@@ -1,7 +1,7 @@
 """algo.*: the algorithm."""
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 
 from megarl.config.schema.key import WITH_CRITIC, Effect, key, needs, with_choice
 
@@ -17,18 +17,9 @@ RatioLevel = Enum(
 )
 MismatchCorrection = Enum("MismatchCorrection", {"none": "none", "tis": "tis", "mis": "mis"})
 SamplingBy = Enum("SamplingBy", {"correct": "correct", "reward": "reward"})
-
-
-LossAggMode = Enum(
-    "LossAggMode",
-    {
-        "token-mean": "token-mean",
-        "seq-mean-token-sum": "seq-mean-token-sum",
-        "seq-mean-token-mean": "seq-mean-token-mean",
-        "seq-mean-token-sum-norm": "seq-mean-token-sum-norm",
-    },
+LossAggMode = StrEnum(
+    "LossAggMode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 )
-
 
 ADAPTIVE = "adaptive"
 """`lambda_policy` as a function of the response's length (VAPO)."""

@@ -86,24 +86,15 @@ class OptimizerConfig:
     overlap_param_gather: bool | None = None
     """Gather updated weights while the next forward pass runs; needs overlap_grad_reduce. null: as that."""
 
-    def count_warmup_steps(self, steps_per_iteration: int, num_iterations: int) -> int:
-        """Optimizer steps over which the rate rises."""
-        if self.warmup_ratio is None:
-            return self.warmup_steps
-        return round(self.warmup_ratio * steps_per_iteration * num_iterations)
-
-    def count_decay_steps(self, steps_per_iteration: int, num_iterations: int) -> int | None:
-        """Optimizer steps after which the rate is min_lr; None without a decay."""
-        if self.decay is LrDecay.constant:
-            return None
-        if self.decay_steps is not None:
-            return self.decay_steps
-        return (num_iterations if self.decay_iterations is None else self.decay_iterations) * steps_per_iteration
-
     def resolve_schedule(self, steps_per_iteration: int, num_iterations: int) -> "OptimizerConfig":
-        """The same with warm-up and decay in optimizer steps."""
-        run = (steps_per_iteration, num_iterations)
-        warmup, decay = self.count_warmup_steps(*run), self.count_decay_steps(*run)
+        """The same with warm-up and decay in optimizer steps; decay_steps is None without a decay."""
+        warmup, decay = self.warmup_steps, self.decay_steps
+        if self.warmup_ratio is not None:
+            warmup = round(self.warmup_ratio * steps_per_iteration * num_iterations)
+        if self.decay is LrDecay.constant:
+            decay = None
+        elif decay is None:
+            decay = (num_iterations if self.decay_iterations is None else self.decay_iterations) * steps_per_iteration
         return replace(self, warmup_steps=warmup, warmup_ratio=None, decay_steps=decay, decay_iterations=None)
 
 

@@ -315,23 +315,18 @@ def list_ks(config: EvaluateConfig) -> tuple[int, ...]:
     return tuple(2**i for i in range(1, max(1, config.num_samples).bit_length()))
 
 
-def check_evaluate(config: EvaluateConfig) -> Iterator[str]:
-    """One message per problem of values that are in their ranges: the key, what was found, what would be right."""
-    yield from check_truncation("evaluate", get_temperature(config), config.num_samples, config.top_p, config.top_k)
-
-
-def check_truncation(node: str, temperature: float, num_samples: int, top_p: float, top_k: int) -> Iterator[str]:
-    """One message per problem of what is sampled under the key `node`."""
-    if top_k != -1 and top_k < 1:
-        yield f"{node}.top_k: found {top_k}; it must be 1 or more, or -1 for all tokens"
+def check_truncation(node: str, config: EvaluateConfig | EvalSetConfig, temperature: float) -> Iterator[str]:
+    """One message per problem of what is sampled under the key `node`, of values that are in their ranges."""
+    if config.top_k != -1 and config.top_k < 1:
+        yield f"{node}.top_k: found {config.top_k}; it must be 1 or more, or -1 for all tokens"
     if temperature > 0:
         return
-    if num_samples > 1:
+    if config.num_samples > 1:
         yield (
-            f"{node}.num_samples: found {num_samples}; at {node}.temperature=0 all samples of a problem are the same"
-            " response; set 1, or a temperature above 0"
+            f"{node}.num_samples: found {config.num_samples}; at {node}.temperature=0 all samples of a problem are the"
+            " same response; set 1, or a temperature above 0"
         )
-    for name, is_set in (("top_p", top_p != 1.0), ("top_k", top_k != -1)):
+    for name, is_set in (("top_p", config.top_p != 1.0), ("top_k", config.top_k != -1)):
         if is_set:
             yield f"{node}.{name}: has no effect on greedy responses; leave it out, or set {node}.temperature"
 

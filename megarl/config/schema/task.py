@@ -109,11 +109,8 @@ class JsonlDataConfig(FileDataConfig):
 
 
 @dataclass
-class ParquetDataConfig(FileDataConfig):
+class ParquetDataConfig(JsonlDataConfig):
     """A parquet file."""
-
-    heldout_path: str | None = None
-    """File of the held-out problems; null: a part of `path` is held out."""
 
 
 @dataclass
@@ -470,10 +467,7 @@ def find_score_range(config: RewardConfig) -> tuple[float, float] | None:
     if config.wrong != 0:
         return 0.0, 1.0  # every other score is refused
     if isinstance(config, WeightedRewardConfig):
-        try:
-            parts = read_parts(config)
-        except ConfigError:
-            return None  # reported by check_parts
+        parts = read_parts(config)
         if any(find_score_range(part.config) is None for part in parts):
             return None
         return sum(min(part.weight, 0.0) for part in parts), sum(max(part.weight, 0.0) for part in parts)

@@ -16,7 +16,7 @@ import megarl
 from megarl import cli, train
 from megarl.config.errors import ConfigError
 from megarl.config.load import expand_sets, load_config, load_configs
-from megarl.config.schema.root import EvaluateConfig, check_evaluate, get_temperature, list_ks
+from megarl.config.schema.root import EvaluateConfig, check_truncation, get_temperature, list_ks
 from megarl.run.command import LEAST_OPEN_FILES, check_machine, choose_run_dir, evaluate, save_run, split_arguments
 from megarl.run.inputs import load_evaluation_inputs, load_inputs
 from megarl.types import Prompt
@@ -242,7 +242,7 @@ def test_a_bad_command_line_names_the_key(overrides, message):
 def test_one_response_is_greedy_and_several_are_sampled_and_k_are_powers_of_two():
     for num_samples, temperature, ks in ((1, 0.0, ()), (2, 1.0, (2,)), (8, 1.0, (2, 4, 8)), (12, 1.0, (2, 4, 8))):
         config = EvaluateConfig(num_samples=num_samples)
-        assert list(check_evaluate(config)) == []
+        assert list(check_truncation("evaluate", config, get_temperature(config))) == []
         assert (get_temperature(config), list_ks(config)) == (temperature, ks)
 
 
