@@ -33,16 +33,16 @@ from megarl.report.timeline import RESPONSES, span
 from megarl.rollout.client import call_in_thread
 from megarl.rollout.server import GenerationSpec, find_stop_tokens
 from megarl.task.environments import (
+    VERIFIERS,
     EnvironmentFactory,
     FoundCalls,
     Toolbox,
     ToolPrompt,
     ToolsEnvironment,
-    VerifiersEnvironment,
     build_environment,
     build_tool_prompt,
 )
-from megarl.task.process import CallError, FunctionProcess
+from megarl.task.process import CallError, FunctionProcess, load_callable
 from megarl.task.render import Renderer
 from megarl.task.sandbox import warn_of_gaps
 from megarl.types import FinishReason, Message, Prompt, Response, Turn, WeightVersions
@@ -304,7 +304,8 @@ def build_conversation(
         assert isinstance(environment, ToolsEnvironmentConfig | VerifiersEnvironmentConfig)
         find_calls = start_call_finder(prompt, environment.parser, tokenizer)
         if isinstance(environment, VerifiersEnvironmentConfig):
-            found = environment, partial(VerifiersEnvironment, environment.id, environment.args, prompt, find_calls)
+            play = load_callable(VERIFIERS + "VerifiersEnvironment")
+            found = environment, partial(play, environment.id, environment.args, prompt, find_calls)
         else:
             if "python" in environment.tools:
                 warn_of_gaps("environment.tools=[python]")

@@ -17,7 +17,7 @@ from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.schema import task as schema
 from megarl.config.schema.task import AnswerPart
 from megarl.files import parse_json
-from megarl.task.environments import METADATA, ToolPrompt, load_verifiers_environment, to_messages
+from megarl.task.environments import VERIFIERS, ToolPrompt
 from megarl.task.process import load_callable, running_users_code, shorten
 from megarl.task.render import Renderer
 from megarl.types import Message, Prompt
@@ -374,26 +374,6 @@ def open_dataset(path: str, subset: str | None, split: str, key: str) -> Any:
         raise ConfigError([f"data.path: {path}: {reason}: {detail}"]) from error
 
 
-def load_rows(config: schema.VerifiersDataConfig, seed: int) -> ProblemSplits:
-    """The rows' prompts, as the environment makes them, and its evaluation rows as the held-out ones. Raises
-    ConfigError for an environment that cannot be loaded, or whose prompts are not text."""
-    env = load_verifiers_environment(config.id, config.args)
-    with running_users_code(f"data.id: the dataset of {config.id}"):  # It may also need the hub.
-        train, heldout = env.build_dataset(), env.build_eval_dataset()
-    if train is None:
-        raise ConfigError([f"data.id: {config.id} has no dataset to train on"])
-
-    def read(part: str, number: int, row: Any) -> Problem:
-        try:
-            messages = to_messages(row["prompt"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError([f"data.id: {config.id}, {part} row {number}: {error}"]) from error
-        return Problem(messages, str(row.get("answer") or ""), {METADATA: json.dumps([part, number])})
-
-    others = None if heldout is None else [read("heldout", number, row) for number, row in enumerate(heldout)]
-    return ProblemSplits([read("train", number, row) for number, row in enumerate(train)], others)
-
-
 def load_made(config: schema.FunctionDataConfig, seed: int) -> ProblemSplits:
     """What the function makes: problems or records as in a file, held-out ones apart or not. Raises ConfigError."""
     path = config.path
@@ -432,7 +412,7 @@ SOURCES: Mapping[type[schema.DataConfig], Callable[[Any, int], ProblemSplits]] =
     schema.JsonlDataConfig: load_files,
     schema.ParquetDataConfig: load_files,
     schema.HuggingFaceDataConfig: load_dataset,
-    schema.VerifiersDataConfig: load_rows,
+    schema.VerifiersDataConfig: lambda config, seed: load_callable(VERIFIERS + "load_rows")(config, seed),
 }
 """What loads the problems of each configuration; a new source is a new entry."""
 

@@ -1,5 +1,5 @@
 """docs/planning.md: the table of plans is what the planner says of the presets. The presets' saves, and the signals and
-hours of the Slurm jobs that texts show, are such as their plans ask for. The jobs of examples/clusters compose, are
+hours of the Slurm jobs that texts show, are such as their plans ask for. The jobs of docs/ray-clusters compose, are
 planned to fit, and get the nodes and folders they ask for; that their files are what KubeRay's and SkyPilot's own
 schemas allow is checked by hand (docs/ray-clusters.md).
 """
@@ -131,7 +131,7 @@ def test_a_preset_that_saved_every_five_iterations_is_told_the_number_that_mends
 
 
 KUBERAY, SKYPILOT = (
-    yaml.safe_load((ROOT / "examples" / "clusters" / name).read_text()) for name in ("kuberay.yaml", "skypilot.yaml")
+    yaml.safe_load((ROOT / "docs" / "ray-clusters" / name).read_text()) for name in ("kuberay.yaml", "skypilot.yaml")
 )
 CLUSTER = KUBERAY["spec"]["rayClusterSpec"]
 GROUPS = [CLUSTER["headGroupSpec"], *CLUSTER["workerGroupSpecs"]]
