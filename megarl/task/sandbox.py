@@ -515,7 +515,7 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
             enter_namespaces()
         else:
             folder = tempfile.mkdtemp(prefix="megarl-sandbox-")
-        return supervise(task, folder, own_files)
+        return supervise(task, folder)
     except OSError as error:
         return {"error": str(error)}
     finally:
@@ -524,7 +524,7 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def supervise(task: dict[str, Any], folder: str, own_files: bool) -> dict[str, Any]:
+def supervise(task: dict[str, Any], folder: str) -> dict[str, Any]:
     """Start the program, and watch it until it ends or has to."""
     reports, outputs, errors = os.pipe(), os.pipe(), os.pipe()
     text = os.memfd_create("stdin")
@@ -534,7 +534,7 @@ def supervise(task: dict[str, Any], folder: str, own_files: bool) -> dict[str, A
     task["launcher"] = os.getpid()
     child = os.fork()
     if child == 0:
-        become_first(task, folder, own_files, (text, outputs[1], errors[1]), reports[1])
+        become_first(task, folder, (text, outputs[1], errors[1]), reports[1])
     for descriptor in (reports[1], outputs[1], errors[1], text):
         os.close(descriptor)
     streams = {outputs[0]: bytearray(), errors[0]: bytearray(), reports[0]: bytearray()}
@@ -582,9 +582,7 @@ def watch(streams: dict[int, bytearray], seconds: float, limit: int, until: int 
     return None
 
 
-def become_first(
-    task: dict[str, Any], folder: str, own_files: bool, streams: tuple[int, int, int], report: int
-) -> None:
+def become_first(task: dict[str, Any], folder: str, streams: tuple[int, int, int], report: int) -> None:
     """The first process of the program's namespace: makes its file system, starts it and reports its exit status."""
     try:
         set_parent_death_signal(signal.SIGKILL)
@@ -596,7 +594,7 @@ def become_first(
         os.closerange(4, 1 << 16)
         os.set_inheritable(3, False)
         report = 3
-        if own_files:
+        if "namespaces" in task["protections"]:
             build_root(task["readable"], task["limits"]["files_mb"])
         for name, text in task["files"].items():
             with open(f"{folder}/{name}", "w", encoding="utf-8") as file:
@@ -605,7 +603,7 @@ def become_first(
         own = os.getpid()
         program = os.fork()
         if program == 0:
-            become_program(task, folder, own_files, own)
+            become_program(task, folder, own)
         for number in range(3):
             os.close(number)
         while True:
@@ -620,9 +618,9 @@ def become_first(
         os._exit(0)
 
 
-def become_program(task: dict[str, Any], folder: str, own_files: bool, parent: int) -> None:
+def become_program(task: dict[str, Any], folder: str, parent: int) -> None:
     """Start the program as a child of the process `parent`, within its limits."""
-    limits = task["limits"]
+    limits, own_files = task["limits"], "namespaces" in task["protections"]
     os.setsid()
     os.umask(0o077)
     os.chdir(folder)
