@@ -25,9 +25,9 @@ from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.names import Rewritten, find_old_name, find_peer_name, rewrite_overrides
 from megarl.config.overrides import (
     CONF_DIR,
+    OPTIONS,
     check_words,
     find_choices_with,
-    find_hidden_files,
     is_search_path,
     list_config_dirs,
     list_leaves,
@@ -326,8 +326,11 @@ def list_keys(config: DictConfig) -> list[str]:
 def _compose(overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
     register()
     check_words(overrides)
-    if hidden := list(find_hidden_files(overrides)):
-        raise ConfigError(hidden)
+    own = [(folder, file) for folder in list_config_dirs(overrides)[1:] for file in sorted(folder.rglob("*.yaml"))]
+    hidden = [(file, name) for folder, file in own if (CONF_DIR / (name := file.relative_to(folder))).is_file()]
+    if hidden:  # Hydra would read megarl's.
+        right = "which would be read; rename yours"
+        raise ConfigError([f"{OPTIONS[0]}: {file}: megarl has a {name} too, {right}" for file, name in hidden])
     # A notebook, or the command around this, may be using Hydra itself: it gets its own state back.
     outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
     try:

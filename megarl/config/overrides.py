@@ -96,14 +96,6 @@ def show_options(entries: Sequence[str]) -> str:
 OmegaConf.register_new_resolver("megarl_options", show_options, replace=True)
 
 
-def find_hidden_files(overrides: Sequence[str]) -> Iterator[str]:
-    """One message for each file of a user's directory that megarl has, too: Hydra would read megarl's."""
-    for directory in list_config_dirs(overrides)[1:]:
-        for file in sorted(directory.rglob("*.yaml")):
-            if (CONF_DIR / (name := file.relative_to(directory))).is_file():
-                yield f"{OPTIONS[0]}: {file}: megarl has a {name} too, which would be read; rename yours"
-
-
 def check_words(overrides: Sequence[str]) -> None:
     """Raises ConfigError for a word that is not `key=value`, and for a group that is set to null."""
     problems, good = [], [text for text in overrides if "=" in text]

@@ -5,8 +5,6 @@ from dataclasses import MISSING, Field, dataclass, field
 from math import inf, isfinite
 from typing import Any
 
-_METADATA = "key"
-
 
 @dataclass(frozen=True)
 class Effect:
@@ -71,11 +69,11 @@ def key(
     effects, without = ((each,) if isinstance(each, Effect) else each for each in (when, despite))
     found = Key(effects=effects, despite=without, **facts)
     values = {"default": default} if factory is None else {"default_factory": factory}
-    return field(**values, kw_only=kw_only, metadata={_METADATA: found})
+    return field(**values, kw_only=kw_only, metadata={"key": found})
 
 
 def get_key(each: Field[Any]) -> Key:
-    found: Key = each.metadata.get(_METADATA, Key())
+    found: Key = each.metadata.get("key", Key())
     return found
 
 
