@@ -266,9 +266,9 @@ class Roles:
         wait_all([call for call in (old, ref_kl, ref, values) if call])
         experience = tensors.build_experience(
             old.result() if old else tensors.rollout_logprobs,
-            ref_logprobs=_take(ref),
-            ref_kl=_take(ref_kl),
-            values=_take(values),
+            ref_logprobs=ref.result() if ref else None,
+            ref_kl=ref_kl.result() if ref_kl else None,
+            values=values.result() if values else None,
         )
         return experience, compute_batch_metrics(experience) if iteration > 0 else {}
 
@@ -293,10 +293,6 @@ class Roles:
         assert self.policy is not None
         experience = replace(experience, old_logprobs=self.policy.updated_logprobs(experience.sequences).result())
         return experience, measure_old_logprobs(experience, self.config.algo)
-
-
-def _take(call: Pending[Tensor] | None) -> Tensor | None:
-    return call.result() if call else None
 
 
 def split_minibatches(config: Config, num_samples: int, iteration: int) -> list[Tensor]:
