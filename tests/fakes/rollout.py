@@ -8,8 +8,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from fakes.backend import Done, FakeBackend
-from fakes.model import EOS, TableModel, build_policy
+from fakes.backend import EOS, Done, FakeBackend, TableModel, build_policy
 from megarl.interfaces import UNPUBLISHED, SyncError, TurnRequest
 from megarl.rollout.client import CACHE, WEIGHTS, ConnectionLostError, OnEventLoop, ServerOffloader, call_in_thread
 from megarl.rollout.engine import compute_sampling_seed

@@ -242,7 +242,7 @@ def test_a_role_exports_what_it_loaded_and_moves_what_is_trained(
 def test_logprobs_are_those_of_transformers(name: str, row: str, models: dict[str, Any], runs: dict[str, Run]) -> None:
     role, checkpoint, _, _ = ROWS[row]
     if role is Role.critic or row.startswith("replay"):
-        pytest.skip("a critic has none; test_replay_layouts.py has those with given experts")
+        pytest.skip("a critic has none; test_one_process.py has those with given experts")
     model = models[checkpoint]
     sequences = replace(SAMPLES.sequences, tokens=SAMPLES.sequences.tokens % model.config.vocab_size)
     expected = padded_reference_logprobs(model, sequences, 0.8)
