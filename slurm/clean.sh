@@ -19,17 +19,10 @@ list_marked() (
 
 are_gone() { [[ -z $(list_marked "$1") ]]; }
 
-# Kill those of the names that follow the mark (/proc/PID/comm), or without names all, until none is left.
+# Kill them; false while any is left.
 kill_marked() {
-  local mark=$1 pid
-  shift
-  for _ in 1 2 3; do
-    for pid in $(list_marked "$mark"); do
-      (($# == 0)) || [[ " $* " == *" $(cat "/proc/$pid/comm" 2>/dev/null) "* ]] || continue
-      kill -KILL "$pid" 2>/dev/null || true
-    done
-    if (($#)) || wait_until 2 are_gone "$mark"; then return 0; fi
-  done
+  list_marked "$1" | xargs -r kill -KILL 2>/dev/null || true
+  are_gone "$1"
 }
 
 # Remove what megarl's killed processes have left, by the process id in the names.

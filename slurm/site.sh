@@ -4,23 +4,16 @@
 
 # Python is in a virtual environment that every node sees (tools/install/install.sh cuda makes .venv), or in a
 # container: `pyxis` starts IMAGE through srun --container-image (pyxis and enroot), `apptainer` through apptainer exec.
-# Each of six steps gets at the image anew: a FILE.sqsh or FILE.sif is at hand where a registry's is fetched.
-# MEGARL_KEEP_CONTAINER=1: with pyxis all steps share one container by its name, where the site lets a job keep it.
+# Each of four steps gets at the image anew: a FILE.sqsh or FILE.sif is at hand where a registry's is fetched.
 MEGARL_CONTAINER=${MEGARL_CONTAINER:-none} # none, pyxis or apptainer
 MEGARL_IMAGE=${MEGARL_IMAGE:-}             # registry#name:tag or FILE.sqsh; FILE.sif
-MEGARL_KEEP_CONTAINER=${MEGARL_KEEP_CONTAINER:-}
-if [[ $MEGARL_CONTAINER != none ]]; then
-  MEGARL_PYTHON=${MEGARL_PYTHON:-/opt/megarl/.venv/bin/python} # inside, as slurm/Dockerfile has it
-elif [[ -x $MEGARL_HOME/.venv/bin/python ]]; then
-  MEGARL_PYTHON=${MEGARL_PYTHON:-$MEGARL_HOME/.venv/bin/python}
-else
-  MEGARL_PYTHON=${MEGARL_PYTHON:-$(command -v python3)} # megarl is installed
-fi
-# Further directories to be seen inside, SRC:DST with commas between, such as those of models and data. The code, the
-# folder of the job, /tmp and /dev/shm always are: driver and workers share files there.
-MEGARL_MOUNTS=${MEGARL_MOUNTS:-}
-# Seconds that a look at the nodes, and Ray's start, may take, unpacking the image included (300):
-# export MEGARL_PREFLIGHT_S=900 MEGARL_HEAD_S=900
+# MEGARL_KEEP_CONTAINER=1 # with pyxis all steps share one container by its name, where the site lets a job keep it
+[[ $MEGARL_CONTAINER == none ]] || MEGARL_PYTHON=${MEGARL_PYTHON:-/opt/megarl/.venv/bin/python} # slurm/Dockerfile's
+MEGARL_PYTHON=${MEGARL_PYTHON:-$(command -v "$MEGARL_HOME/.venv/bin/python" python3 | head -n 1)}
+# Further directories to be seen inside, such as those of models and data. The code, the folder of the job, /tmp and
+# /dev/shm always are: driver and workers share files there.
+# MEGARL_MOUNTS=SRC:DST,SRC:DST
+# export MEGARL_PREFLIGHT_S=900 MEGARL_HEAD_S=900 # for a look at the nodes, and Ray's start, an image unpacked (300)
 
 # Outside of a container: the toolkit of the CUDA that torch is built for (cuda-toolkit in tools/install/cuda.lock), or
 # another of its major version; SGLang compiles kernels with its nvcc.
@@ -29,8 +22,7 @@ MEGARL_MOUNTS=${MEGARL_MOUNTS:-}
 # The interface over which Ray, gloo and NCCL's bootstrap talk, that one alone; empty: the one of the default route.
 MEGARL_INTERFACE=${MEGARL_INTERFACE:-}
 [[ -z $MEGARL_INTERFACE ]] || export NCCL_SOCKET_IFNAME="=$MEGARL_INTERFACE"
-# InfiniBand:  export NCCL_IB_TIMEOUT=22 NCCL_IB_RETRY_CNT=7; each node sets NCCL_IB_HCA to its active ports unless it
-#              is set here (slurm/node.sh)
+# InfiniBand:  export NCCL_IB_TIMEOUT=22 NCCL_IB_RETRY_CNT=7; each node sets NCCL_IB_HCA to its active ports itself
 # RoCE:        export NCCL_IB_GID_INDEX=3 NCCL_IB_TC=106
 # NVLink SHARP: export NCCL_NVLS_ENABLE=1 NCCL_CUMEM_ENABLE=1
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN} # INFO says at the start which of them NCCL uses

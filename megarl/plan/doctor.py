@@ -3,9 +3,9 @@
 Exit code 0: it can. 1: something is missing or wrong. 2: the configuration itself is wrong.
 
 slurm/train.sh asks this of a job before Ray starts, with --command=NAME for what the job runs, if not train; problems
-end it with code 2, and nothing of it imports torch or Ray. --job compares the configuration with the allocation and
-prints settings for train.sh as NAME=VALUE, --node prints what this node has, as a line of JSON, and --compare compares
-the lines of all nodes, from stdin.
+end it with code 2, and nothing of it imports torch or Ray. --node prints what this node has, as a line of JSON; --job
+compares the configuration with the allocation, and the lines of all nodes in MEGARL_NODES, from stdin, and prints
+settings for train.sh as NAME=VALUE.
 """
 
 import contextlib
@@ -353,13 +353,12 @@ def look_before_job(mode: str, arguments: Sequence[str]) -> None:
         config = next(iter(load_configs(expand_sets(rewrite_overrides(overrides).overrides)).values()))
     else:
         config = load_config(overrides, command)
-    problems: list[str] = []
-    if mode == "--job":
-        problems = list(check_job(config, command))
-    elif mode == "--node":
+    if mode == "--node":
         print(json.dumps(describe_node(config, command, os.environ)), flush=True)
-    else:
-        problems = list(compare_nodes(sys.stdin, os.environ.get("MEGARL_NODES", "").split(","), config.cluster))
+        return
+    problems = list(check_job(config, command))
+    if nodes := os.environ.get("MEGARL_NODES"):
+        problems += compare_nodes(sys.stdin, nodes.split(","), config.cluster)
     if problems:
         raise ConfigError(problems)
 
@@ -370,7 +369,7 @@ def main() -> None:
         print(__doc__)
         return
     try:
-        if arguments[:1] in (["--job"], ["--node"], ["--compare"]):
+        if arguments[:1] in (["--job"], ["--node"]):
             look_before_job(arguments[0], arguments[1:])
             return
         arguments = take_config_dirs(arguments)
@@ -378,6 +377,8 @@ def main() -> None:
             raise ConfigError([f"{options[0]}: no such option; the doctor takes key=value, as megarl.train does"])
         loaded = load(arguments)
     except ConfigError as error:
+        if arguments[:1] == ["--node"]:
+            return  # --job says it, once for all nodes.
         end_with_config_error(error)
     print("\n".join(loaded.lines), end="\n" if loaded.lines else "")
     machine, config = describe_machine(), loaded.config

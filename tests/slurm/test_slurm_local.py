@@ -28,7 +28,7 @@ def test_local_prints_every_command_of_the_complete_preset_and_does_nothing(tmp_
     assert (
         f"-m megarl.train cluster=slurm algo=vapo model=qwen32b hydra.run.dir=\\'{tmp_path}/runs/slurm" in done.stdout
     )
-    assert done.stdout.count("srun ") == 6
+    assert done.stdout.count("srun ") == 4
     for line in ("allocation: 8 nodes x 8 GPUs", "policy: 64 processes on nodes 1 to 8, 64 GPUs"):
         assert line in done.stderr
     assert "servers: 8 processes on nodes 1 to 8, 64 GPUs" in done.stderr
@@ -57,10 +57,10 @@ def test_a_users_configuration_directory_is_passed_on_by_its_full_path(tmp_path:
 def test_a_container_is_put_around_every_command(tmp_path: Path) -> None:
     image = {"MEGARL_IMAGE": "megarl.sif", "MEGARL_MOUNTS": "/data"}
     apptainer = call(tmp_path, "--local", "--nodes=1", MEGARL_CONTAINER="apptainer", **image).stdout
-    assert apptainer.count("apptainer exec --nv") == 5
+    assert apptainer.count("apptainer exec --nv") == 4
     assert "/tmp\\,/dev/shm\\,/data megarl.sif" in apptainer
     pyxis = call(tmp_path, "--local", "--nodes=1", MEGARL_CONTAINER="pyxis", **image).stdout
-    assert pyxis.count("--container-image=megarl.sif") == 5
+    assert pyxis.count("--container-image=megarl.sif") == 4
     assert "/dev/shm:/dev/shm\\,/data:/data" in pyxis
 
 
