@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
 # sbatch --signal=B:USR1@3000 slurm/train.sh algo=vapo model=qwen32b [overrides]   train; `megarl plan` says how early
-#
 # docs/slurm.md has --submit, --local, --attach, --command=evaluate and resume=, and says when a job is requeued and how
 # it resumes. What differs from site to site is in slurm/site.sh.
 #SBATCH --job-name=megarl
@@ -112,7 +111,8 @@ compose() {
   doctor=("${inside[@]}" "$MEGARL_PYTHON" -m megarl.plan.doctor) what=("--command=$command" "${arguments[@]}")
   check_nodes=("${step[@]}" "${on_all[@]}" "${doctor[@]}" --node "${what[@]}")
   check_job=("${on_head[@]}" "${doctor[@]}" --job "${what[@]}")
-  start_ray=("${step[@]}" "${on_all[@]}" --job-name=ray "${inside[@]}" bash "$MEGARL_HOME/slurm/node.sh")
+  start_ray=("${step[@]}" "${on_all[@]}" --job-name=ray --kill-on-bad-exit=0 --wait=0
+    "${inside[@]}" bash "$MEGARL_HOME/slurm/node.sh")
   # Signalled and killed by its process ids: srun would end it by force, and of a job that ends Slurm signals no step.
   start_driver=("${on_head[@]}" --job-name=driver "${inside[@]}"
     bash -c 'echo $$ >"$MEGARL_JOB_DIR/driver" && MEGARL_MARK=driver-$SLURM_JOB_ID exec "$@"' bash
