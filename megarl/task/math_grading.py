@@ -315,7 +315,8 @@ def read_unit(text: str, *, spaced: bool) -> Unit | None:
     if words and "\\text" not in text:  # They may be factors: 5 m, 5cm and 5 eggs, but not 5m, 5x^2 and 5 xy.
         name = re.sub(r"[^a-zA-Z].*", "", words[0])
         if known is None:
-            is_unit = spaced and len(name) > 2
+            # Of three letters in the order of the alphabet, as in 5 xyz, each is a factor.
+            is_unit = spaced and (len(name) > 3 or (len(name) == 3 and list(name) != sorted(name)))
         elif len(name) == 2:
             is_unit = name in (_SPACED if spaced else _GLUED)
         else:
