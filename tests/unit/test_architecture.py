@@ -16,22 +16,24 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "run": (7, 2570, ("run", "trainer", "sweep")),
     "cluster": (6, 1710, ("cluster",)),
     "plan": (6, 1910, ("plan",)),
-    "sync": (5, 2160, ("sync",)),
+    "sync": (5, 2150, ("sync",)),
     "mcore": (4, 4390, ("mcore",)),
     "rollout": (4, 3680, ("rollout",)),
     "config": (3, 2180, ("config",)),
     "cpu": (3, 1560, ("cpu",)),
-    "algo": (2, 2970, ("algo",)),
+    "algo": (2, 2940, ("algo",)),
     "models": (2, 1020, ("models",)),
-    "report": (2, 3260, ("report",)),
-    "task": (2, 4710, ("task",)),
+    "report": (2, 3230, ("report",)),
+    "task": (2, 4450, ("task",)),
     "files": (1, 750, ("files", "signals")),
     "schema": (1, 1760, ("config.schema", "config.errors")),
     "types": (1, 720, ("types", "interfaces", "environment")),
 }
 """Floor, most lines and modules of every room. A room imports itself and rooms of lower floors, never one of its own
 floor. Raising a budget is a line that a reviewer sees, with its reason in the commit."""
-MOST_LINES, MOST_FILES = 37_070, 140
+MOST_LINES, MOST_FILES = 36_000, 120
+MOST_BESIDE = {"tests": 30_000, "tools": 5_000, "examples": 1_500, "slurm": 650}
+"""Lines of the other folders; of tools/ those of programs alone"""
 ROOM_OF = {module: room for room, (_, _, modules) in ROOMS.items() for module in modules}
 CONFIG_MAY_IMPORT = {"algo", "files", "schema"}
 """Fewer rooms than its floor allows. It reads what the algorithms' modules declare, without torch."""
@@ -205,7 +207,7 @@ def count_lines(files: Iterable[Path]) -> int:
 
 def test_every_room_keeps_to_its_budget_of_lines_and_the_package_to_its_ceilings() -> None:
     links = {path for path in PACKAGE.iterdir() if path.is_symlink()}
-    skipped = {"__pycache__"}
+    skipped = {"__pycache__", "runs"}
     files = [
         path
         for path in sorted(PACKAGE.rglob("*"))
@@ -223,6 +225,12 @@ def test_every_room_keeps_to_its_budget_of_lines_and_the_package_to_its_ceilings
     )
     assert count_lines(files) <= MOST_LINES
     assert len(files) + len(links) <= MOST_FILES
+    for folder, most in MOST_BESIDE.items():
+        beside = [
+            path for path in (ROOT / folder).rglob("*") if path.is_file() and not skipped.intersection(path.parts)
+        ]
+        programs = [path for path in beside if path.suffix in {".py", ".sh"}]
+        assert count_lines(programs if folder == "tools" else beside) <= most, folder
 
 
 def test_the_import_finder_sees_every_form() -> None:
