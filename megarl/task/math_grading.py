@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import accumulate, islice
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import sympy
@@ -23,7 +23,7 @@ from sympy.physics.units.systems.si import SI
 
 _TABLE = (
     "− - – - × \\times* · \\cdot* ⋅ \\cdot* ÷ / π \\pi* ∞ \\infty* ≤ \\le* ≥ \\ge* ≠ \\ne* ∪ \\cup* ∈ \\in* ± \\pm*"
-    " ℝ \\mathbb{R} ½ \\frac{1}{2} ¼ \\frac{1}{4} ¾ \\frac{3}{4} ² ^{2} ³ ^{3} ≈ \\approx*"
+    " ℝ \\mathbb{R} ½ \\frac{1}{2} ¼ \\frac{1}{4} ¾ \\frac{3}{4} ⟨ \\langle* ⟩ \\rangle* ² ^{2} ³ ^{3} ≈ \\approx*"
     " ∅ \\emptyset* √ \\sqrt* \u00a0 * θ \\theta*"
 )
 """Signs, each followed by what it is in LaTeX, with * for the space behind a command"""
@@ -42,13 +42,16 @@ _RENAMED = [
     (r"\\text\{([^{}A-Za-z°%$€]*)\}", r"\1"),
     (r"(?<![\d}])(?<!\d )\\text\{\s*([A-Za-z])\s*\}(?=\s*[=^_(])", r"\1"),
     (r"(?<!\\)\\(?:quad|qquad|hspace\{[^{}]*\}|space|enspace| )|~", r" "),
-    (r"\\frac\s*(\d)", r"\\frac{\1}"),
-    (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
+    (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+    (r"\\frac\s*\{([^{}]*)\}\s*(\d)", r"\\frac{\1}{\2}"),
+    (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
     (r"\\sqrt\s*(\d+)", r"\\sqrt{\1}"),
-    (r"\\leqs?l?a?n?t?(?![a-z])|<=", r"\\le "),
-    (r"\\geqs?l?a?n?t?(?![a-z])|>=", r"\\ge "),
+    (r"\\leqs?l?a?n?t?(?![a-z])", r"\\le "),
+    (r"\\geqs?l?a?n?t?(?![a-z])", r"\\ge "),
     (r"\\lt(?![a-z])", r"<"),
     (r"\\gt(?![a-z])", r">"),
+    (r"<=", r"\\le "),
+    (r">=", r"\\ge "),
     (r"\\neq(?![a-z])|!=|\\not\s*=", r"\\ne "),
     (r"(?i)\\varnothing(?![a-z])|\\\{\s*\\\}|^\s*(?:\\text\{\s*)?(?:the\s+)?empty set\W*$", r"\\emptyset "),
     (r"\{,\}", r","),
@@ -77,7 +80,7 @@ _NOTE = re.compile(
 """What a remark in brackets may say: which unit, per what, why. Any other one may take the answer back."""
 _DOUBT = re.compile(
     rf"\b(?:{WITHDRAWN}|mistakes?|errors?|not(?! counting)|never|isn|wasn|maybe|perhaps|possibly|probably|guess(?:es)?"
-    r"|unsure|uncertain|unclear|no|if|but|doubt|however|wait|ignore|scratch|should|cannot|can|be|does|lies|needs|was|is)\b",
+    r"|nonsense|unsure|uncertain|unclear|no|if|but|doubt|however|wait|ignore|scratch|should|cannot|can|be|does|lies|needs|was|is)\b",
     re.I,
 )
 _APPROXIMATELY = re.compile(r"^(?:\\approx|approximately|about|exactly|only|simply|just|equal to|\\text\{\s*\}|:|=)\s*")
@@ -85,10 +88,13 @@ _APPROXIMATELY = re.compile(r"^(?:\\approx|approximately|about|exactly|only|simp
 
 def clean(text: str) -> str:
     """The text in one way of writing: without $, sizes, spaces of LaTeX and bold; Unicode signs as LaTeX."""
+    money = re.match(r"\s*(?:\*\*)?\$\s?\d[\d,]*(?:\.\d+)?(?![\d$])(?!.*\$)", text)
+    text = text.replace("$", "\\$", 1) if money else text
     for sign, latex in _UNICODE.items():
         text = text.replace(sign, latex)
     text = _EMPHASIS.sub(r"\2", _POWER.sub("^", text))
     text = _REMOVED.sub(lambda match: " " if match.group(0) in ("\\,", "\\;", "\\:") else "", text)
+    text = re.sub(r"(?<=\d) (?=\d{3}(?!\d))", ",", text) if re.fullmatch(r"[-\d ]+", text.strip()) else text
     for pattern, new in _RENAMED:
         text = re.sub(pattern, new, text)
     text = re.sub(r"\\[()\[\]]", " ", text)
@@ -116,14 +122,28 @@ def split(text: str, separator: re.Pattern[str]) -> Iterator[str]:
             yield text[start:position]
             start = position = found.end()
             continue
-        depth += _DEPTH.get(text[position], 0)
+        if text.startswith("\\text{", position):
+            position = text.find("}", position) + 1 or len(text)
+            continue
+        if text[position] == "\\" and text[position + 1 : position + 2] not in "{}":
+            position += 1
+        depth += _DEPTH.get(text[position : position + 1], 0)
         position += 1
     yield text[start:]
 
 
-def measure_depths(text: str) -> list[int]:
-    """How many brackets are open behind each character."""
-    return list(accumulate(_DEPTH.get(sign, 0) for sign in text))
+def is_one_group(text: str) -> bool:
+    """Whether the first bracket closes with the last."""
+    depth = 0
+    for position, sign in enumerate(text):
+        depth += _DEPTH.get(sign, 0)
+        if depth == 0 and position < len(text) - 1 and text[position] in ")]}":
+            return False
+    return depth == 0
+
+
+def measure_depth(text: str) -> int:
+    return max(accumulate(_DEPTH.get(sign, 0) for sign in text), default=0)
 
 
 MAX_CHARACTERS = 1000
@@ -201,11 +221,18 @@ def remove_thinking(text: str, *, thinking: bool) -> str:
     for tag in _THINKING.finditer(text):
         thinking = "/" not in tag.group(0)
         end = tag.end()
-    if thinking:
-        return ""
-    # Only the end is searched: a search of everything would take the square of its length.
-    start = max(end, len(text) - MAX_CHARACTERS)
-    return text[end:start] + re.sub(r"(?:\s|<\|[^|<>]{1,40}\|>|</s>)+$", "", text[start:])
+    return "" if thinking else _remove_end_tokens(text[end:])
+
+
+def _remove_end_tokens(text: str) -> str:
+    end = len(text)
+    while True:
+        while end and text[end - 1].isspace():
+            end -= 1
+        found = re.search(r"(?:<\|[^|<>]{1,40}\|>|</s>)$", text[max(0, end - 44) : end])
+        if found is None:
+            return text[:end]
+        end -= len(found.group(0))
 
 
 def find_last_value(text: str) -> str | None:
@@ -243,23 +270,23 @@ def _find_closing_brace(text: str, start: int) -> int | None:
 
 def _find_final_statements(text: str) -> list[tuple[int, str]]:
     """What follows "the answer is", "Answer:", "####" or stands in <answer>; one that holds a box is the box."""
-    found = [
-        (each.start(), each.group(1).strip(), text[each.end() : each.end() + 60]) for each in _ANSWER_TAG.finditer(text)
-    ]
+    tagged = [(match.start(), match.end(), match.group(1).strip()) for match in _ANSWER_TAG.finditer(text)]
+    found = [(start, content) for start, end, content in tagged if not _TAKEN_BACK.match(text[end : end + 60])]
     for match in _STATEMENT.finditer(text):
-        if not _SAID_WRONG.search(text[max(0, match.start() - 40) : match.end()]):
-            found.append((match.start(), *_cut(text[match.end() : match.end() + 4 * MAX_CHARACTERS])))
-    return [
-        (start, content)
-        for start, content, after in found
-        if content and not _NO_STATEMENT.search(content) and not _TAKEN_BACK.match(after)
-    ]
+        if not any(start <= match.start() < end for start, end, _ in tagged):
+            content, after = _cut(text[match.end() : match.end() + 4 * MAX_CHARACTERS])
+            is_denied = _SAID_WRONG.search(text[max(0, match.start() - 40) : match.end()])
+            if content and not is_denied and not _TAKEN_BACK.match(after):
+                found.append((match.start(), content))
+    return [(start, content) for start, content in found if content and not _NO_STATEMENT.search(content)]
 
 
 def _cut(text: str) -> tuple[str, str]:
     """The statement at the start of the text, the line up to the sentence's end, and what follows."""
     text = text.lstrip()
-    line = _SENTENCE_END.split(text.partition("\n")[0], maxsplit=1)[0]
+    line = text.split("\n", 1)[0]
+    if sentence_end := _SENTENCE_END.search(line):
+        line = line[: sentence_end.start()]
     line = _REASON.sub("", line).strip(" \t*_`")
     start = found.end() if (found := _SUBJECT.match(line)) else 0
     end = text.find(line) + len(line)
@@ -267,7 +294,10 @@ def _cut(text: str) -> tuple[str, str]:
 
 
 SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-_MONEY = dict.fromkeys(["$", "dollar", "usd", "buck"], Fraction(1)) | dict.fromkeys(["cent", "¢"], Fraction(1, 100))
+_MONEY = {
+    **dict.fromkeys(["$", "dollar", "usd", "buck"], Fraction(1)),
+    **dict.fromkeys(["cent", "¢"], Fraction(1, 100)),
+}
 _SHORT = {"mins": "minute", "min": "minute", "sec": "second", "hr": "hour", "yr": "year", "deg": "degree"}
 _SHORT |= {"°": "degree", "in": "inch", "inche": "inch", "feet": "foot", "lb": "pound", "litre": "liter"}
 _SHORT |= {"metre": "meter", "centimetre": "centimeter", "kilometre": "kilometer", "ml": "milliliter", "sq": "square"}
@@ -282,7 +312,8 @@ _LETTERS = frozenset("mgshlLNJWVAKCF")
 _GLUED = frozenset(["mm", "cm", "dm", "km", "kg", "ft", "yd", "lb", "oz", "hr", "hz"])
 """Units of two letters that are no product behind a digit either."""
 _SPACED = _GLUED | frozenset(["mg", "ml", "cl", "dl", "mi", "in", "ms", "ha", "kw"])
-_WORDS = re.compile(r"[A-Za-z°$€£¢%][A-Za-z°$€£¢%'’.-]*(?:\^\{?[23]\}?)?|/")
+_WORDS = re.compile(r"[A-Za-z°$€£¢%][A-Za-z°$€£¢%'’.-]*(?:\^\{?[23]\}?|[²³])?|/")
+MAX_WORDS = 5
 
 
 @dataclass(frozen=True)
@@ -304,26 +335,35 @@ def read_unit(text: str, *, spaced: bool) -> Unit | None:
 
     spaced: stands apart from the number; otherwise only some known units count, as in 5cm. In \\text{} all count.
     """
-    plain = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).replace(" ^", "^").strip()
-    words = [word.lower() if len(word) > 1 else word for word in _WORDS.findall(plain)]
-    if "".join(_WORDS.findall(plain)) != re.sub(r"\s", "", plain) or any(map(_NOT_IN_UNITS.fullmatch, words)):
+    written = text
+    text = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).replace(" ^", "^").strip()
+    text = text[:-1] if text[-2:-1].isalpha() and text.endswith(".") else text
+    words = [word.lower() if len(word) > 1 else word for word in _WORDS.findall(text)]
+    if "".join(_WORDS.findall(text)) != re.sub(r"\s", "", text) or len(words) > MAX_WORDS:
         return None
+    if any(map(_NOT_IN_UNITS.fullmatch, words)):
+        return None
+    is_text = "\\text" in written
     factor = 1
     while words and words[0].rstrip("s") in SCALES:
         factor *= SCALES[words.pop(0).rstrip("s")]
     known = _measure(words)
-    if words and "\\text" not in text:  # They may be factors: 5 m, 5cm and 5 eggs, but not 5m, 5x^2 and 5 xy.
-        name = re.sub(r"[^a-zA-Z].*", "", words[0])
-        if known is None:
-            # Of three letters in the order of the alphabet, as in 5 xyz, each is a factor.
-            is_unit = spaced and (len(name) > 3 or (len(name) == 3 and list(name) != sorted(name)))
-        elif len(name) == 2:
-            is_unit = name in (_SPACED if spaced else _GLUED)
-        else:
-            is_unit = len(name) != 1 or (spaced and name in _LETTERS)
-        if not is_unit:
-            return None
-    return Unit(tuple(map(_singular, words)), *(known or ("", Fraction(1))), factor)
+    if words and not is_text and not _is_no_product(words, spaced=spaced, is_known=known is not None):
+        return None
+    if known is not None:
+        return Unit(tuple(words), known[0], known[1], factor)
+    return Unit(tuple(_singular(word) for word in words), "", Fraction(1), factor)
+
+
+def _is_no_product(words: list[str], *, spaced: bool, is_known: bool) -> bool:
+    """Whether words outside \\text{} are a unit and no factors: 5 m, 5cm, 5 eggs, but not 5m, 5x^2, 5 xy."""
+    name = re.sub(r"[^a-zA-Z].*", "", words[0])
+    if is_known and len(name) != 2:
+        return len(name) != 1 or (spaced and name in _LETTERS)
+    if is_known:
+        return name in (_SPACED if spaced else _GLUED)
+    in_order = all(first < second for first, second in pairwise(name))
+    return spaced and (len(name) > 3 or (len(name) == 3 and not in_order))
 
 
 def convert(unit: Unit, to: Unit) -> Fraction | None:
@@ -343,27 +383,36 @@ def _measure(words: list[str]) -> tuple[str, Fraction] | None:
     """Dimension and size of units known to sympy, multiplied and divided ("km / h", "square feet"); None for others."""
     if len(words) == 1 and _singular(words[0]) in _MONEY:
         return "money", _MONEY[_singular(words[0])]
-    product, sign, power = sympy.Integer(1), 1, 1
-    for word in (part for each in words for part in _SHORT.get(_singular(each), each).split()):
+    words = [part for word in words for part in _SHORT.get(_singular(word), word).split()]
+    dimension: dict[str, int] = {}
+    size, sign, power = Fraction(1), 1, 1
+    for word in words:
         if word in ("per", "/"):
             sign = -1
         elif word in ("square", "cubic"):
             power = {"square": 2, "cubic": 3}[word]
         else:
-            name, *exponent = re.split(r"\^\{?([23])", word)[:2]
+            exponent = re.search(r"(?:\^\{?([23])\}?|([²³]))$", word)
+            name = word[: exponent.start()] if exponent else word
+            if exponent:
+                power = int((exponent.group(1) or exponent.group(2)).translate(str.maketrans("²³", "23")))
             name = _SHORT.get(_singular(name), name)
             unit = getattr(sympy_units, name, None) or getattr(sympy_units, _singular(name), None)
-            if not isinstance(unit, Quantity):
-                return None
-            product *= unit ** (sign * (int(exponent[0]) if exponent else power))
+            if not isinstance(unit, Quantity) or not unit.scale_factor.is_Rational:
+                if name not in ("degree", "degrees"):
+                    return None
+                parts, scale = {"angle": 1}, Fraction(1)
+            else:
+                found = SI.get_dimension_system().get_dimensional_dependencies(unit.dimension)
+                parts = {str(key): int(value) for key, value in found.items()}
+                scale = Fraction(int(unit.scale_factor.p), int(unit.scale_factor.q))
+            for key, value in parts.items():
+                dimension[key] = dimension.get(key, 0) + sign * power * value
+            size *= scale ** (sign * power)
             power = 1
-    if product == sympy_units.degree:
-        return "angle", Fraction(1)
-    size, dimension = SI._collect_factor_and_dimension(product)
-    if not size.is_Rational:
+    if not dimension:
         return None
-    parts = SI.get_dimension_system().get_dimensional_dependencies(dimension)
-    return " ".join(sorted(f"{key}^{value}" for key, value in parts.items())), Fraction(int(size.p), int(size.q))
+    return " ".join(f"{key}^{value}" for key, value in sorted(dimension.items())), size
 
 
 _INTEGER = r"\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?!\d)|\d+"
@@ -378,8 +427,9 @@ _NUMBER = re.compile(
 )
 _BASE = re.compile(
     r"(?P<sign>-?)\s*[({]?(?P<digits>[0-9A-Z]+)[)}]?_\{?\(?(?:\\text\{)?\s*"
-    rf"(?P<base>\d+|{'|'.join(_NUMERALS)})\}}?\)?\}}?$"
+    r"(?P<base>\d+|two|three|four|five|six|seven|eight|nine|ten)\}?\)?\}?$"
 )
+_BASES = dict(zip(["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"], range(2, 11), strict=True))
 
 
 @dataclass(frozen=True)
@@ -404,22 +454,21 @@ class Number:
 
 
 def read_number(text: str) -> Number | None:
-    try:
-        return _read_number(text)
-    except (ValueError, ZeroDivisionError):
-        return None
-
-
-def _read_number(text: str) -> Number | None:
     if found := _BASE.fullmatch(re.sub(r"^\\text\{\s*(\w+)\s*\}(?=\s*_)", r"\1", text)):
-        base = int(found["base"]) if found["base"].isdigit() else _NUMERALS.index(found["base"]) + 1
-        value = Fraction(int(found["sign"] + found["digits"], base))
+        base = _BASES.get(found["base"]) or int(found["base"])
+        try:
+            value = Fraction(int(found["sign"] + found["digits"], base))
+        except ValueError:
+            return None
         return Number(value, "integer", False, Unit(("base", str(base))))
     found = _NUMBER.match(text)
     if found is None:
         return None
     get = found.groupdict()
-    value, form = _evaluate(get)
+    try:
+        value, form = _evaluate(get)
+    except (ValueError, ZeroDivisionError):
+        return None
     negative = [get["sign"], get["sign2"], get["sign3"]].count("-") % 2
     rest = text[found.end() :]
     is_percent = rest.lstrip().startswith("%")
@@ -466,18 +515,7 @@ _MODULUS = re.compile(
 _JOINED = re.compile(
     r"\s*(?:,\s*)?(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))\s*|\s*[,;]\s*"
 )
-_PLAIN_SIGNS = [
-    (r"(?<![\\a-zA-Z])(sqrt|pi|exp|sin|cos|tan|log|ln|infty|theta|alpha|beta)(?![a-zA-Z])", r"\\\1 "),
-    (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
-    (r"\^\s*\(([^()]*)\)", r"^{\1}"),
-    (r"\^\s*(-?\d+)", r"^{\1}"),
-    (r"(?<![a-zA-Z\\])(?:inf|infinity|oo)(?![a-zA-Z])", r"\\infty "),
-    (r"(?<=\d),(?=\d{3}(?!\d))", ""),
-]
-_BEHIND = re.compile(
-    r"(?:°|\s*(?:\\text\{[^{}]*\}(?:\^\{?[23]\}?)?\s*)+|(?<=[\d})i]) [a-z]{2,}(?: [a-z]+)*(?:\^\{?[23]\}?)?)$"
-)
-"""Words behind a formula, which are its unit or make it unread"""
+_PLAIN_FUNCTION = re.compile(r"(?<![\\a-zA-Z])(sqrt|pi|sin|cos|tan|log|ln|infty|theta|alpha|beta)(?![a-zA-Z])")
 _PROSE = re.compile(r"(?<![\\{a-zA-Z])[a-zA-Z]{4,}.*\d|\d.* [a-zA-Z]{4,} .*\d")
 _WORD = re.compile(r"(?<![\\a-zA-Z])(?!cdot|times)[a-zA-Z]{4,}|[^\x00-\x7f]")
 _UNREADABLE = re.compile(
@@ -526,13 +564,15 @@ Answer = Number | Expression | Items | Region | Equation
 
 def read_answer(text: str) -> Answer | None:
     """What the text says as mathematics; None where it says nothing, or in more than MAX_CHARACTERS."""
-    if len(text) > MAX_CHARACTERS or max(measure_depths(text), default=0) > MAX_DEPTH:
+    if len(text) > MAX_CHARACTERS or measure_depth(text) > MAX_DEPTH:
         return None
     return _read(clean(text))
 
 
 def _read(text: str) -> Answer | None:
     text = text.strip()
+    if not text:
+        return None
     if (number := read_number(text)) is not None:
         return number
     if found := _MODULUS.search(text):
@@ -542,18 +582,16 @@ def _read(text: str) -> Answer | None:
             return None
         value = replace(value, unit=Unit((f"mod {found.group(1) or found.group(2)}",)))
         return Equation((name.strip(),), value) if is_congruent else value
-    if _PLUS_MINUS.search(text):
-        return _read_items("", [_PLUS_MINUS.sub(sign, text) for sign in ("+", "-")])
+    num_signs = len(_PLUS_MINUS.findall(text))
+    if num_signs > 2:
+        return None
+    if num_signs:
+        return _read_items("", [_PLUS_MINUS.sub(sign, text, count=1) for sign in ("+", "-")])
     parts = list(split(text, _JOINED))
     if len(parts) > 1:
-        items, is_union = _read_items("", parts), " or " in text or "\\text{ or" in text
-        if items is None or not is_union or not any(isinstance(item, Region) for item in items.items):
-            return items
-        regions = [to_region(item) for item in items.items]
-        names = {region.name for region in regions if region} - {""}
-        if not all(regions) or len(names) > 1:
-            return None
-        return Region(sympy.Union(*(region.set for region in regions if region)), "".join(names))
+        items = _read_items("", parts)
+        words = " or " in text or "\\text{ or" in text
+        return _unite(items) if words and items and any(isinstance(i, Region) for i in items.items) else items
     exact, *decimals = split(text, re.compile(r"\\approx(?![a-z])"))
     return _read_approximation(exact.strip(), decimals[0]) if len(decimals) == 1 else _read_one(text)
 
@@ -576,7 +614,12 @@ def _read_one(text: str) -> Answer | None:
             return None
         return Equation(tuple(side.strip() for side in sides[:-1]), value) if value and all(sides) else None
     if found := re.match(r"(\\?[a-zA-Z](?:_\w)?)\s*\\in(?![a-z])", text):
-        return to_region(_read(text[found.end() :]))
+        region = to_region(_read(text[found.end() :]))
+        return replace(region, name=found.group(1)) if region else None
+    pieces = list(split(text, re.compile(r"\\cup(?![a-z])")))
+    if len(pieces) > 1:
+        items = _read_items("", pieces)
+        return _unite(items) if items else None
     if _RELATION.search(text):
         return _read_inequality(text)
     return _read_bracketed(text) or _read_expression(text)
@@ -589,11 +632,9 @@ def _read_items(brackets: str, parts: list[str]) -> Items | None:
 
 def _read_bracketed(text: str) -> Answer | None:
     """A set, tuple or interval; single round brackets around one answer are left out."""
-    depths = measure_depths(text)
+    text = text.replace("\\langle", "(").replace("\\rangle", ")")
     for opening, closing in (("\\{", "\\}"), ("(", ")"), ("[", "]"), ("(", "]"), ("[", ")"), ("{", "}")):
-        # The first bracket closes with the last.
-        is_one_group = depths[-1:] == [0] and 0 not in depths[len(opening) - 1 : -1]
-        if text.startswith(opening) and text.endswith(closing) and is_one_group:
+        if text.startswith(opening) and text.endswith(closing) and is_one_group(text):
             inside = text[len(opening) : -len(closing)]
             parts = list(split(inside, re.compile(r"[,;]")))
             if len(parts) == 1 and opening in "({":
@@ -622,6 +663,14 @@ def _read_inequality(text: str) -> Answer | None:
     return Region(region, re.sub(r"[\s{}]|\([a-z]\)", "", sides[names[0]]))
 
 
+def _unite(items: Items) -> Region | None:
+    regions = [to_region(item) for item in items.items]
+    names = {region.name for region in regions if region} - {""}
+    if not all(regions) or len(names) > 1:
+        return None
+    return Region(sympy.Union(*(region.set for region in regions if region)), "".join(names))
+
+
 def to_region(answer: Answer | None) -> Region | None:
     """An interval, a set of numbers, R or an inequality as a set; None for anything else."""
     if isinstance(answer, Region):
@@ -641,7 +690,9 @@ def to_region(answer: Answer | None) -> Region | None:
 
 
 def _as_sympy(answer: Answer | None) -> Any:
-    """The value of a number or expression without symbols; None for others."""
+    """The value of a number or expression without symbols; None for others and for one with a unit that has a size."""
+    if isinstance(answer, Number | Expression) and answer.unit.dimension:
+        return None
     if isinstance(answer, Number):
         return sympy.Rational(answer.share)
     if isinstance(answer, Expression) and isinstance(answer.tree, sympy.Expr) and not answer.tree.free_symbols:
@@ -656,29 +707,50 @@ def make_exact(tree: Any) -> Any:
 
 
 def _read_expression(text: str) -> Expression | None:
-    """A formula and the unit behind it."""
-    behind, unit = _BEHIND.search(text), NO_UNIT
-    if behind is not None and behind.start():
-        found = read_unit(behind.group(0), spaced=True)
-        if found is None:
-            return None
-        text, unit = text[: behind.start()], found
-    for pattern, new in _PLAIN_SIGNS:
-        text = re.sub(pattern, new, text)
-    if not 0 < len(text) <= MAX_FORMULA or _UNREADABLE.search(text):
+    formula, unit = _split_unit(text)
+    latex = _to_latex(formula)
+    if not 0 < len(latex) <= MAX_FORMULA or _UNREADABLE.search(latex):
         return None
-    if _WORD.search(re.sub(r"\\[a-zA-Z]+\*?|\{[pbvBV]?matrix\}", " ", text)):
+    if _WORD.search(re.sub(r"\\[a-zA-Z]+\*?|\{[pbvBV]?matrix\}", " ", latex)):
         return None
     try:
-        is_real = not should_treat_as_complex(text)
-        tree = latex2sympy(text, is_real=is_real, convert_degrees=False, normalization_config=None)
+        tree = latex2sympy(
+            latex, is_real=not should_treat_as_complex(latex), convert_degrees=False, normalization_config=None
+        )
         if tree is None or _count_bits(tree) > MAX_BITS:
             return None
     except MemoryError:
         raise
     except Exception:  # latex2sympy raises Exception itself, and many kinds of errors for what it cannot read.
         return None
-    return Expression(tree, text, unit)
+    return Expression(tree, latex, unit or NO_UNIT)
+
+
+def _split_unit(text: str) -> tuple[str, Unit | None]:
+    """The formula and the unit behind it; no formula where words behind it are no unit."""
+    found = re.search(
+        r"(?:°|\s*(?:\\text\{[^{}]*\}(?:\^\{?[23]\}?)?\s*)+|(?<=[\d})i]) [a-z]{2,}(?: [a-z]+)*(?:\^\{?[23]\}?)?)$", text
+    )
+    if found is None or not found.start():
+        return text, None
+    unit = read_unit(found.group(0), spaced=True)
+    return (text[: found.start()], unit) if unit else ("", None)
+
+
+def _to_latex(text: str) -> str:
+    text = text.replace("*", "\\cdot ")
+    while found := re.search(r"\\?(?<![a-zA-Z])exp\s*(?=[({])", text):
+        ends = (end for end in range(found.end() + 2, len(text) + 1) if is_one_group(text[found.end() : end]))
+        end = next(ends, 0)
+        if not end:
+            break
+        text = f"{text[: found.start()]}e^{{{text[found.end() + 1 : end - 1]}}}{text[end:]}"
+    text = _PLAIN_FUNCTION.sub(r"\\\1 ", text)
+    text = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
+    text = re.sub(r"\^\s*\(([^()]*)\)", r"^{\1}", text)
+    text = re.sub(r"\^\s*(-?\d+)", r"^{\1}", text)
+    text = re.sub(r"(?<![a-zA-Z\\])(?:inf|infinity|oo)(?![a-zA-Z])", r"\\infty ", text)
+    return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
 
 
 def _count_bits(tree: Any) -> float:
@@ -688,7 +760,9 @@ def _count_bits(tree: Any) -> float:
     bits = [_count_bits(part) for part in (tree if isinstance(tree, sympy.MatrixBase) else tree.args)]
     if isinstance(tree, sympy.Pow) and len(bits) == 2:
         return bits[0] * math.exp2(min(bits[1], 60.0))
-    if isinstance(tree, sympy.factorial):
+    if isinstance(tree, sympy.exp) and tree.exp.is_polynomial():
+        return sum(bits) + 4  # nothing to evaluate, as in e^{x^2}
+    if isinstance(tree, sympy.factorial | sympy.exp):
         return math.exp2(min(bits[0], 60.0)) * (bits[0] + 1)
     return sum(bits) + 4
 
@@ -696,8 +770,8 @@ def _count_bits(tree: Any) -> float:
 _FREE = frozenset(
     re.findall(
         r"\\[a-zA-Z]+",
-        r"\frac \sqrt \exp \cdot \times \pi \infty \begin \end \alpha \beta \gamma \theta \phi \lambda \mu \omega"
-        r" \mathbb \cup \cap \emptyset \varnothing \setminus \circ \le \ge \ne \in \overline \imath \hline",
+        r"\frac \sqrt \cdot \times \pi \infty \begin \end \alpha \beta \gamma \theta \phi \lambda \mu \omega \mathbb"
+        r" \cup \cap \emptyset \varnothing \setminus \circ \le \ge \ne \in \overline \imath \hline",
     )
 )
 """Commands that stand for no operation left to be done; others may stand in an answer where they stand in the gold."""
@@ -773,8 +847,8 @@ def _equals_number(gold: Number, answer: Answer) -> bool:
     if not isinstance(answer, Number):
         product = _to_product(gold)
         return product is not None and isinstance(answer, Expression) and _equals_expression(product, answer)
-    is_same_share = gold.is_percent and not answer.is_percent and gold.share == answer.share
-    if gold.form == "integer" and answer.form in ("fraction", "mixed") and not is_same_share:
+    is_same_share = gold.is_percent != answer.is_percent and gold.share == answer.share
+    if gold.form == "integer" and answer.form in ("fraction", "mixed") and not (gold.is_percent and is_same_share):
         return False
     factor = convert(answer.unit, gold.unit)
     if factor is None or answer.base != gold.base:
@@ -792,12 +866,7 @@ def _equals_equation(gold: Answer, answer: Equation) -> bool:
         first, expected = (re.sub(r"\s|\\text|[{}]", "", sides[0]) for sides in (answer.sides, gold.sides))
         if first == expected and is_equal(gold.value, answer.value):
             return True
-        # Two curves are one where they are multiples of one another; a solved x = 5 asks for x = 5.
-        trees = [_to_tree(read_answer(each.sides[0])) - _to_tree(each.value) for each in (gold, answer)]
-        if len(trees[0].free_symbols) < 2 or trees[0].free_symbols != trees[1].free_symbols:
-            return False
-        ratio = sympy.simplify(trees[0] / trees[1])
-        return bool(ratio.is_number and ratio.is_finite and not ratio.is_zero)
+        return _equals_curve(gold, answer)
     if not is_equal(gold, answer.value):
         return False
     value = answer.value
@@ -814,12 +883,13 @@ def _is_name(side: str, *, operators: bool = True) -> bool:
     side = re.sub(r"_\{[^{}]*\}|_\w|\([^()]*\)", "", side)
     if not operators and re.search(r"[-+*^]", side):
         return False
+    side = re.sub(r"\\text\{[^{}]*\}|\^\{[^{}]*\}|\^\w", "", side)
     return bool(re.search(r"[A-Za-z]", side)) and not re.search(r"\d", side)
 
 
 def _read_solutions(answer: Any) -> list[dict[str, Answer]] | None:
     """The values by name: one dict for x = 1, y = 2 and for (x, y) = (1, 2), two for p=5, q=2; p=7, q=2. None for what
-    has no two names, and where not every name has equally many values."""
+    has no two names; empty where not every name has equally many values."""
     names: list[str] = []
     values: Any = ()
     if isinstance(answer, Equation) and isinstance(answer.value, Items) and answer.value.brackets == "()":
@@ -832,7 +902,7 @@ def _read_solutions(answer: Any) -> list[dict[str, Answer]] | None:
     if size < 2 or len(names) != len(values) or not all(_is_name(name, operators=False) for name in names):
         return None
     blocks = [dict(zip(names[i : i + size], values[i : i + size], strict=True)) for i in range(0, len(names), size)]
-    return blocks if all(len(block) == size for block in blocks) else None
+    return blocks if all(len(block) == size for block in blocks) else []
 
 
 def _equals_named(solutions: list[dict[str, Answer]], gold: Any, answer: Any) -> bool:
@@ -847,6 +917,8 @@ def _equals_named(solutions: list[dict[str, Answer]], gold: Any, answer: Any) ->
         else:
             return False
         answers = [dict(zip(solutions[0], row, strict=True)) for row in rows]
+    elif not solutions or not answers:
+        return isinstance(gold, Items) and isinstance(answer, Items) and _equals_items(gold, answer)
     return _match(
         solutions,
         answers,
@@ -863,6 +935,17 @@ def _match(golds: Any, answers: Any, equals: Callable[[Any, Any], bool]) -> bool
             return False
         del rest[position]
     return not rest
+
+
+def _equals_curve(gold: Equation, answer: Equation) -> bool:
+    """Whether two equations in the same variables are multiples of one another; a solved x = 5 asks for x = 5."""
+    lefts = [read_answer(gold.sides[0]), read_answer(answer.sides[0])]
+    rights = [gold.value, answer.value]
+    trees = [_to_tree(left) - _to_tree(right) for left, right in zip(lefts, rights, strict=True)]
+    if len(trees[0].free_symbols) < 2 or trees[0].free_symbols != trees[1].free_symbols:
+        return False
+    ratio = sympy.simplify(trees[0] / trees[1])
+    return bool(ratio.is_number and ratio.is_finite and not ratio.is_zero)
 
 
 def _to_tree(answer: Any) -> Any:
@@ -889,9 +972,11 @@ def _equals_items(gold: Items, answer: Items) -> bool:
         return all(any(is_equal(item, other) for other in answer.items) for item in gold.items) and all(
             any(is_equal(item, other) for item in gold.items) for other in answer.items
         )
-    if gold.brackets in unordered:
-        return _match(gold.items, answer.items, is_equal)
-    return len(gold.items) == len(answer.items) and all(map(is_equal, gold.items, answer.items))
+    if len(gold.items) != len(answer.items):
+        return False
+    if gold.brackets not in unordered:
+        return all(map(is_equal, gold.items, answer.items))
+    return _match(gold.items, answer.items, is_equal)
 
 
 def _equals_expression(gold: Expression, answer: Expression) -> bool:
@@ -903,6 +988,8 @@ def _equals_expression(gold: Expression, answer: Expression) -> bool:
     left, right = make_exact(gold.tree), make_exact(answer.tree)
     if left == right:
         return not left.has(sympy.zoo, sympy.nan)
+    if isinstance(gold.tree, sympy.Symbol) or not all(isinstance(tree, sympy.Expr) for tree in (left, right)):
+        return False
     return _is_zero(left - right)
 
 
@@ -920,18 +1007,21 @@ def count_open_operations(tree: Any) -> int:
         terms = [term.doit() for term in _flatten(tree, sympy.Add)]
         count += len(sympy.Add.make_args(sympy.Add(*terms))) < len(terms)
     elif isinstance(tree, sympy.Mul):
-        # More than one number above or below the bar, or twice the same symbol or root.
-        factors = _flatten(tree, sympy.Mul)
-        above = [factor for factor in factors if factor.is_Float or (factor.is_Rational and abs(factor) != 1)]
-        below = [factor for factor in factors if factor.is_Pow and factor.exp == -1 and factor.base.is_Rational]
-        bases = [factor.as_base_exp()[0] for factor in factors if not factor.is_Rational and factor not in below]
-        simple = [base for base in bases if base.is_Atom]
-        count += len(above) > 1 or len(below) > 1 or len(set(simple)) < len(simple)
+        count += _has_open_product(_flatten(tree, sympy.Mul))
     return int(count)
 
 
 def _flatten(tree: Any, kind: Any) -> list[Any]:
     return [part for arg in tree.args for part in (_flatten(arg, kind) if isinstance(arg, kind) else [arg])]
+
+
+def _has_open_product(factors: list[Any]) -> bool:
+    """More than one number above or below the bar, or twice the same symbol or root."""
+    above = [factor for factor in factors if factor.is_Float or (factor.is_Rational and abs(factor) != 1)]
+    below = [factor for factor in factors if factor.is_Pow and factor.exp == -1 and factor.base.is_Rational]
+    bases = [factor.as_base_exp()[0] for factor in factors if not factor.is_Rational and factor not in below]
+    simple = [base for base in bases if base.is_Atom]
+    return len(above) > 1 or len(below) > 1 or len(set(simple)) < len(simple)
 
 
 def _is_zero(difference: Any) -> bool:

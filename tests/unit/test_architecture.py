@@ -24,7 +24,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "algo": (2, 2940, ("algo",)),
     "models": (2, 1020, ("models",)),
     "report": (2, 3230, ("report",)),
-    "task": (2, 4450, ("task",)),
+    "task": (2, 4540, ("task",)),
     "files": (1, 750, ("files", "signals")),
     "schema": (1, 1760, ("config.schema", "config.errors")),
     "types": (1, 720, ("types", "interfaces", "environment")),
