@@ -114,9 +114,11 @@ def serve(words: Sequence[str]) -> None:
             server.stop()
     except ConfigError as error:
         _end("\nerror: ".join(error.problems))
-    except (ServerError, DeadlineError) as error:
+    except ServerError as error:
         if not stopped.is_set():
             sys.exit(f"error: {error}")
+    except DeadlineError as error:
+        sys.exit(f"error: {error}")
     finally:
         key.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # The log of a server that was started stays in it.

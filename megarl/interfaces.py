@@ -141,7 +141,7 @@ class RolloutServers(Protocol):
 
     @property
     def api_key(self) -> str | None:
-        """Required of callers."""
+        """Required of callers; None: of nobody."""
 
     def start(self) -> Pending[list[str]]:
         """Start the servers that do not run; the result is the urls of all, once they are healthy."""

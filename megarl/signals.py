@@ -40,7 +40,7 @@ from typing import Any, TextIO
 DRIVER_LOG = "driver.log"
 FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 GUARD = Path(__file__)
-"""What the guard of a server is started with"""
+"""What the guard of a server, or of a local Ray, is started with"""
 _captured: tuple[TextIO, TextIO] | None = None
 """Standard output and error as they were before; None: nothing is captured"""
 
@@ -207,7 +207,7 @@ def stopping_on_signals() -> Iterator[None]:
 
 def is_stopping() -> bool:
     """Whether a signal has asked for the end within `stopping_on_signals`, also where its Stopped was handled."""
-    return signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    return _number is not None and signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
 def find_exit_code(otherwise: int) -> int:

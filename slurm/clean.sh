@@ -21,7 +21,7 @@ are_gone() { [[ -z $(list_marked "$1") ]]; }
 
 # Kill them; false while any is left.
 kill_marked() {
-  list_marked "$1" | xargs -r kill -KILL 2>/dev/null || true
+  list_marked "$1" | (unset MEGARL_MARK; xargs -r kill -KILL 2>/dev/null) || true
   are_gone "$1"
 }
 

@@ -18,7 +18,9 @@ END_S=6 # of Ray's processes; Slurm kills KillWait (30) seconds after scancel
 scratch=/tmp/megarl-ray-$SLURM_JOB_ID-$SLURM_PROCID
 
 end() {
+  local code=$?
   trap '' TERM INT HUP
+  [[ -n $over ]] || { over='over-failed' && echo "node.sh: code $code" >"$MEGARL_JOB_DIR/ended-$SLURMD_NODENAME"; } ||:
   if [[ -n ${ray:-} ]]; then
     # Its workers end where it is gone, and servers clean up where their worker is. Its agents would wait for SIGTERM.
     kill -KILL "$ray" 2>/dev/null || true
@@ -60,7 +62,7 @@ main() {
 
   MEGARL_GPUS=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((${SLURM_GPUS_ON_NODE:-0} - 1)))}
   # For train.sh --attach.
-  export -p | grep -E '^declare -x (MEGARL_|RAY_|PATH=|PYTHONPATH=)' >"$scratch/environment"
+  declare -p PATH "${!MEGARL_@}" "${!RAY_@}" "${!PYTHONPATH@}" >"$scratch/environment"
   export MEGARL_GPUS MEGARL_MARK=$scratch
   # Ray would wait half a minute for work to move to other nodes; the run has ended by then.
   export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0

@@ -22,7 +22,7 @@ MEGARL_PYTHON=${MEGARL_PYTHON:-$(command -v "$MEGARL_HOME/.venv/bin/python" pyth
 # The interface over which Ray, gloo and NCCL's bootstrap talk, that one alone; empty: the one of the default route.
 MEGARL_INTERFACE=${MEGARL_INTERFACE:-}
 [[ -z $MEGARL_INTERFACE ]] || export NCCL_SOCKET_IFNAME="=$MEGARL_INTERFACE"
-# InfiniBand:  export NCCL_IB_TIMEOUT=22 NCCL_IB_RETRY_CNT=7; each node sets NCCL_IB_HCA to its active ports itself
+# InfiniBand:  export NCCL_IB_TIMEOUT=22 NCCL_IB_RETRY_CNT=7; each node sets an unset NCCL_IB_HCA itself
 # RoCE:        export NCCL_IB_GID_INDEX=3 NCCL_IB_TC=106
 # NVLink SHARP: export NCCL_NVLS_ENABLE=1 NCCL_CUMEM_ENABLE=1
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN} # INFO says at the start which of them NCCL uses

@@ -16,7 +16,6 @@
 set -euo pipefail
 
 fail() { echo "error: $*" >&2; exit 2; }
-# In the job's output and in the run's log.
 say() {
   echo "$(date '+%F %T') $*"
   [[ ! -f $run_dir/train.log ]] || echo "$(date '+%F %T') job $job: $*" >>"$run_dir/train.log" || true
@@ -119,7 +118,6 @@ compose() {
     "$MEGARL_PYTHON" -m megarl.${command/#evaluate/cli evaluate} "${arguments[@]}")
 }
 
-# A step of the preflight.
 look() {
   local code=0
   timeout "$PREFLIGHT_S" "$@" || code=$?
@@ -159,7 +157,6 @@ run_driver() {
   say "the driver has ended with code $code"
 }
 
-# The newest checkpoint.
 read_newest() { sed 's,^,checkpoints/,' "$run_dir/checkpoints/latest" 2>/dev/null || echo none; }
 
 # How the job ends, after Ray on all nodes: the driver's code counts, unless another start may bring it further.
@@ -168,7 +165,7 @@ end() {
   [[ $stop == TERM ]] || ((code == 0 || code == 2)) || cause=$(find_cause "$code")
   ((code != 0 && code != EXIT_USR1)) || how=ended
   wait_until 6 kill_marked "driver-$SLURM_JOB_ID" || true
-  touch "$MEGARL_JOB_DIR/over-$how" # node.sh waits for it; Ray's own logs of what failed are kept
+  touch "$MEGARL_JOB_DIR/over-$how" || say "$MEGARL_JOB_DIR cannot be written: Slurm ends Ray with the job"
   wait_until "$TEARDOWN_S" has_ended "$ray" || say "Ray did not end within $TEARDOWN_S s; Slurm kills it with the job"
   rm -rf "$MEGARL_JOB_DIR"
   rmdir --ignore-fail-on-non-empty "$run_dir/.slurm" || true
@@ -252,6 +249,7 @@ MEGARL_HOME=${MEGARL_HOME:-$(dirname "$(dirname "$(realpath "${BASH_SOURCE[0]}")
 # sbatch runs a copy of this file, from its spool folder.
 [[ -z $job || -f $MEGARL_HOME/slurm/node.sh ]] ||
   MEGARL_HOME=$(ask_job | sed -n 's,^ *Command=\(.*\)/slurm/train\.sh.*,\1,p')
+[[ -f $MEGARL_HOME/slurm/node.sh ]] || MEGARL_HOME=${SLURM_SUBMIT_DIR:-$MEGARL_HOME}
 [[ -f $MEGARL_HOME/slurm/node.sh ]] ||
   fail "MEGARL_HOME: found '$MEGARL_HOME', which has no slurm/node.sh; name megarl's directory"
 # shellcheck source=slurm/clean.sh
@@ -296,9 +294,9 @@ look "${check_job[@]}" <"$MEGARL_JOB_DIR/nodes" >"$MEGARL_JOB_DIR/settings" || e
 
 "${start_ray[@]}" &
 ray=$!
-wait_until "$HEAD_S" has_answer || say "Ray on ${nodes[0]} gave no address within $HEAD_S s: $MEGARL_LOG_DIR"
+wait_until "$HEAD_S" has_answer || true
 [[ -z $stop ]] || end
-[[ -s $MEGARL_JOB_DIR/address ]] || end 1
+[[ -s $MEGARL_JOB_DIR/address ]] || { say "Ray has ended, or gave no address within $HEAD_S s: $MEGARL_LOG_DIR"; end 1; }
 say "Ray at $(<"$MEGARL_JOB_DIR/address") on $MEGARL_NODES"
 run_driver
 end "$code"

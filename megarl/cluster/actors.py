@@ -604,7 +604,7 @@ class Servers:
 
     def end(self, names: Collection[str]) -> None:
         """As in `RolloutServers`; a restarted server appends to its log. Does nothing before the first start."""
-        if self._urls is None or not names:
+        if self._urls is None:
             return
         try:
             urls = self._urls.result()
@@ -612,6 +612,8 @@ class Servers:
             # The first start failed: the next one is the first again, of all servers.
             self._urls, names, urls = None, self.names, [""] * len(self.names)
         numbers = [number for number, name in enumerate(self.names) if name in names]
+        if not numbers:
+            return
         self._stop(numbers)
         for number in numbers:
             port = urlsplit(urls[number]).port

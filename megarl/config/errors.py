@@ -89,8 +89,9 @@ def describe_error(error: BaseException, path: str = "") -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__}: {error.msg} ({_show_line(error.filename, error.lineno or 0, error.text)})"
     source = path.rpartition(":")[0]
-    file = source if source.endswith(_SUFFIX) else getattr(sys.modules.get(source), "__file__", None) or ""
-    own = Path(file).expanduser().resolve()
+    # As frames have it: a file is loaded by its resolved name, a module by that of sys.path.
+    file = getattr(sys.modules.get(source), "__file__", None) or ""
+    own = Path(source).expanduser().resolve() if source.endswith(_SUFFIX) else Path(file)
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     chosen = [place for place in places if Path(place[0]) == own] or [place for place in places if _is_users(place[0])]
     return f"{what} ({_show_line(*chosen[-1])})" if chosen else what

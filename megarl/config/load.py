@@ -488,8 +488,9 @@ def _find_brought(overrides: Sequence[str]) -> dict[str, str]:
     """What a model that a run wrote brings along: options of groups, and the text of values by dotted key."""
     if not any(text.startswith("model.path=") for text in overrides):
         return {}
-    _, completed, _ = _settle(rewrite_overrides(overrides), "evaluate")
-    return dict(text.split("=", 1) for text in completed[: -len(overrides)])
+    rewritten = rewrite_overrides(overrides)
+    _, completed, _ = _settle(rewritten, "evaluate")
+    return dict(text.split("=", 1) for text in completed[: len(completed) - len(rewritten.overrides)])
 
 
 def load_configs(runs: dict[str, list[str]]) -> dict[str, Config]:

@@ -185,11 +185,11 @@ def compute_megatron_shape(entry: Entry, arch: Architecture, tp: int) -> Shape:
     return (rows, *entry.shapes[0][1:])
 
 
-PREFIX = "adapters."
+ADAPTER_PREFIX = "adapters."
 """Keys of adapters in Megatron's checkpoints and names of their parameters begin so"""
-FOLDER = "adapter"
+ADAPTER_FOLDER = "adapter"
 """Beside the weights of a Hugging Face checkpoint: what PEFT loads"""
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _LINEARS = {
     LoraLayers.attention: re.compile(r"\.self_attention\.linear_(?:qkv|proj)\.weight$"),
     LoraLayers.mlp: re.compile(r"\.mlp\.linear_fc[12]\.weight$"),
@@ -242,19 +242,19 @@ def build_peft_config(lora: LoraConfig, arch: Architecture, base: str) -> dict[s
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """What peft.PeftModel.from_pretrained loads, from the folder `FOLDER` of a checkpoint's directory."""
+    """What peft.PeftModel.from_pretrained loads, from the folder `ADAPTER_FOLDER` of a checkpoint's directory."""
 
     config: Mapping[str, Any]
     """adapter_config.json"""
     tensors: Mapping[str, Tensor]
 
     def write(self, checkpoint: Path) -> None:
-        folder = checkpoint / FOLDER
+        folder = checkpoint / ADAPTER_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG).write_text(json.dumps(dict(self.config), indent=2) + "\n")
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(dict(self.config), indent=2) + "\n")
         if self.tensors:
-            save_file(dict(self.tensors), folder / WEIGHTS, {"format": "pt"})
-            (folder / WEIGHTS).chmod(0o644)
+            save_file(dict(self.tensors), folder / ADAPTER_WEIGHTS, {"format": "pt"})
+            (folder / ADAPTER_WEIGHTS).chmod(0o644)
 
 
 INDEX = "model.safetensors.index.json"

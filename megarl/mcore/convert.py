@@ -31,13 +31,13 @@ from megarl.files import (
 from megarl.mcore import state
 from megarl.mcore.batch import build_batch
 from megarl.mcore.checkpoints import (
+    ADAPTER_CONFIG,
+    ADAPTER_FOLDER,
+    ADAPTER_PREFIX,
     BACKENDS,
-    CONFIG,
     DESCRIPTION,
-    FOLDER,
     KIND,
     METADATA,
-    PREFIX,
     STORED_DTYPES,
     VALUE_HEAD,
     CheckpointReader,
@@ -161,7 +161,7 @@ def _open_megatron(directory: Path) -> Source:
     if not is_role:
         raise CheckpointError(f"{directory / MANIFEST}: is not of a role's weights: {dict(about)}")
     arch, shapes = read_architecture(directory / DESCRIPTION), list_shapes(directory)
-    adapters = [key for key in shapes if key.startswith(PREFIX)]
+    adapters = [key for key in shapes if key.startswith(ADAPTER_PREFIX)]
     expected = compute_global_shapes(list_entries(arch, with_value_head=role is Role.critic), arch, tp)
     if problems := compare_shapes({key: shapes[key] for key in shapes.keys() - set(adapters)}, expected):
         raise CheckpointError(f"{directory}: {'; '.join(problems)}")
@@ -169,7 +169,7 @@ def _open_megatron(directory: Path) -> Source:
     if adapters:
         kinds = {LoraLayers.attention if "-self_attention-" in key else LoraLayers.mlp for key in adapters}
         try:
-            fields = load_json_object(directory / DESCRIPTION / FOLDER / CONFIG)
+            fields = load_json_object(directory / DESCRIPTION / ADAPTER_FOLDER / ADAPTER_CONFIG)
             lora = LoraConfig(int(fields["r"]), float(fields["lora_alpha"]), [x for x in LoraLayers if x in kinds])
         except (ValueError, OSError, KeyError, TypeError) as error:
             raise CheckpointError(f"{directory}: how to merge its adapters cannot be read: {error}") from None
@@ -230,7 +230,7 @@ def convert(source: Source, target: Path, *, dtype: Dtype | None = None, overwri
             write_safetensors(building, export_tensors(source, chunks))
         copy_description(source.description, description, value_head, dtype=DTYPES[chosen])
         if source.lora is not None:
-            fields = load_json_object(source.description / FOLDER / CONFIG)
+            fields = load_json_object(source.description / ADAPTER_FOLDER / ADAPTER_CONFIG)
             if (adapter := export_peft(chunks, source.arch, fields)) is not None:
                 adapter.write(building)
         # The configuration of the run that wrote the model stays with it.

@@ -355,10 +355,9 @@ class OffloadManager:
         if training:
             self._training.bring()
             self._gradients.bring()
-        try:
-            yield
-        finally:
-            self.leave()
+        yield
+        # Not after an error: to leave waits for the device, which may wait for lost ranks. A next call brings the rest.
+        self.leave()
 
     def leave(self) -> None:
         """Move away what `offload` names."""

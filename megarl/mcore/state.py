@@ -40,12 +40,12 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema.roles import LoraConfig, ParallelConfig
 from megarl.files import CheckpointError
 from megarl.mcore.checkpoints import (
+    ADAPTER_PREFIX,
     BACKENDS,
     CONTENT,
     HEAD,
     HF_EMBEDDING,
     HF_HEAD,
-    PREFIX,
     VALUE_HEAD,
     CheckpointReader,
     Entry,
@@ -74,7 +74,7 @@ def named_entries(chunks: Sequence[PackedGPT]) -> list[tuple[Entry, Tensor]]:
     result = []
     for chunk in chunks:
         layers, saved = [layer.layer_number - 1 for layer in chunk.decoder.layers], chunk.state_dict(keep_vars=True)
-        tensors = [named for named in chunk.named_parameters() if not named[0].startswith(PREFIX)]
+        tensors = [named for named in chunk.named_parameters() if not named[0].startswith(ADAPTER_PREFIX)]
         # The buffers that are a part of the checkpoint.
         tensors += [named for named in chunk.named_buffers() if named[0] in saved]
         for name, param in tensors:
@@ -315,7 +315,7 @@ def attach_adapters(
         for entry, param in named_entries([chunk]):
             if has_adapter(entry, lora.layers):
                 adapter = Adapter(owners[id(param)], entry, chunk.config, lora, seed)
-                # `state.take_weights` merges by it; not a module of the layer, whose checkpoint would count it as its.
+                # `take_weights` merges by it; not a module of the layer, whose checkpoint would count it as its.
                 param.adapter = adapter  # type: ignore[attr-defined]
                 owners[id(param)].register_forward_hook(adapter.add_to)
                 # Of decoder.layers.3.mlp.linear_fc1.weight: 3-mlp-linear_fc1
@@ -458,7 +458,7 @@ def load_weights(directory: Path, chunks: Sequence[PackedGPT]) -> None:
     CheckpointError where there is no checkpoint, Megatron's CheckpointingException or KeyError for another model's.
     """
     keys = load_metadata(directory).state_dict_metadata
-    if any(key.startswith(PREFIX) for key in keys) and not any(hasattr(chunk, "adapters") for chunk in chunks):
+    if any(key.startswith(ADAPTER_PREFIX) for key in keys) and not any(hasattr(chunk, "adapters") for chunk in chunks):
         raise CheckpointError(
             f"{directory}: has LoRA adapters beside its weights; tools/convert_checkpoint.py merges them"
         )

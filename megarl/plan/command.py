@@ -93,7 +93,7 @@ def show(config: Config, mean: float | None) -> int:
     from rich.console import Console
 
     from megarl.plan.job import build_plan, find_change, find_models
-    from megarl.plan.tables import describe_losses, find_signal, list_tables
+    from megarl.plan.tables import LONGEST_SIGNAL_S, describe_losses, find_signal, list_tables
 
     models = find_models(config)
     plan = build_plan(config, models, mean)
@@ -104,7 +104,8 @@ def show(config: Config, mean: float | None) -> int:
         losses, signal = list(describe_losses(config, plan)), find_signal(config, plan.seconds)
         there = config.cluster.num_nodes * config.cluster.gpus_per_node
         gpus = f"{plan.num_gpus}{'' if plan.num_gpus == there else f' of {there}'} GPUs"
-        why = f": an update takes {plan.seconds.update:,.0f} s and ends first"
+        ends = "ends first" if signal != LONGEST_SIGNAL_S else "sbatch takes no more"
+        why = f": an update takes {plan.seconds.update:,.0f} s and {ends}"
         on_slurm = "" if signal is None else f"; on Slurm with sbatch --signal=B:USR1@{signal}{why}"
         print(f"\nfits{', but' * bool(losses)}: {gpus}{on_slurm}")
         for line in losses:

@@ -24,6 +24,8 @@ from megarl.report.timeline import span
 T = TypeVar("T")
 
 CONNECT_DEADLINE_S = 10.0
+KEEP_ALIVE_S = 2.0
+"""How long an idle connection is kept: less than SGLang does (5 s), so that none is used as it is closed"""
 FIND_DEADLINE_S = 3.0
 """How long to wait for an exit status: a connection breaks before the process behind it has been reaped."""
 URGENT = 100
@@ -89,8 +91,8 @@ class OnEventLoop:
                 try:
                     return future.result(timeout=POLL_S)
                 except TimeoutError:
-                    if future.done():  # The work itself ran out of time.
-                        raise
+                    if future.done():  # Just now, or the work itself ran out of time.
+                        return future.result()
         except BaseException:
             future.cancel()
             ended.wait(END_DEADLINE_S)
@@ -187,7 +189,7 @@ class SGLangClient:
             base_url=self.url,
             trust_env=False,
             headers=headers,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_ALIVE_S),
             timeout=httpx.Timeout(None, connect=min(CONNECT_DEADLINE_S, deadline_s)),
         )
 

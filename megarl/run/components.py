@@ -59,7 +59,7 @@ class TrainerComponents:
     rollout_file: RolloutWriter | None = None
     """With logger.save_rollouts"""
     engine: SGLangEngine | None = None
-    """None, as what follows: nothing is generated (Inputs.saved_groups)"""
+    """None, as collector and servers: nothing is generated (Inputs.saved_groups)"""
     collector: Collector | None = None
     sync: WeightSync = field(default_factory=NoSync)
     servers: RolloutServers | None = None

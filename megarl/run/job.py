@@ -180,7 +180,7 @@ def open_components(
             measured[SERVERS] = servers
         report.measure = partial(measure_peaks, measured)
         components = build_components(stack, config, inputs, run_dir, report, groups)
-        if servers is None or inputs.saved_groups is not None:
+        if servers is None:
             yield components
             return
         engine = _open_engine(stack, config, inputs.checkpoint, servers, inputs.stop_token_ids)

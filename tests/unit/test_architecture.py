@@ -14,7 +14,7 @@ PACKAGE = ROOT / "megarl"
 ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "cli": (8, 850, ("cli", "train", "api", "plan.command", "plan.doctor")),
     "run": (7, 2570, ("run", "trainer", "sweep")),
-    "cluster": (6, 1710, ("cluster",)),
+    "cluster": (6, 1720, ("cluster",)),
     "plan": (6, 1910, ("plan",)),
     "sync": (5, 2150, ("sync",)),
     "mcore": (4, 4390, ("mcore",)),
