@@ -123,7 +123,7 @@ def test_a_folder_is_found_again_by_what_its_run_computes():
 def test_a_folder_has_no_name_that_a_shell_or_a_path_would_take_apart():
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         composed = compose("config")
-    readable, _, digits = name_run("data.path=/a b/c,reward.x='$(ls)'", composed).rpartition("_")
+    readable, _, digits = name_run("data.path=/a b/c,reward.x='$(ls)'", _root_=composed).rpartition("_")
     assert readable == "data.path=-a-b-c,reward.x=---ls--"
     assert len(digits) == 6
     assert len(name_run("k=" + "v" * 400, _root_=composed)) < 120
