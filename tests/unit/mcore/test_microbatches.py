@@ -103,9 +103,9 @@ def test_the_cost_of_a_row_by_hand() -> None:
     body = 2 * (5 * (240 + 120 + 210) + 12 * 25)
     assert compute_row_costs(build_architecture(), one_row(5, 3)) == [body + 3 * 10 * 50]
     assert compute_row_costs(build_architecture(), one_row(5, 3), with_value_head=True) == [body + 3 * 10]
-    # Of a mixture the experts of a token and the router count.
-    experts = Experts(num_experts=8, top_k=2, ffn_size=6, normalized=True)
-    body = 2 * (5 * (240 + 120 + 2 * 3 * 10 * 6 + 10 * 8) + 12 * 25)
+    # Of a mixture the experts of a token, those that all tokens share, and the router count.
+    experts = Experts(num_experts=8, top_k=2, ffn_size=6, normalized=True, shared_ffn_size=5)
+    body = 2 * (5 * (240 + 120 + (2 * 6 + 5) * 3 * 10 + 10 * 8) + 12 * 25)
     assert compute_row_costs(build_architecture(experts), one_row(5, 3)) == [body + 3 * 10 * 50]
 
 
