@@ -464,6 +464,10 @@ def test_replay_draws_its_share_of_past_groups_without_repeats_and_forgets_the_o
     assert {name[0] for name in names} <= {"1", "2"}
     assert buffer.draw(8, iteration=4) == drawn
     assert buffer.draw(8, iteration=5) != drawn
+    # One group at least is fresh: 0.9 of 4 would be all.
+    buffer = ReplayBuffer(ReplayConfig(num_iterations=1, frac=0.9), seed=1)
+    buffer.add([make_named(f"{i}", MIXED) for i in range(8)])
+    assert len(buffer.draw(4, iteration=2)) == 3
 
 
 def test_replay_plans_how_many_fresh_groups_the_next_iterations_need():
