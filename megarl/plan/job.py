@@ -158,13 +158,12 @@ def build_jobs(config: Config, models: PlannedModels, on_gpu: bool) -> dict[str,
 
 def _build_job(config: Config, name: str, node: Node, models: PlannedModels, on_gpu: bool) -> m.RoleJob:
     megatron, is_critic = config.model.megatron, name == "critic"
-    fp8 = isinstance(node, schema.TrainedRoleConfig) and node.fp8 is not None
     return m.RoleJob(
         *(name, node, models.critic if is_critic else models.policy),
         *find_microbatch(config, node.parallel, find_longest(config, is_critic=is_critic)),
         on_gpu=on_gpu,
         holds_reference=name == "policy" and needs_full_kl(config.algo),
-        caches_fp8=fp8 and not megatron.get("disable_parameter_transpose_cache"),
+        caches_fp8=m.uses_fp8(node) and not megatron.get("disable_parameter_transpose_cache"),
         modules=tuple(megatron.get("recompute_modules") or m.DEFAULT_MODULES),
     )
 

@@ -156,6 +156,10 @@ DEFAULT_MODULES = ("core_attn",)
 """Modules that Megatron recomputes under recompute=selective (transformer_config.py, recompute_modules)"""
 
 
+def uses_fp8(node: schema.TrainedRoleConfig | schema.ReferenceConfig) -> bool:
+    return isinstance(node, schema.TrainedRoleConfig) and node.fp8 is not None
+
+
 @dataclass(frozen=True)
 class RoleJob:
     """One role, with what its memory depends on."""

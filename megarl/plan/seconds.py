@@ -182,10 +182,6 @@ def _compute_again(job: m.RoleJob, layer: LayerSeconds, num_layers: int) -> floa
     return num_layers * (attention + mlp)
 
 
-def uses_fp8(job: m.RoleJob) -> bool:
-    return isinstance(job.node, TrainedRoleConfig) and job.node.fp8 is not None
-
-
 def compute_layer_seconds(job: m.RoleJob, cluster: ClusterConfig, tokens: float, length: float) -> LayerSeconds:
     """tokens: of a micro-batch on one rank. length: of a sequence."""
     arch, parallel, b = job.arch, job.parallel, m.ELEMENT_BYTES[job.dtype]
@@ -193,7 +189,7 @@ def compute_layer_seconds(job: m.RoleJob, cluster: ClusterConfig, tokens: float,
     per_token, per_square, _ = count_multiply_adds(arch, job.has_value_head)
     products = 2 * tokens * per_token / arch.num_layers / parallel.tp
     attention = 2 * tokens * length * per_square / arch.num_layers / parallel.tp
-    peak = hardware.fp8_tflops * FP8_SHARE if uses_fp8(job) else hardware.bf16_tflops * PRODUCT_SHARE
+    peak = hardware.fp8_tflops * FP8_SHARE if m.uses_fp8(job.node) else hardware.bf16_tflops * PRODUCT_SHARE
     attending = attention / (hardware.bf16_tflops * 1e12 * ATTENTION_SHARE)
     split = tokens / parallel.tp if parallel.sp else tokens
     whole = m.MicroBatch(ceil(tokens), ceil(tokens), ceil(length))

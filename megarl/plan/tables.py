@@ -192,7 +192,7 @@ def describe_losses(config: Config, plan: JobPlan) -> Iterator[str]:
 
 def describe_assumptions(plan: JobPlan) -> str:
     jobs = plan.jobs.values()
-    fp8 = f" (FP8 {s.FP8_SHARE:g})" if any(map(s.uses_fp8, jobs)) else ""
+    fp8 = f" (FP8 {s.FP8_SHARE:g})" if any(m.uses_fp8(job.node) for job in jobs) else ""
     text = (
         f"Assumed: matrix products at {s.PRODUCT_SHARE:g} of the peak{fp8}, attention at"
         f" {s.ATTENTION_SHARE:g}, other operations at {s.MEMORY_SHARE:g} of the memory bandwidth,"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
 
-from megarl.report.record import MFU, ONCE, QUARTERS, History
+from megarl.report.record import HELDOUT, MFU, ONCE, QUARTERS, History
 from megarl.report.text import TIME, format_number
 
 NUM_COLOURS = 8
@@ -36,12 +36,12 @@ class Chart:
     """Names that a * does not stand for, without their beginning"""
 
 
-HELDOUT, SAMPLED = "held out, greedy", "training, sampled"
+GREEDY, SAMPLED = "held out, greedy", "training, sampled"
 # fmt: off
 LEARNING = (
-    Chart("Reward", "mean per response", {"reward/heldout": HELDOUT, "reward/mean": SAMPLED},
+    Chart("Reward", "mean per response", {HELDOUT: GREEDY, "reward/mean": SAMPLED},
           "The held-out prompts are never trained on: a gap that widens is overfitting, or a reward that is gamed."),
-    Chart("Right answers", "share of responses", {"heldout/correct": HELDOUT, "reward/correct": SAMPLED}),
+    Chart("Right answers", "share of responses", {"heldout/correct": GREEDY, "reward/correct": SAMPLED}),
     Chart("Parts of the reward", "training, mean", {"reward/*": "*"},
           without="mean std min max heldout correct equal_groups_frac failed_frac positive_frac shaped_mean"),
     Chart("Response length", "generated tokens",

@@ -14,11 +14,11 @@ from typing import Any
 
 from megarl import files
 from megarl.algo.statistics import RunningMoments
-from megarl.config.schema.roles import Dtype
 from megarl.config.schema.root import CheckpointConfig
 from megarl.interfaces import DeadlineError, TrainBackend, wait_all
 from megarl.mcore.checkpoints import count_parameters, describe_role
 from megarl.mcore.spec import Role, WorkerSpec
+from megarl.plan.memory import ELEMENT_BYTES
 from megarl.report.record import METRICS_FILE
 from megarl.report.report import Report
 from megarl.report.timeline import span
@@ -112,14 +112,15 @@ def cut_files(run_dir: Path, sizes: Mapping[str, int]) -> None:
 
 POLL_S = 0.05
 CLOSE_DEADLINE_S = 10.0
-WEIGHT_BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 OPTIMIZER_BYTES = 12
 """Per parameter in a checkpoint: a float32 master weight and the two moments of Adam"""
 
 
 def estimate_bytes(specs: Iterable[WorkerSpec]) -> int:
     """The approximate size of a checkpoint of these roles."""
-    return sum(count_parameters(Path(spec.checkpoint)) * (WEIGHT_BYTES[spec.dtype] + OPTIMIZER_BYTES) for spec in specs)
+    return sum(
+        count_parameters(Path(spec.checkpoint)) * (ELEMENT_BYTES[spec.dtype] + OPTIMIZER_BYTES) for spec in specs
+    )
 
 
 class LoopSaver:

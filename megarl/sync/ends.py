@@ -16,7 +16,8 @@ import json
 import os
 import socket
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -36,12 +37,32 @@ CHUNK = 1 << 20
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class WeightSender:
+class _End:
+    """What both ends keep from one call to the next."""
+
+    _transport: BucketTransport | None = None
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+
+    @contextmanager
+    def _moving(self) -> Iterator[BucketTransport]:
+        """The open transport. It is closed where the block fails: ranks that wait for this one learn of it at once."""
+        assert self._transport is not None, "open comes before"
+        try:
+            yield self._transport
+        except BaseException:
+            self.close()
+            raise
+
+
+class WeightSender(_End):
     """Rank-local half of the policy sender. Every rank is called with the same verb at the same time."""
 
     def __init__(self, worker: "MegatronWorker") -> None:
         self._worker = worker
-        self._transport: BucketTransport | None = None
         self._rank = -1
         self._buckets: Sequence[Bucket] = ()
         self._words: Mapping[tuple[int, str], int] = {}
@@ -78,15 +99,9 @@ class WeightSender:
 
     def send(self) -> None:
         """Send all buckets of this rank. Raises TransportError."""
-        assert self._transport is not None, "send was called before open"
-        with torch.no_grad(), self._worker.offload.during(training=False):
+        with self._moving() as transport, torch.no_grad(), self._worker.offload.during(training=False):
             tensors = self._worker.shards()
-            try:
-                self._transport.send(self._buckets, lambda bucket, out: fill_bucket(bucket, out, tensors, self._dtypes))
-            except BaseException:
-                # Ranks that wait for this one then learn of it at once.
-                self.close()
-                raise
+            transport.send(self._buckets, lambda bucket, out: fill_bucket(bucket, out, tensors, self._dtypes))
 
     def checksum(self) -> dict[tuple[int, str], int]:
         """What this rank's parameters add to each checksum, by (server rank, tensor name)."""
@@ -98,17 +113,11 @@ class WeightSender:
 
             return sum_checksums(self._buckets, self._words, take)
 
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
-            self._transport = None
 
-
-class _Receiver:
+class _Receiver(_End):
     """What this rank keeps between requests."""
 
     def __init__(self) -> None:
-        self.transport: BucketTransport | None = None
         self.buckets: list[Bucket] = []
         self.words: dict[str, int] = {}
         self.rank = -1
@@ -126,8 +135,8 @@ class _Receiver:
         self.buckets = [decode_bucket(bucket) for bucket in buckets]
 
     def open(self, tensors: Mapping[str, Tensor], transport: dict[str, Any]) -> None:
-        self._close()
-        self.transport = open_transport(
+        self.close()
+        self._transport = open_transport(
             transport,
             self.rank,
             is_source=False,
@@ -140,13 +149,8 @@ class _Receiver:
 
         tensors: looked up for this sync, since a server may have given its memory back in between.
         """
-        assert self.transport is not None, "receive was called before open"
-        try:
-            self.transport.receive(self.buckets, lambda bucket, message: empty_bucket(bucket, message, tensors))
-        except BaseException:
-            # Ranks that wait for this one then learn of it at once.
-            self._close()
-            raise
+        with self._moving() as transport:
+            transport.receive(self.buckets, lambda bucket, message: empty_bucket(bucket, message, tensors))
         return sum(copy.num_bytes for bucket in self.buckets for copy in bucket.copies)
 
     def checksum(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -154,11 +158,6 @@ class _Receiver:
         words = {(self.rank, name): word for name, word in self.words.items()}
         sums = sum_checksums(self.buckets, words, lambda copy: copy.target.of(tensors[copy.target_tensor]))
         return {name: value for (_, name), value in sums.items()}
-
-    def _close(self) -> None:
-        if self.transport is not None:
-            self.transport.close()
-            self.transport = None
 
 
 _RECEIVER = _Receiver()
