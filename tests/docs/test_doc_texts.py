@@ -58,17 +58,17 @@ def test_the_configuration_and_the_objectives_are_current() -> None:
     assert tool.ALGORITHMS.read_text() == tool.render_algorithms(), "python tools/docs/generate.py"
 
 
-def test_the_numbers_of_the_tutorial_agree_with_its_formulas() -> None:
-    text = (ROOT / "docs" / "tutorial.md").read_text()
-    table = text[text.index("| t | id | token |") : text.index("`rollout_logprob` comes from")]
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if re.match(r"\| \d", line)]
-    (lambda_,) = re.findall(r"clip\(1 - 1/.*?, 1\) =\s+([\d.]+)\.", text)
-    (reward,) = {float(row[7]) for row in rows}
+def test_the_numbers_of_the_prompt_in_the_architecture_agree_with_its_formulas() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = [line.strip(" |").split(" | ") for line in text.splitlines() if re.match(r" *\| \d+ \| `", line)]
+    (lambda_,) = re.findall(r"clip\(1 - 1/.*?, 1\) = ([\d.]+)\.", text)
+    (reward,) = {float(row[5]) for row in rows}
+    assert len(rows) == 4
     advantage, value = 0.0, reward
-    for step, row in enumerate(reversed(rows[-8:])):  # those before them are not shown to the end
-        own = float(row[5])
+    for row in reversed(rows):
+        own = float(row[3])
         advantage = value - own + float(lambda_) * advantage
-        assert float(row[6]) == pytest.approx(advantage, abs=2e-4), f"token {len(rows) - step}"
+        assert float(row[4]) == pytest.approx(advantage, abs=2e-4), f"token {row[0]}"
         value = own
 
 

@@ -132,7 +132,7 @@ class ClusterConfig:
 NO_QUANTIZED_WEIGHTS = (
     "servers hold the policy's weights in rollout.dtype=float32 or bfloat16: SGLang replaces weights by quantized ones"
     " of another shape as it loads them, which a weight sync cannot write and its checksums cannot verify"
-    " (docs/weight-sync.md, Quantized servers)"
+    " (docs/architecture.md, Weight sync)"
 )
 
 
@@ -151,7 +151,7 @@ class RolloutConfig:
     stop_token_ids: list[int] = field(default_factory=list)
     """The same by their numbers in the vocabulary."""
     dtype: Dtype = Dtype.bfloat16
-    """Type of the servers' weights, activations and KV cache. Weights are not quantized (docs/weight-sync.md)."""
+    """Type of the servers' weights, activations and KV cache. Weights are not quantized (docs/architecture.md)."""
     num_servers: int = key(1, low=1, high=100_000, why="each is a process")
     """Number of SGLang servers; requests are distributed among them."""
     tp: int = key(1, low=1, high=1024, why="a server is on one node")
@@ -190,7 +190,7 @@ class RolloutConfig:
     The loss must weight it as with max_staleness. null: responses are generated."""
     max_probe_logprob_gap: float | None = key(None, above=0, when=TRAINED)
     """A larger median |log-prob difference| of servers and policy after the first weight sync, in nats per token, ends
-    the run. null: what rounding explains (docs/weight-sync.md)."""
+    the run. null: what rounding explains (docs/architecture.md)."""
     sglang: dict[str, Any] = field(default_factory=dict)
     """SGLang server arguments (underscored names), checked against the real ones; those by which responses would not be
     samples of the policy are refused."""
@@ -256,7 +256,7 @@ class TrainConfig:
     profile: int | None = key(None, low=1)
     """The iteration to profile, from 1, into RUN_DIR/profile (docs/profiling.md). null: none."""
     deterministic: bool = False
-    """Training on GPUs gives the same weights from the same rollouts, and is slower (docs/reliability.md)."""
+    """Training on GPUs gives the same weights from the same rollouts, and is slower (docs/checkpoints.md)."""
 
     @property
     def num_prompts(self) -> int:
