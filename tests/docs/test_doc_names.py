@@ -1,4 +1,4 @@
-"""What README, CONTRIBUTING and docs name exists: keys, choices of groups, metrics, commands; and the docs are short."""
+"""README, CONTRIBUTING and docs name keys, choices, metrics and commands that exist; and the docs are short."""
 
 import re
 import shlex
