@@ -57,6 +57,11 @@ PEER_NAMES: Mapping[str, tuple[str, str]] = {
 """The last parts of a name -> whose it is, and the key of ours or why there is none. Most mean a little else."""
 
 
+def is_name(ours: str) -> bool:
+    """Of what the table says of an old name: whether it is the new one, not a sentence."""
+    return re.fullmatch(r"[\w.]+(=[\w./-]+)?", ours) is not None and not ours.endswith(".")
+
+
 def find_old_name(name: str) -> str | None:
     """What to say of a key (one below a node as of the node), `group=option` or `key=value` that megarl had before."""
     node = name
@@ -65,7 +70,7 @@ def find_old_name(name: str) -> str | None:
             return None
         node = node.rpartition(".")[0]
     ours = TABLE["megarl"][node]
-    if re.fullmatch(r"[\w.]+(=[\w./-]+)?", ours) and not ours.endswith("."):
+    if is_name(ours):
         return f"; it is {ours}{name.removeprefix(node)} now"
     return f"; it was removed: {ours.removesuffix('.')}"
 

@@ -52,10 +52,9 @@ def test_lines_are_short_but_for_tables_and_blocks() -> None:
         assert not long, f"{file.relative_to(ROOT)}: {long[0]}"
 
 
-def test_the_configuration_and_the_objectives_are_current() -> None:
-    tool = load_tool("docs/generate.py")
-    assert tool.CONFIGURATION.read_text() == tool.render_configuration(), "python tools/docs/generate.py"
-    assert tool.ALGORITHMS.read_text() == tool.render_algorithms(), "python tools/docs/generate.py"
+def test_the_generated_pages_and_parts_of_pages_are_current() -> None:
+    for page, render in load_tool("docs/generate.py").PAGES.items():
+        assert page.read_text() == render(), "python tools/docs/generate.py"
 
 
 def test_the_numbers_of_the_prompt_in_the_architecture_agree_with_its_formulas() -> None:

@@ -1,9 +1,8 @@
-"""The generated parts of the documentation: docs/configuration.md and the objectives in algorithms.md.
+"""The generated parts of the documentation: docs/configuration.md from megarl/config/schema and the docstrings below
+its fields, the signs in docs/troubleshooting.md and the names of other trainers in docs/migrating.md.
 
     python tools/docs/generate.py            write them
     python tools/docs/generate.py --check    exit code 1, naming each file that is not current
-
-The configuration is read from the dataclasses of megarl/config/schema and the docstrings below their fields.
 """
 
 import argparse
@@ -11,29 +10,28 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
 from itertools import pairwise
+from math import isfinite
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING as REQUIRED
 
-from megarl.algo.objective import format_objective
-from megarl.config.load import load_config
-from megarl.config.overrides import list_options
+from megarl.config.names import NONE, TABLE, is_name
+from megarl.config.overrides import list_options, list_values
+from megarl.config.schema.roles import CriticConfig, ParallelConfig, PolicyConfig
 from megarl.config.schema.root import Config
 from megarl.config.schema.task import SCHEMAS
+from megarl.report.signs import SIGNS, Sign
 
-ROOT = Path(__file__).resolve().parents[2]
-CONFIGURATION = ROOT / "docs" / "configuration.md"
-ALGORITHMS = ROOT / "docs" / "algorithms.md"
-BEGIN = "<!-- begin objectives: made by tools/docs/generate.py -->\n"
-END = "<!-- end objectives -->"
-OBJECTIVE_MODEL = "qwen3_8b"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 WIDTH = 120
+TRAINERS = {name: name for name in ("TRL", "verl", "OpenRLHF", "ROLL")} | {"megarl": "Keys with a new name"}
+"""Titles of the tables of names, in their order"""
 GLUE = "\u00a0"
 """A space at which no line is broken"""
 INTRODUCTION = """\
@@ -41,158 +39,150 @@ INTRODUCTION = """\
 
 <!-- made by tools/docs/generate.py from megarl/config/schema; change the docstrings there -->
 
-Every key, with its type, its default and its meaning. Keys are set on the command line: `python -m megarl.train
-KEY=VALUE`. `algo=vapo` takes a whole group of values, those of `conf/algo/vapo.yaml`; the files of `conf/` hold only
-the values that differ from the defaults below. To print the final configuration of a run without starting it:
+For anyone who sets a key: every key with its default, its type and its meaning. Set keys on the command line, as in
+`megarl train KEY=VALUE`. `algo=vapo` takes a group of values from `conf/algo/vapo.yaml`; the files of `conf/` hold only
+values that differ from the defaults below. To print the final configuration of a run without starting it:
 
 ```bash
-python -m megarl.train --cfg job algo=grpo
+megarl train --cfg job algo=grpo
 ```
 
-`null` switches a key off or leaves its value to be derived, as its text says.
+An entry reads `KEY=DEFAULT` (type): meaning. Every key with the default `null` takes `null`, which switches it off or
+leaves its value to be derived, as its text says.
+"""
+ROLES = """\
+`policy` is the model that is trained to answer, `critic` the model that estimates values (only with algo.advantage=gae
+or tether), and `reference` the frozen model that KL terms compare with. The critic has the same keys under `critic`,
+without {without}; another default has {other}. The reference has `reference.dtype`, `reference.offload` (null or all)
+and `reference.parallel`.
 """
 
 
 def render_configuration() -> str:
-    """docs/configuration.md."""
     hints = get_type_hints(Config)
     plain = [field for field in fields(Config) if not is_dataclass(hints[field.name])]
     parts = [INTRODUCTION, "## Top level\n", *(_render_key("", field, Config, hints[field.name]) for field in plain)]
-    for field in fields(Config):
-        if field in plain:
-            continue
-        schema = hints[field.name]
-        parts.append(f"\n## {field.name}\n")
-        parts += _render_intro(field.name, schema)
-        parts += list(_render_class(field.name, schema))
-        for kind, special in SCHEMAS.get(field.name, {}).items():
-            own = list(_render_class(field.name, special, left_out=schema))
-            parts.append(f"\n### {field.name}={kind}\n")
-            parts.append(_wrap(_describe(special)) + "\n")
-            parts += own
+    for name in (field.name for field in fields(Config) if field not in plain):
+        if name == "policy":
+            parts += _render_roles()
+        elif name not in ("critic", "reference"):
+            parts += [*_head(f"## {name}", _describe(hints[name])), *_render_group(name, hints[name])]
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _render_intro(group: str, schema: type) -> Iterator[str]:
-    if text := _describe(schema):
+def _head(title: str, text: str) -> Iterator[str]:
+    yield f"\n{title}\n"
+    if text:
         yield _wrap(text) + "\n"
-    options = [name for name in list_options(group) if name != "default"]
-    if options:
+
+
+def _render_roles() -> Iterator[str]:
+    """Policy, critic and reference in one section: what they have in common once."""
+    own = [f"policy.{name}" for name in sorted(_list_names(PolicyConfig) - _list_names(CriticConfig))]
+    policy, critic = dict(list_values(PolicyConfig())), dict(list_values(CriticConfig()))
+    changed = [f"critic.{key}={critic[key]}" for key in policy if critic.get(key, policy[key]) != policy[key]]
+    without, other = (", ".join(f"`{each}`" for each in keys) for keys in (own, changed))
+    yield from _head("## policy, critic, reference", ROLES.format(without=without, other=other))
+    yield from _render_class("policy", PolicyConfig, apart=("parallel",))
+    yield from _head("### critic", "Keys that only the critic has.")
+    yield from _render_class("critic", CriticConfig, apart=_list_names(PolicyConfig))
+    yield from _head("### policy.parallel, critic.parallel, reference.parallel", _describe(ParallelConfig))
+    yield from _render_class("policy.parallel", ParallelConfig)
+
+
+def _render_group(group: str, schema: type) -> Iterator[str]:
+    """Its keys and its kinds (of data, environments or rewards); keys that kinds inherit stand once, before these."""
+    if options := [name for name in list_options(group) if name != "default"]:
         yield _wrap(f"Choices of `{group}=`: " + ", ".join(f"`{name}`" for name in options) + ".") + "\n"
+    yield from _render_class(group, schema)
+    kinds = SCHEMAS.get(group, {})
+    heirs: dict[type, list[str]] = {}
+    for kind, special in kinds.items():
+        for base in (each for each in special.__mro__[1:] if each not in (schema, object, *kinds.values())):
+            heirs.setdefault(base, []).append(kind)
+    shown = {f"Keys of {group}={', '.join(names)}": base for base, names in heirs.items()}
+    for title, special in (shown | {f"{group}={kind}": special for kind, special in kinds.items()}).items():
+        yield from _head(f"### {title}", _describe(special))
+        inherited = {name for base in special.__mro__[1:-1] for name in _list_names(base)}
+        yield from _render_class(group, special, left_out=inherited)
 
 
-def _render_class(prefix: str, schema: type, left_out: type | None = None) -> Iterator[str]:
-    """Its keys; `left_out`: a base class whose fields are not repeated unless their defaults differ."""
+def _list_names(schema: type) -> set[str]:
+    return {field.name for field in fields(schema)}
+
+
+def _render_class(
+    prefix: str, schema: type, left_out: Collection[str] = (), apart: Collection[str] = ()
+) -> Iterator[str]:
+    """Its keys; `left_out`: not these unless this class gives them anew; `apart`: not these at all."""
     hints = get_type_hints(schema)
-    known = {} if left_out is None else {field.name: field for field in fields(left_out)}
     nested = []
     for field in fields(schema):
-        if field.name in known and _get_default(field) == _get_default(known[field.name]):
+        if field.name in apart or (field.name in left_out and field.name not in inspect.get_annotations(schema)):
             continue
         if is_dataclass(hints[field.name]):
-            nested.append(field)
+            nested.append(field.name)
         else:
             yield _render_key(prefix, field, schema, hints[field.name])
-    for field in nested:
-        name = f"{prefix}.{field.name}"
-        yield f"\n### {name}\n"
-        text = " ".join(filter(None, [_find_text(schema, field.name), _describe(hints[field.name])]))
-        if text:
-            yield _wrap(text) + "\n"
-        yield from _render_class(name, hints[field.name])
+    for name in nested:
+        text = " ".join(filter(None, [_find_text(schema, name), _describe(hints[name])]))
+        yield from _head(f"### {prefix}.{name}", text)
+        yield from _render_class(f"{prefix}.{name}", hints[name])
 
 
 def _render_key(prefix: str, field: Field[Any], owner: type, hint: Any) -> str:
     key = f"{prefix}.{field.name}" if prefix else field.name
-    default = _get_default(field)
-    found = "required" if default == REQUIRED else f"default `{_format_value(default)}`"
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    given, kind = f"`{key}={_format_value(default)}`".replace(" ", GLUE), _format_type(hint)
+    if default is None:
+        kind = kind.removesuffix(", null")
+    elif default == REQUIRED:
+        given, kind = f"`{key}`", f"{kind}, required"
     text = _find_text(owner, field.name)
-    head = f"- `{key}` ({_format_type(hint)}, {found})"
-    return _wrap(f"{head}: {text}" if text else head, "  ") + "".join(_render_choices(hint, described=bool(text)))
-
-
-def _render_choices(hint: Any, described: bool) -> Iterator[str]:
-    """The members of an enum; its own text only where the field has none."""
-    for kind in _list_enums(hint):
-        texts = _find_texts(kind)
-        if not described and (text := _describe(kind)):
-            yield "\n" + _wrap(f"  {text}", "  ")
-        for member in kind:
-            aliases = [name for name, found in kind.__members__.items() if found is member and name != member.name]
-            name = f"`{member.name}`" + "".join(f", `{alias}`" for alias in aliases)
-            text = texts.get(member.name, "")
-            yield "\n" + _wrap(f"  - {name}: {text}" if text else f"  - {name}", "    ")
-
-
-def _list_enums(hint: Any) -> list[type[Enum]]:
-    choices = get_args(hint) or (hint,)
-    return [choice for choice in choices if inspect.isclass(choice) and issubclass(choice, Enum)]
+    return _wrap(f"- {given} ({kind})" + (f": {text}" if text else ""), "  ")
 
 
 def _format_type(hint: Any) -> str:
     if get_origin(hint) in (UnionType, Union):
-        return " or ".join("null" if part is NoneType else _format_type(part) for part in get_args(hint))
+        return ", ".join("null" if part is NoneType else _format_type(part) for part in get_args(hint))
     if get_origin(hint) is not None:
-        inner = ", ".join("any" if part is Any else _format_type(part) for part in get_args(hint))
-        return f"{get_origin(hint).__name__} of {inner.replace(', ', ' to ')}"
+        inner = " to ".join("any" if part is Any else _format_type(part) for part in get_args(hint))
+        return f"{get_origin(hint).__name__} of {inner}"
     if inspect.isclass(hint) and issubclass(hint, Enum):
-        return "choice"
+        return ", ".join(f"`{name}`" for name in hint.__members__)
     name: str = hint.__name__
-    return {"str": "text", "int": "integer", "float": "number", "bool": "true or false"}.get(name, name)
-
-
-def _get_default(field: Field[Any]) -> Any:
-    if field.default_factory is not MISSING:
-        return field.default_factory()
-    return field.default
+    return {"str": "text", "int": "integer", "float": "number", "bool": "boolean"}.get(name, name)
 
 
 def _format_value(value: Any) -> str:
     if isinstance(value, Enum):
         return value.name
+    if isinstance(value, list):
+        return f"[{', '.join(map(_format_value, value))}]"
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     return '""' if value == "" else str(value)
 
 
 def _describe(schema: type) -> str:
-    """The docstring of a class as one line; nothing for the one that dataclasses or enums make up."""
-    own = ast.get_docstring(_parse(schema)) if _has_source(schema) else None
-    return " ".join((own or "").split())
+    """The docstring of a class as one line; nothing for the one that dataclasses make up."""
+    return " ".join((ast.get_docstring(_parse(schema)) or "").split())
 
 
 def _find_text(owner: type, name: str) -> str:
-    """The docstring below the field, in the class that defines it."""
-    for base in owner.__mro__:
-        if is_dataclass(base) and name in inspect.get_annotations(base):
-            found = _find_texts(base).get(name)
-            if found:
-                return found
-    return ""
+    """The docstring below the field, in the nearest class that has one."""
+    found = [_find_texts(base).get(name) for base in owner.__mro__ if is_dataclass(base)]
+    return next(filter(None, found), "")
 
 
 def _find_texts(schema: type) -> dict[str, str]:
-    """Field or member -> the docstring below it."""
-    if not _has_source(schema):
-        return {}
-    body = _parse(schema).body
-    found = {}
-    for node, below in pairwise(body):
-        target: ast.expr | None = node.target if isinstance(node, ast.AnnAssign) else None
-        if isinstance(node, ast.Assign):
-            target = node.targets[0]
-        text = below.value if isinstance(below, ast.Expr) else None
-        if isinstance(target, ast.Name) and isinstance(text, ast.Constant) and isinstance(text.value, str):
-            found[target.id] = " ".join(text.value.split())
-    return found
-
-
-def _has_source(schema: type) -> bool:
-    """Enums made by a call have none."""
-    try:
-        return inspect.getsource(schema).lstrip().startswith(("class", "@"))
-    except (OSError, TypeError):
-        return False
+    """Field -> the docstring below it."""
+    return {
+        node.target.id: " ".join(below.value.value.split())
+        for node, below in pairwise(_parse(schema).body)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
+    }
 
 
 def _parse(schema: type) -> ast.ClassDef:
@@ -209,37 +199,60 @@ def _wrap(text: str, indent: str = "") -> str:
     return lines.replace(GLUE, " ")
 
 
-def render_objectives() -> str:
-    """The printed objective of every preset."""
-    blocks = []
-    for name in list_options("algo"):
-        config = load_config([f"algo={name}", f"model={OBJECTIVE_MODEL}"])
-        text = format_objective(config.algo, config.train.responses_per_prompt, config.reward.wrong)
-        blocks.append(f"### {name}\n\n```\n{text}\n```\n")
-    return "\n" + "\n".join(blocks) + "\n"
+def render_signs() -> str:
+    rows = [f"| {sign.title} | {_format_bound(sign)} | {sign.do} |" for sign in SIGNS]
+    return "\n".join(["| sign | metric | what to do |", "| --- | --- | --- |", *rows])
 
 
-def render_algorithms() -> str:
-    """docs/algorithms.md with the objectives put in."""
-    head, rest = ALGORITHMS.read_text().split(BEGIN)
-    return f"{head}{BEGIN}{render_objectives()}{END}{rest.split(END)[1]}"
+def _format_bound(sign: Sign) -> str:
+    bounds = {"above": sign.above, "below": sign.below, "is": sign.equal}
+    found = [f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None and isfinite(bound)]
+    return " ".join([f"`{sign.metric}`", *found])
+
+
+def render_names() -> str:
+    """Names of other trainers, and of megarl before, whose counterpart is a key: a column of theirs and one of ours."""
+    tables: dict[str, list[tuple[Sequence[str], str]]] = {trainer: [] for trainer in TRAINERS}
+    for ours, trainers in TABLE["peers"].items():
+        for trainer, names in trainers.items() if not ours.startswith(NONE) else ():
+            tables[trainer].append((names.split(), ours))
+    tables["ROLL"] = [([name], ours.replace(" ", ", ")) for name, (ours, *_) in TABLE["roll"].items()]
+    tables["megarl"] = [([name], ours) for name, ours in TABLE["megarl"].items() if is_name(ours)]
+    return "\n\n".join(f"**{TRAINERS[trainer]}**\n\n```text\n{_align(rows)}\n```" for trainer, rows in tables.items())
+
+
+def _align(rows: Sequence[tuple[Sequence[str], str]]) -> str:
+    """Our name stands in the line of the first of theirs."""
+    width = max(len(name) for names, _ in rows for name in names) + 2
+    return "\n".join(
+        f"{name:{width}}{'' if i else ours}".rstrip() for names, ours in rows for i, name in enumerate(names)
+    )
+
+
+def fill_block(page: Path, name: str, body: str) -> str:
+    """The page with the body between its two markers."""
+    head, begin, rest = page.read_text().partition(f"<!-- begin {name}: made by tools/docs/generate.py -->\n")
+    _, end, tail = rest.partition(f"<!-- end {name} -->")
+    assert end, f"{page}: without the markers of {name}"
+    return f"{head}{begin}\n{body}\n\n{end}{tail}"
+
+
+PAGES: dict[Path, Callable[[], str]] = {
+    DOCS / "configuration.md": render_configuration,
+    DOCS / "troubleshooting.md": lambda: fill_block(DOCS / "troubleshooting.md", "signs", render_signs()),
+    DOCS / "migrating.md": lambda: fill_block(DOCS / "migrating.md", "names", render_names()),
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     is_check = parser.parse_args().check
-    stale = []
-    pages = (CONFIGURATION, render_configuration), (ALGORITHMS, render_algorithms)
-    for file, render in pages:
-        text = render()
-        if file.is_file() and file.read_text() == text:
-            continue
-        stale.append(file)
+    stale = {file: text for file, render in PAGES.items() if (text := render()) != file.read_text()}
+    for file, text in stale.items():
         if not is_check:
             file.write_text(text)
-    for file in stale:
-        print(f"{file.relative_to(ROOT)}: {'not current' if is_check else 'written'}")
+        print(f"docs/{file.name}: {'not current' if is_check else 'written'}")
     return 1 if is_check and stale else 0
 
 
