@@ -1,7 +1,7 @@
 """All families of models, by the model_type of config.json: how each is read, and what its tensors are.
 
 The mapping of Hugging Face checkpoints, the plan of the weight sync, the planner, the random models and the export read
-these tables and name no family themselves. docs/extending/model-family.md says how to add one.
+these tables and name no family themselves. docs/extending.md says how to add one.
 
 Megatron keeps query, key and value of a key-value head together (linear_qkv: for each group its query heads, its key
 head, its value head) and the gate and up projections stacked (linear_fc1). SGLang stacks the query, key and value heads

@@ -246,7 +246,7 @@ class NumericReward:
 class MathReward(ProcessReward):
     """1 where the response states the prompt's answer and no other one, else 0.
 
-    An answer that cannot be read as mathematics is compared as text. The rules are in docs/environments-and-rewards.md.
+    An answer that cannot be read as mathematics is compared as text. The rules are in docs/rewards.md.
     details: "format", whether it states one answer that can be read; "timeout", whether time or memory ran out.
     """
 

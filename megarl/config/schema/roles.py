@@ -193,7 +193,7 @@ class RandomModelConfig:
     """Architecture of the random checkpoint, which is the same for the same values and seed."""
 
     family: str = "qwen3"
-    """Model family: the `model_type` of a Hugging Face config.json (docs/extending/model-family.md)."""
+    """Model family: the `model_type` of a Hugging Face config.json (docs/extending.md)."""
     alphabet: str = key("abcdefghijklmnopqrstuvwxyz0123456789 =+-*/()<>[],.:?", is_prose=True)
     """Characters of the tokenizer, one token each; tokens for padding, begin and end are added."""
     num_layers: int = key(2, low=1, high=1000)

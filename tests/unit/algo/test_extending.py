@@ -1,4 +1,4 @@
-"""docs/extending/algorithm.md, followed to the letter; and what the registry refuses."""
+"""docs/extending.md, followed to the letter: its estimator and its loss; and what the registry refuses."""
 
 import re
 import subprocess
@@ -18,15 +18,17 @@ from megarl.config.load import load_config
 from megarl.config.schema.algo import AlgoConfig
 
 ROOT = Path(__file__).parents[3]
-GUIDE = (ROOT / "docs" / "extending" / "algorithm.md").read_text()
+GUIDE = (ROOT / "docs" / "extending.md").read_text()
 
 
-def read_blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
+def read_blocks(section: str, language: str) -> list[str]:
+    (text,) = re.findall(rf"^## {section}\n(.*?)^## ", GUIDE, re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-MODULE, TEST = read_blocks("python")
-(PRESET,) = read_blocks("yaml")
+MODULE, TEST = read_blocks("An advantage estimator", "python")
+(PRESET,) = read_blocks("An advantage estimator", "yaml")
+(LOSS,) = read_blocks("A policy loss", "python")
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +104,20 @@ def test_a_policy_loss_of_ones_own_is_weighted_aggregated_and_logged(folder):
     # A = 0.5, -0.5: (1.5^2 + 1.5^2) / 2, weighted by 0.5
     assert float(out.loss) == pytest.approx(0.5 * 2.25)
     assert float(out.sums["policy/a"]) == 0.0
+
+
+def test_the_guides_policy_loss_is_what_its_formula_says(folder):
+    (folder / "my_losses.py").write_text(LOSS)
+    algo = configure(advantage="group", surrogate="my_losses:PENALTY")
+    assert "-w A + 5 (w - 1)^2" in format_objective(algo, 2)
+    e = make_experience([0, 0], [1, 1], [1.0, 0.0], [False] * 2, 0, holes=False)
+    samples, _ = compute_targets(e, algo, 0.0)
+    targets = build_targets(samples, torch.arange(2))
+    ratios = torch.tensor([1.5, 1.1], dtype=torch.float64)
+    out = policy_loss(e.old_logprobs.double().flatten() + ratios.log(), None, targets, algo, count_minibatch(samples), 4)
+    # A = 0.5, -0.5: (-0.75 + 5 * 0.25 + 0.55 + 5 * 0.01) / 2
+    assert float(out.loss) == pytest.approx(0.55)
+    assert float(out.sums["policy/far_frac"]) == 0.5
 
 
 @pytest.mark.parametrize(
