@@ -114,7 +114,9 @@ def test_the_guides_policy_loss_is_what_its_formula_says(folder):
     samples, _ = compute_targets(e, algo, 0.0)
     targets = build_targets(samples, torch.arange(2))
     ratios = torch.tensor([1.5, 1.1], dtype=torch.float64)
-    out = policy_loss(e.old_logprobs.double().flatten() + ratios.log(), None, targets, algo, count_minibatch(samples), 4)
+    out = policy_loss(
+        e.old_logprobs.double().flatten() + ratios.log(), None, targets, algo, count_minibatch(samples), 4
+    )
     # A = 0.5, -0.5: (-0.75 + 5 * 0.25 + 0.55 + 5 * 0.01) / 2
     assert float(out.loss) == pytest.approx(0.55)
     assert float(out.sums["policy/far_frac"]) == 0.5
