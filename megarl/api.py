@@ -1,4 +1,4 @@
-"""megarl from Python: compose a configuration, run a training. docs/python-api.md shows it.
+"""megarl from Python: compose a configuration, run a training. docs/cli.md shows it.
 
 The functions of megarl/algo/ are used as they are: they take tensors and an `AlgoConfig`, and keep nothing.
 """

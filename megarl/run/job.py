@@ -343,7 +343,8 @@ def _describe_run(config: Config, inputs: Inputs, run_dir: Path, report: Report)
     has_turns = isinstance(config.environment, MultiTurnEnvironmentConfig) if saved is None else saved.has_turns
     sizes, data = describe_sizes(config), describe_data(config, inputs)
     objective = format_objective(algo, config.train.responses_per_prompt, config.reward.wrong, has_turns=has_turns)
-    objective += f"\n{format_critic(config.policy, config.critic)}" if needs_critic(algo) else ""
+    if needs_critic(algo) and (critic := format_critic(config.policy, config.critic)) is not None:
+        objective += f"\n{critic}"
     groups = [group for group in placement.list_groups(config) if group.num_processes]
     counts = ", ".join(f"{group.name} {group.num_processes}" for group in groups)
     start = f"starting Ray and its processes: {counts}; their output: {run_dir / 'logs'}"

@@ -1,5 +1,5 @@
 """The folders of examples/, run as their READMEs say from where they are, with sizes for a test; the training of
-docs/python-api.md.
+docs/cli.md.
 """
 
 import importlib.util
@@ -66,7 +66,7 @@ def test_the_samples_are_whole_and_small():
 
 def test_the_training_of_the_page_of_the_api_runs_and_is_found_again(tmp_path):
     (code,) = re.findall(
-        r"^```python run\n(.*?)^```", (EXAMPLES.parent / "docs" / "python-api.md").read_text(), re.M | re.S
+        r"^```python run\n(.*?)^```", (EXAMPLES.parent / "docs" / "cli.md").read_text(), re.M | re.S
     )
     (tmp_path / "script.py").write_text(code)
     command = [sys.executable, "script.py"]

@@ -172,7 +172,7 @@ def site(tmp_path_factory):
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     # The build leaves files beside pyproject.toml: it gets a copy of what git would.
     source = tmp_path_factory.mktemp("source")
-    names = ["megarl", "conf", "examples", "tools", "slurm", "pyproject.toml", "README.md"]
+    names = ["megarl", "conf", "examples", "tools", "slurm", "pyproject.toml", "README.md", "LICENSE"]
     subprocess.run(["cp", "-a", *(str(ROOT / name) for name in names), str(source)], check=True)
     subprocess.run([*command, "--target", str(folder), str(source)], check=True, cwd=source, capture_output=True)
     return folder
