@@ -65,9 +65,7 @@ def test_the_samples_are_whole_and_small():
 
 
 def test_the_training_of_the_page_of_the_api_runs_and_is_found_again(tmp_path):
-    (code,) = re.findall(
-        r"^```python run\n(.*?)^```", (EXAMPLES.parent / "docs" / "cli.md").read_text(), re.M | re.S
-    )
+    (code,) = re.findall(r"^```python run\n(.*?)^```", (EXAMPLES.parent / "docs" / "cli.md").read_text(), re.M | re.S)
     (tmp_path / "script.py").write_text(code)
     command = [sys.executable, "script.py"]
     for _ in range(2):
