@@ -32,7 +32,7 @@ LOGS = {
 """The process -> its log in RUN_DIR/logs, which it has open"""
 PROCESSES = (*LOGS, "driver")
 PHASES = {"generation": "rollout", "sync": "sync", "update": "update", "checkpoint": "checkpoint"}
-"""As docs/results/fault-injection.md calls it -> as run.json does"""
+"""As docs/results/fault-injection.csv calls it -> as run.json does"""
 PRETRAINING = "value pretraining"
 """A phase beside those of training: the update of one of its iterations"""
 NUM_ITERATIONS = 4

@@ -1,4 +1,4 @@
-"""What follows from finished runs of tools/bench/experiments.py, and docs/results/claims.md with its pictures.
+"""What follows from finished runs of tools/bench/experiments.py: tables of docs/results.md, their data and a picture.
 
 A prediction is tested with Student's t over the seeds of the difference high - low of two arms with the same seed, or
 of one arm's number and a constant: 95%, two-sided. It
@@ -11,20 +11,22 @@ of one arm's number and a constant: 95%, two-sided. It
 A difference that is real and smaller than the margin does not hold.
 """
 
+import csv
+import io
 import math
 import statistics
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from html import escape
+from typing import Any
 
 from megarl.report.charts import HEIGHT, WIDTH, Curve, draw_curves
 
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """97.5% quantile of Student's t for 1 to 9 degrees of freedom"""
-BEGIN = "<!-- begin claims: made by tools/bench/experiments.py -->\n"
-END = "<!-- end claims -->"
+BEGIN = "<!-- begin {}: made by tools/bench/experiments.py -->\n"
+END = "<!-- end {} -->"
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")
 ROW = 15
 
@@ -73,10 +75,10 @@ class Experiment:
     seeds: tuple[int, ...]
     arms: Mapping[str, Arm]
     predictions: tuple[Prediction, ...]
-    cross_check: str | None = None
-    """What a run with the real loop gave beside those in one process"""
+    advice: str
+    """What it means for a user"""
     readme: Mapping[str, str] | None = None
-    """Arms of the README's picture, with what they are called there"""
+    """Arms of the picture, with what they are called there"""
 
 
 @dataclass(frozen=True)
@@ -152,21 +154,31 @@ def find_best(values: Sequence[float]) -> float:
     return max(statistics.fmean(values[i : i + width]) for i in range(len(values) - width + 1))
 
 
-MEASURES: dict[str, Callable[[Run], float]] = {
-    "right at the end": lambda run: take_last(run.right),
-    "right at the start": lambda run: take_first(run.right),
-    "right over all": lambda run: statistics.fmean(run.right),
-    "iterations to half": lambda run: count_to_half(run.right),
-    "fall from the best": lambda run: find_best(run.right) - take_last(run.right),
-    "surprise at the end": lambda run: take_last(run.surprise),
-    "SNR": lambda run: run.snr[0],
-    "log10 of SNR": lambda run: math.log10(max(1e-3, run.snr[0])),
-    "share in near-solved groups": lambda run: take_first(run.noise_share),
-    "held-out at the end": lambda run: run.heldout[-1][1],
-    "rise of the held-out reward": lambda run: run.heldout[-1][1] - run.heldout[0][1],
+def take_half(heldout: Sequence[tuple[int, float]]) -> float:
+    """The evaluation nearest to half of all responses."""
+    return min(heldout, key=lambda point: abs(point[0] - heldout[-1][0] / 2))[1]
+
+
+MEASURES: dict[str, tuple[str, Callable[[Any], float]]] = {
+    "correct at the end": ("right", take_last),
+    "correct over all": ("right", statistics.fmean),
+    "iterations to half": ("right", count_to_half),
+    "fall from the best": ("right", lambda right: find_best(right) - take_last(right)),
+    "SNR": ("snr", lambda snr: snr[0]),
+    "log10 of SNR": ("snr", lambda snr: math.log10(max(1e-3, snr[0]))),
+    "share in near-solved groups": ("noise_share", take_first),
+    "held-out at half": ("heldout", take_half),
+    "held-out at the end": ("heldout", lambda heldout: heldout[-1][1]),
+    "rise of the held-out reward": ("heldout", lambda heldout: heldout[-1][1] - heldout[0][1]),
 }
-"""Numbers of a run by name. `at the end`: mean over the last quarter of the iterations, `at the start`: over the first,
-of the held-out reward the last evaluation; SNR: of the first iteration, in which the policy is untrained."""
+"""Numbers by name: the field of a `Run` that they are computed from, and how. `correct`: share of correct responses;
+`at the end`: mean over the last quarter of the iterations, of the held-out reward the last evaluation; SNR: of the
+first iteration, in which the policy is untrained."""
+
+
+def measure(run: Run, name: str) -> float:
+    series, compute = MEASURES[name]
+    return compute(getattr(run, series))
 
 
 def compute_difference(differences: Sequence[float]) -> Difference:
@@ -195,14 +207,14 @@ def list_arms(side: str | float | Sequence[str]) -> list[str]:
 
 def judge_prediction(prediction: Prediction, runs: Runs, seeds: Sequence[int]) -> Outcome:
     """Without all seeds of all arms it is not run: no verdict from a part of them."""
-    measure, differences = MEASURES[prediction.number], []
+    differences = []
     for seed in seeds:
         found = []
         for side in (prediction.high, prediction.low):
             arms = list_arms(side)
             if any((arm, seed) not in runs for arm in arms):
                 return Outcome(Verdict.not_run, None)
-            least = min(measure(runs[arm, seed]) for arm in arms) if arms else float(str(side))
+            least = min(measure(runs[arm, seed], prediction.number) for arm in arms) if arms else float(str(side))
             found.append(least)
         differences.append(found[0] - found[1])
     difference = compute_difference(differences)
@@ -222,119 +234,102 @@ def judge_experiment(experiment: Experiment, outcomes: Sequence[Outcome]) -> Ver
     return Verdict.holds
 
 
-def fill_page(page: str, content: str) -> str:
-    """The page with this between its marks. Raises ValueError where they are missing."""
-    head, rest = page.split(BEGIN)
-    return f"{head}{BEGIN}\n{content}\n{END}{rest.split(END)[1]}"
+def fill_page(page: str, name: str, content: str) -> str:
+    """The page with this between the marks of that name. Raises ValueError if they are missing."""
+    begin, end = BEGIN.format(name), END.format(name)
+    head, rest = page.split(begin)
+    return f"{head}{begin}\n{content}\n\n{end}{rest.split(end)[1]}"
 
 
-def format_page(experiments: Mapping[str, Experiment], runs: Mapping[str, Runs]) -> str:
-    """Markdown: the verdicts of all experiments, then each of them. runs: by experiment."""
-    lines = ["| claim | verdict | source |", "| --- | --- | --- |"]
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    """Markdown; the first row is the header."""
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def format_csv(rows: Sequence[Sequence[object]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def list_verdicts(experiments: Mapping[str, Experiment], runs: Mapping[str, Runs]) -> list[list[str]]:
+    """A row per claim, with the first number that decided its verdict."""
+    rows = [["claim", "verdict", "difference, 95% interval", "for you"]]
     for name, experiment in experiments.items():
-        verdict = judge_experiment(experiment, judge_all(experiment, runs[name])).value
-        lines.append(f"| [{experiment.title}](#{name.replace('_', '-')}) | {verdict} | {experiment.source} |")
-    parts = ["\n".join(lines), *(format_experiment(each, runs[name]) for name, each in experiments.items())]
-    return "\n\n".join(parts) + "\n"
+        outcomes = judge_all(experiment, runs[name])
+        verdict = judge_experiment(experiment, outcomes)
+        pairs = zip(experiment.predictions, outcomes, strict=True)
+        prediction, found = next((p, o.difference) for p, o in pairs if p.decides and o.verdict is verdict)
+        interval = "" if found is None else f": {found.mean:.2f} ({found.low:.2f} to {found.high:.2f})"
+        rows.append([experiment.title, verdict.value, f"{prediction.number}{interval}", experiment.advice])
+    return rows
 
 
-def format_experiment(experiment: Experiment, runs: Runs) -> str:
-    outcomes = judge_all(experiment, runs)
-    parts = [
-        f"### {experiment.name.replace('_', '-')}",
-        wrap(f"**{experiment.title}: {judge_experiment(experiment, outcomes).value}.** Source: {experiment.source}."),
-        wrap(experiment.task),
-        wrap(describe_loop(experiment, runs)),
-    ]
-    if runs:
-        picture = f"../../tools/bench/experiments/{experiment.name}.svg"
-        parts += [f"![share of right answers, or held-out reward, against responses]({picture})"]
-    parts += [format_predictions(experiment.predictions, outcomes)]
-    if runs:
-        parts += [format_arms(experiment, runs)]
-    return "\n\n".join(parts)
+def describe_number(prediction: Prediction) -> str:
+    arms = list_arms(prediction.high)
+    return f"{prediction.number}, {arms[0] if len(arms) == 1 else 'lowest arm'} - {prediction.low}"
 
 
-def wrap(text: str) -> str:
-    return textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False)
+def list_predictions(experiments: Mapping[str, Experiment], runs: Mapping[str, Runs]) -> list[list[object]]:
+    """A row per prediction: docs/results/claims.csv."""
+    texts = ("experiment", "prediction", "difference", "margin", "decides", "expected", "because")
+    rows: list[list[object]] = [[*texts, "mean", "interval_low", "interval_high", "verdict"]]
+    for name, experiment in experiments.items():
+        for each, outcome in zip(experiment.predictions, judge_all(experiment, runs[name]), strict=True):
+            found = outcome.difference
+            numbers = [""] * 3 if found is None else [f"{x:.3f}" for x in (found.mean, found.low, found.high)]
+            row = (name, each.text, describe_number(each), each.margin, each.decides, each.expected, each.why)
+            rows.append([*row, *numbers, outcome.verdict.value])
+    return rows
 
 
-def describe_loop(experiment: Experiment, runs: Runs) -> str:
-    seeds = ", ".join(map(str, experiment.seeds))
-    if any(run.loop == "in_process" for run in runs.values()):
-        text = "In one process: the product's loop, targets and losses over the tiny model in plain torch"
-        return f"{text}. Seeds {seeds}. Cross-check: {experiment.cross_check}."
-    return f"Real loop (Megatron-Core, SGLang, Ray). Seeds {seeds}."
+def list_seeds(experiments: Mapping[str, Experiment], runs: Mapping[str, Runs]) -> list[list[object]]:
+    """A row per finished run with every number that it has: docs/results/claims-seeds.csv."""
+    rows: list[list[object]] = [["experiment", "arm", "seed", "loop", *MEASURES]]
+    for name, experiment in experiments.items():
+        for arm, seed in ((arm, seed) for arm in experiment.arms for seed in experiment.seeds):
+            if (run := runs[name].get((arm, seed))) is not None:
+                cells = [
+                    f"{measure(run, each):.3f}" if any(getattr(run, MEASURES[each][0])) else "" for each in MEASURES
+                ]
+                rows.append([name, arm, seed, run.loop, *cells])
+    return rows
 
 
-def format_predictions(predictions: Sequence[Prediction], outcomes: Sequence[Outcome]) -> str:
-    """Markdown: a row per prediction; those in brackets do not decide."""
-    lines = [
-        "| prediction | number | margin | expected, because | difference, 95% interval | verdict |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for prediction, outcome in zip(predictions, outcomes, strict=True):
-        text = prediction.text if prediction.decides else f"({prediction.text})"
-        arms = list_arms(prediction.high)
-        high = arms[0] if len(arms) == 1 else f"least of {len(arms)} arms"
-        difference = outcome.difference
-        found = "" if difference is None else f"{difference.mean:.3f}, {difference.low:.3f} to {difference.high:.3f}"
-        why = f"{prediction.expected}: {prediction.why}"
-        number = f"{prediction.number}: {high} - {prediction.low}"
-        cells = (text, number, f"{prediction.margin:g}", why, found, outcome.verdict.value)
-        lines.append(f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |")
-    return "\n".join(lines)
-
-
-BAR = "\\|"
-"""The sign that would end the cell of a table"""
-
-
-def format_arms(experiment: Experiment, runs: Runs) -> str:
-    """Markdown: the numbers that the predictions are about, of each arm and seed."""
-    names = list(dict.fromkeys(prediction.number for prediction in experiment.predictions))
-    if any(run.right for run in runs.values()):
-        names = list(dict.fromkeys(["right at the end", *names]))
-    lines = [f"| arm | seeds | {' | '.join(names)} |", f"| --- | --- |{' --- |' * len(names)}"]
-    for arm in experiment.arms:
-        found = [runs[arm, seed] for seed in experiment.seeds if (arm, seed) in runs]
-        if found:
-            cells = [", ".join(f"{MEASURES[name](run):.2f}" for run in found) for name in names]
-            lines.append(f"| {arm} | {', '.join(str(run.seed) for run in found)} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def list_points(run: Run) -> list[tuple[float, float]]:
-    """What is drawn: the share of right answers against the responses generated, or the iteration where those are not
-    known; without such shares the held-out reward.
-    """
-    xs = run.samples or range(1, len(run.right) + 1)
-    return list(zip(xs, run.right, strict=True)) or [(float(x), y) for x, y in run.heldout]
+def list_presets(experiment: Experiment, runs: Runs) -> list[list[str]]:
+    """A row per arm of the first prediction, from the highest mean at the end to the lowest."""
+    rows = []
+    for arm in list_arms(experiment.predictions[0].high):
+        found = [measure(runs[arm, seed], "held-out at the end") for seed in experiment.seeds]
+        rows.append([f"`{arm}`", f"{statistics.fmean(found):.2f}", f"{min(found):.2f} to {max(found):.2f}"])
+    rows.sort(key=lambda row: float(row[1]), reverse=True)
+    return [["preset", "mean", "seeds"], *rows]
 
 
 def draw(runs: Runs, names: Mapping[str, str]) -> str:
-    """A standalone SVG of these arms, by arm what it is called. The mean of the arm's seeds is a thick line, each seed
-    a thin one.
+    """A standalone SVG: the share of correct responses of these arms against the responses generated. names: what each
+    arm is called. The mean of the arm's seeds is a thick line, each seed a thin one.
     """
-    curves, drawn = [], [arm for arm in names if any(name == arm for name, _ in runs)]
-    for group, arm in enumerate(drawn):
+    curves = []
+    for group, arm in enumerate(names):
         found = [run for (name, _), run in sorted(runs.items()) if name == arm]
-        points = [list_points(run) for run in found]
+        points = [list(zip(run.samples, run.right, strict=True)) for run in found]
         curves += [Curve(arm, group, own, run=f"{arm} {run.seed}") for run, own in zip(found, points, strict=True)]
         means = [(column[0][0], statistics.fmean(y for _, y in column)) for column in zip(*points, strict=False)]
         curves.append(Curve(arm, group, means, run=f"{arm} mean"))
     legend = [
         f'<text x="{46 + 150 * (i % 2)}" y="{HEIGHT + 8 + ROW * (i // 2)}" fill="{COLOURS[i % 8]}">'
-        f"{escape(names[arm])}</text>"
-        for i, arm in enumerate(drawn)
+        f"{escape(name)}</text>"
+        for i, name in enumerate(names.values())
     ]
     style = (
         "text{font:11px sans-serif}.tick{fill:#777}.grid,.axis{stroke:#ccc}polyline{fill:none}.hit,.end{display:none}"
     )
-    for i in range(len(drawn)):
+    for i in range(len(names)):
         style += f".g{i} .line{{stroke:{COLOURS[i % 8]};stroke-width:.6;opacity:.5}}"
         style += f'.g{i}[data-run$="mean"] .line{{stroke-width:2.2;opacity:1}}'
-    height = HEIGHT + ROW * ((len(drawn) + 1) // 2) + 4
+    height = HEIGHT + ROW * ((len(names) + 1) // 2) + 4
     svg = draw_curves(curves).replace(
         f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img">',
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {height:g}" width="{2 * WIDTH}" role="img">'

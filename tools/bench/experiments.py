@@ -1,4 +1,4 @@
-"""Experiments: small tasks with arms, seeds and predictions of the numbers that decide, and the page of their verdicts.
+"""Experiments: small tasks with arms, seeds and predictions of the numbers that decide, and their verdicts.
 
     python tools/bench/experiments.py [NAME[:ARM] ...] [--seeds 1,2] [--table]
     python tools/bench/experiments.py NAME:ARM --seeds 9 --out DIR KEY=VALUE ...
@@ -6,8 +6,8 @@
 The table is tools/bench/experiments/table.yaml. Without names all experiments are done, in the order of the table.
 Runs on the same model share one Ray cluster and its SGLang servers. Each finished run is a line of finished.jsonl in
 --out and is not done again, so that the command goes on where it was stopped. Verdicts are computed from the finished
-runs and, with the pictures, put into docs/results/claims.md; --table does only this. With other keys (KEY=VALUE) of its
-runs it needs an --out of its own, and leaves the page alone.
+runs and written into docs/results.md, docs/results/claims.csv and claims-seeds.csv; --table does only this. With other
+keys (KEY=VALUE) of its runs it needs an --out of its own, and leaves the docs alone.
 """
 
 import argparse
@@ -37,10 +37,15 @@ from experiment_page import (
     Verdict,
     draw,
     fill_page,
-    format_page,
+    format_csv,
+    format_table,
     judge_all,
     judge_experiment,
     list_arms,
+    list_predictions,
+    list_presets,
+    list_seeds,
+    list_verdicts,
 )
 from experiment_tasks import LETTERS, TASKS, Task, write_biased_checkpoint, write_prompts
 
@@ -59,8 +64,7 @@ from megarl.types import Experience, Metrics, Rollout, Sample, TrainingSamples
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = Path(__file__).with_suffix("")
-PAGE = ROOT / "docs" / "results" / "claims.md"
-README_PICTURE = ROOT / "docs" / "results" / "critic-against-group.svg"
+DOCS = ROOT / "docs"
 QUIET = ("logger.terminal=false", "logger.tensorboard=false")
 MODEL = ("model=tiny", f"model.random.alphabet={LETTERS}", "model.random.max_length=320")
 ON_TASK = (
@@ -89,11 +93,12 @@ def load_experiments(path: Path = OUT / "table.yaml") -> dict[str, Experiment]:
 
 
 def _read_experiment(name: str, node: dict[str, Any]) -> Experiment:
-    known = {field.name for field in fields(Experiment)} - {"name"} | {"keys", "task_name", "shared"}
+    notes = {"shared", "cross_check", "trials", "findings"}
+    known = {field.name for field in fields(Experiment)} - {"name"} | {"keys", "task_name"} | notes
     if unknown := set(node) - known:
         raise ValueError(f"{name}: found {', '.join(sorted(unknown))}; the keys are {', '.join(sorted(known))}")
     shared, task = _flatten(node.pop("keys")), node.pop("task_name", None)
-    node.pop("shared", None)
+    node = {key: value for key, value in node.items() if key not in notes}
     arms = {
         arm: Arm((*shared, *_flatten(own.pop("keys", ()))), own.pop("task_name", task), **own)
         for arm, own in ((arm, dict(each)) for arm, each in node["arms"].items())
@@ -290,15 +295,20 @@ def run_missing(missing: Sequence[Wanted], overrides: Sequence[str], out: Path) 
     return num_failed
 
 
-def write_page(experiments: Mapping[str, Experiment], runs: Mapping[str, Runs]) -> None:
-    """The page, its pictures and the README's."""
-    for name, experiment in experiments.items():
-        if runs[name]:
-            (OUT / f"{name}.svg").write_text(draw(runs[name], {arm: arm for arm in experiment.arms}))
-        shown = experiment.readme or {}
-        if shown and all((arm, seed) in runs[name] for arm in shown for seed in experiment.seeds):
-            README_PICTURE.write_text(draw(runs[name], shown))
-    PAGE.write_text(fill_page(PAGE.read_text(), format_page(experiments, runs)))
+def write_docs(experiments: Mapping[str, Experiment], runs: Mapping[str, Runs], folder: Path = DOCS) -> None:
+    """The tables in results.md, the data and the picture that follow from the runs."""
+    page = (DOCS / "results.md").read_text()
+    page = fill_page(page, "claims", format_table(list_verdicts(experiments, runs)))
+    page = fill_page(page, "presets", format_table(list_presets(experiments["algorithms"], runs["algorithms"])))
+    files = {
+        "results.md": page,
+        "results/claims.csv": format_csv(list_predictions(experiments, runs)),
+        "results/claims-seeds.csv": format_csv(list_seeds(experiments, runs)),
+        "figures/critic-against-group.svg": draw(runs["luck"], experiments["luck"].readme or {}),
+    }
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
 
 
 def choose(experiments: Mapping[str, Experiment], names: Sequence[str]) -> list[tuple[Experiment, str]]:
@@ -320,7 +330,7 @@ def main() -> None:
     parser.add_argument("words", nargs="*", metavar="NAME[:ARM] or KEY=VALUE", help="what is run, and with which keys")
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], help="others than listed")
     parser.add_argument("--out", type=Path, default=OUT, help="where finished runs are found and kept")
-    parser.add_argument("--table", action="store_true", help="train nothing: page and pictures of the finished runs")
+    parser.add_argument("--table", action="store_true", help="train nothing: the tables of the finished runs")
     args = parser.parse_intermixed_args()
     overrides = [word for word in args.words if "=" in word]
     if overrides and args.out == OUT:
@@ -338,7 +348,7 @@ def main() -> None:
     found = load_runs(finished)
     runs: dict[str, Runs] = {name: found.get(name, {}) for name in experiments}
     if args.out == OUT:
-        write_page(experiments, runs)
+        write_docs(experiments, runs)
     verdicts = [judge_experiment(each, judge_all(each, runs[name])) for name, each in experiments.items()]
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict.value}" for verdict in Verdict)
     print(f"{len(experiments)} experiments: {counts}" + (f"; {num_failed} runs failed" if num_failed else ""))

@@ -1,7 +1,8 @@
 """Seconds of passes, generation, offloading, syncs, value pretraining, by hand and beside published ones, from which no
-constant was fitted exactly (docs/results/planner.md); when Slurm must signal a job.
+constant was fitted exactly (docs/results.md); when Slurm must signal a job.
 """
 
+import csv
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -272,7 +273,7 @@ def test_without_a_gpu_the_peak_is_measured_with_the_threads_as_they_were():
     assert torch.get_num_threads() == before
 
 
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "results" / "planner.md"
+RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
 
 
 def describe(layers: int, hidden: int, ffn: int, heads: int) -> Architecture:
@@ -341,15 +342,16 @@ def plan_row(row: Row) -> float:
     return compute_update(job, estimate_stages(job, stages), work, CLUSTER)
 
 
-def find_line(name: str) -> str:
-    return next((line for line in DOCS.read_text().splitlines() if line.startswith(f"| {name} |")), "")
+def find_row(file: str, name: str) -> list[str]:
+    with (RESULTS / file).open() as rows:
+        return next((row for row in csv.reader(rows) if row[0] == name), [])
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_planned_steps_are_as_far_from_published_ones_as_the_docs_say(row: Row) -> None:
     planned = plan_row(row)
-    shown = f"| {row.seconds:.2f} | {planned:.2f} | {planned / row.seconds:.2f} |"
-    assert find_line(row.name).endswith(shown), f"{row.name}: {shown}"
+    shown = [f"{number:.2f}" for number in (row.seconds, planned, planned / row.seconds)]
+    assert find_row("planner-steps.csv", row.name)[2:5] == shown
 
 
 NEMO = (
@@ -400,6 +402,5 @@ def test_the_totals_for_nemo_rls_tables_are_those_of_the_docs(
     seconds = plan_nemo(mean, *overrides).seconds
     parts = (seconds.generation, seconds.scoring, seconds.update, seconds.offload, seconds.sync)
     total = seconds.iteration
-    numbers = [*(f"{part:,.0f}" for part in parts), f"{total:,.0f}", f"{published}", f"{total / published:.2f}"]
-    shown = " | ".join(numbers)
-    assert find_line(name) == f"| {name} | {mean:,} | {shown} |"
+    numbers = [*(f"{part:.0f}" for part in parts), f"{total:.0f}", f"{published}", f"{total / published:.2f}"]
+    assert find_row("planner-iterations.csv", name) == [name, str(mean), *numbers]

@@ -109,11 +109,12 @@ def test_a_biased_checkpoint_answers_with_the_chances_asked_for(tmp_path):
     assert float(chances[:, tokenizer.eos_token_id].max()) < 1e-4
 
 
-def test_the_page_is_what_the_finished_runs_give():
+def test_the_docs_have_what_the_finished_runs_give(tmp_path):
     found = TOOL.load_runs(TOOL.OUT / "finished.jsonl")
-    runs = {name: found.get(name, {}) for name in EXPERIMENTS}
-    text = TOOL.PAGE.read_text()
-    assert page.fill_page(text, page.format_page(EXPERIMENTS, runs)) == text
+    TOOL.write_docs(EXPERIMENTS, {name: found.get(name, {}) for name in EXPERIMENTS}, tmp_path)
+    written = [path.relative_to(tmp_path) for path in tmp_path.rglob("*.*") if path.suffix != ".svg"]
+    assert len(written) == 3
+    assert [name for name in written if (tmp_path / name).read_text() != (TOOL.DOCS / name).read_text()] == []
 
 
 def make_response(text):
