@@ -90,92 +90,90 @@ SIGNS = (
     Sign("No response ends by itself", "length/truncated_frac",
          "no response ends by itself, all {length/max:.0f} tokens are used: the policy never says its end-of-sequence"
          " token",
-         "data.chat_template=true where the model has a template, an instruct model, or a longer"
+         "set data.chat_template=true if the model has a template, use an instruct model, or raise"
          " rollout.response_length",
          equal=1, patience=PATIENCE),
     Sign("Responses are cut off", "length/truncated_frac",
          "{length/truncated_frac:.0%} of the responses are cut at the limit",
-         "where right ones are that long, raise rollout.response_length (environment.turn_length with turns); else ask"
-         " for brevity in data.instruction, begin the answer with data.response_prefix, or teach it with"
+         "if correct responses are that long, raise rollout.response_length (with turns: environment.turn_length);"
+         " otherwise ask for brevity in data.instruction, begin the answer with data.response_prefix, or set"
          " algo.overlong.penalty=1; algo.overlong.filter=true keeps cut responses out of the policy loss",
          above=0.2, patience=PATIENCE, also=lambda m: m["length/truncated_frac"] < 1),
     Sign("All rewards are equal", REWARD,
          "all rewards are equal ({reward/mean:.4g}), so nothing can be learned",
-         "is a right answer ever given, and paid (reward=...)? Easier or harder prompts (data=...), or a larger"
-         " train.responses_per_prompt",
+         "check that a correct answer is ever given, and rewarded (reward=...); then try easier or harder prompts"
+         " (data=...), or a larger train.responses_per_prompt",
          above=-inf, patience=PATIENCE,
          also=lambda m: m[REWARD] == m.get("reward/min", inf) == m.get("reward/max", inf)),
     Sign("An iteration had no signal", "advantage/max_abs",
-         "every advantage of this iteration is 0, and its step was made all the same: of the momentum of earlier steps"
-         " and of what else is in the loss (a KL, an entropy), whose gradient Adam scales to a full step of the"
-         " learning rate even where it is only rounding",
+         "every advantage of this iteration is 0, but its step was made: from the momentum of earlier steps and from"
+         " a KL or entropy in the loss, whose gradient Adam scales to a full step even if it is only rounding",
          "algo.dynamic_sampling.enabled=true replaces groups without a signal",
          equal=0, patience=1, fewest=0, also=_updates_policy),
     Sign("The policy has no gradient", "policy/grad_norm",
          "the policy's gradient is 0 though the advantages are not, so nothing is learned",
-         "are its trained weights cut off from the loss (model.lora), or are all tokens masked or clipped"
-         " (policy/clip_frac)?",
+         "check whether the trained weights are cut off from the loss (policy.lora), or all tokens are masked or"
+         " clipped (policy/clip_frac)",
          equal=0, patience=PATIENCE, also=lambda m: m.get("advantage/max_abs", 0) > 0),
     Sign("One iteration moved the policy far", "policy/approx_kl",
          "this iteration moved the policy by a KL of {policy/approx_kl:.3g} per token, which most often ruins it",
-         "lower policy.optimizer.lr, and begin again or from a checkpoint before it",
+         "lower policy.optimizer.lr, and start again, or from a checkpoint before this iteration",
          above=1, patience=1, fewest=0),
     Sign("One token stands out", "mismatch/logprob_gap_max",
          "the log-probs of trainer and rollout engine differ by {mismatch/logprob_gap_max:.3g} nats at one token, which"
          " no rounding explains: one of the two computes something else there",
-         "the run's page shows the tokens; algo.mismatch.correction=tis bounds what such a token weighs",
+         "the run report shows the tokens; algo.mismatch.correction=tis bounds the weight of such a token",
          above=30, patience=1, fewest=0),
     Sign("Trainer and rollout engine disagree", GAP,
          "their log-probs differ by {mismatch/logprob_gap_mean:.2g} nats per token in the mean, more than rounding: the"
          " two do not compute the same model",
-         "options that change the distribution which only one side applies (rollout.sglang with penalties or a"
-         " quantization)? Other experts chosen in a mixture of experts (rollout.router_replay=true mends that)? Where"
-         " sync/probe_logprob_gap is small, weights and layers agree and the sampling options are to blame;"
-         " rollout.dtype=float32 rules out precision",
+         "look for options that change the distribution on one side alone (rollout.sglang with penalties or a"
+         " quantization); for a mixture of experts set rollout.router_replay=true, which trains with the experts that"
+         " the servers chose. If sync/probe_logprob_gap is small, weights and layers agree, and sampling options are"
+         " the cause; rollout.dtype=float32 rules out precision",
          above=LOW_PRECISION, also=lambda m: m.get("rollout/staleness_mean", 0) == 0),
     Sign("Few groups carry a signal", "reward/equal_groups_frac",
-         "{reward/equal_groups_frac:.0%} of the groups have equal rewards, so that only the others are learned from",
-         "a reward with parts, prompts that are answered rightly now and then, a larger train.responses_per_prompt, or"
-         " algo.dynamic_sampling.enabled=true, which replaces such groups",
+         "{reward/equal_groups_frac:.0%} of the groups have equal rewards, so that only the others train the policy",
+         "use prompts that are sometimes answered correctly, a reward with parts (reward=weighted), a larger"
+         " train.responses_per_prompt, or algo.dynamic_sampling.enabled=true, which replaces such groups",
          above=0.7, patience=PATIENCE, also=_need_groups_a_difference),
     Sign("The form is never met", "reward/format",
          "no response has the form that the reward asks for (reward/format is 0)",
-         "say the form in data.instruction or data.system, or begin it with data.response_prefix",
+         "describe the form in data.instruction or data.system, or begin it with data.response_prefix",
          equal=0, patience=PATIENCE),
     *(Sign("The critic is the worse baseline", metric,
            f"the critic's squared error is larger than that of {baseline} ({metric}: {{{metric}:.3g}}, should be"
            " below 1)",
-           f"{BETTER_CRITIC}; {preset} needs no critic. Where nearly every response is right this is true and harmless",
+           f"{BETTER_CRITIC}; {preset} needs no critic. If nearly every response is correct, this is harmless",
            above=1, patience=NUM_RATIOS, fewest=NUM_RATIOS, also=_updates_policy)
       for metric, (baseline, preset) in BASELINES.items()),
     Sign("Responses have no reward", "reward/failed_frac",
          "{reward/failed_frac:.0%} of the responses could not be judged",
-         "train.log has the most frequent reasons; the verifier or the environment must be mended", above=0.01),
+         "train.log has the most frequent reasons; repair the reward or the environment", above=0.01),
     Sign("Many tokens are clipped", "policy/clip_frac", "{policy/clip_frac:.0%} of the tokens are clipped",
          SMALLER_STEPS, above=0.3),
     Sign("The policy hardly moves", "policy/approx_kl",
          "an iteration moves it by a KL of {policy/approx_kl:.3g} per token",
-         "raise policy.optimizer.lr, unless policy.optimizer.warmup_steps is what keeps it low",
+         "raise policy.optimizer.lr, unless policy.optimizer.warmup_steps keeps it low",
          below=1e-9, fewest=FEWEST),
     Sign("The critic is worse than a constant", "critic/explained_variance",
          "its explained variance is {critic/explained_variance:.3g}", BETTER_CRITIC, below=-0.1, fewest=5),
     Sign("Length-adaptive lambda is at its bound", "advantage/lambda_at_min_frac",
          "{advantage/lambda_at_min_frac:.0%} of the responses have algo.lambda_min",
-         "their lambda does not depend on their length: lower algo.lambda_min, or set algo.lambda_policy to a number",
+         "lower algo.lambda_min, or set algo.lambda_policy to a number: this lambda does not depend on the length",
          above=0.7),
     Sign("Tokens are too stale to learn from", "rollout/too_stale_frac",
          "{rollout/too_stale_frac:.0%} of the tokens are older than rollout.max_staleness",
-         "more or faster servers (rollout.num_servers), or a larger rollout.max_staleness with a correction",
+         "add servers (rollout.num_servers), or raise rollout.max_staleness with an algo.mismatch.correction",
          above=0.05),
     Sign("The longest responses are hardly learned from", "policy/learned_frac_of_length_4",
-         "of the longest quarter of the responses {policy/learned_frac_of_length_4:.0%} of the tokens are learned from",
-         "a smaller rollout.max_staleness, with which fewer episodes are under way at a time, or more servers where"
-         " tokens are too old; a larger rollout.response_length where responses are cut: else the policy learns from"
-         " what is short",
+         "of the longest quarter of the responses {policy/learned_frac_of_length_4:.0%} of the tokens train the policy",
+         "if tokens are too old, lower rollout.max_staleness, so that fewer episodes are under way, or add servers; if"
+         " responses are cut, raise rollout.response_length: the policy learns from short responses alone",
          below=0.7),
     Sign("Training waits for responses", "derived/rollout_frac",
          "the roles are idle for {derived/rollout_frac:.0%} of an iteration",
-         "more servers (rollout.num_servers), or rollout.max_staleness=1 with algo.mismatch.correction=tis, which"
+         "add servers (rollout.num_servers), or set rollout.max_staleness=1 with algo.mismatch.correction=tis, which"
          " generates during the update",
          above=0.75),
 )

@@ -8,6 +8,7 @@ its fields, the signs in docs/troubleshooting.md and the names of other trainers
 import argparse
 import ast
 import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -32,6 +33,8 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 WIDTH = 120
 TRAINERS = {name: name for name in ("TRL", "verl", "OpenRLHF", "ROLL")} | {"megarl": "Keys with a new name"}
 """Titles of the tables of names, in their order"""
+NAMED = re.compile(r"\b[a-z_]+(?:[./][a-z_]\w*)+(?:=\w+)?|\balgo=\w+")
+"""Keys, metrics and files in an advice"""
 GLUE = "\u00a0"
 """A space at which no line is broken"""
 INTRODUCTION = """\
@@ -200,8 +203,12 @@ def _wrap(text: str, indent: str = "") -> str:
 
 
 def render_signs() -> str:
-    rows = [f"| {sign.title} | {_format_bound(sign)} | {sign.do} |" for sign in SIGNS]
+    rows = [f"| {sign.title} | {_format_bound(sign)} | {_mark_names(sign.do)} |" for sign in SIGNS]
     return "\n".join(["| sign | metric | what to do |", "| --- | --- | --- |", *rows])
+
+
+def _mark_names(advice: str) -> str:
+    return NAMED.sub(r"`\g<0>`", advice if NAMED.match(advice) else advice[0].upper() + advice[1:])
 
 
 def _format_bound(sign: Sign) -> str:
