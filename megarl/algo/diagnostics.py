@@ -250,17 +250,10 @@ class GapSummary(RatioSummary):
 # as at t + 1, and a critic that is one constant finds no signal at all. At the last token of a response no state
 # follows: all that the critic has not foreseen would count as that token's signal, so it is left out.
 #
-# In closed form, for n independent fair bits whose number of ones is paid at the end: E[A*^2] = 1/4, the exact critic
-# has V_t = ones so far + (n - t) / 2, and with the share f that is logged SNR = sqrt(f / (1 - f)):
-#
-#     advantage                    E[A_t^2]                        SNR
-#     R - mean R of K - 1 others   n/4 * K / (K - 1)               1 / sqrt(n K / (K - 1) - 1)
-#     GAE, exact critic            1/4 * sum_k<n-t lambda^(2k)     sqrt(1 - lambda^2) / lambda, far from the end
-#     the same, lambda = 1         (n - t) / 4                     1 / sqrt(n - t - 1)
-#
-# lambda = 1 - 1/(alpha n) is about 1 / sqrt(n) again, times sqrt(2 / alpha) / sqrt(1 - exp(-2 (1 - t/n) / alpha)). So a
-# critic with lambda = 1, which has no bias, gains little over the group at the start of a response; what it gains is
-# bought by lambda < 1, whose bias is the critic's error.
+# In closed form, for n fair bits whose ones are paid at the end (E[A*^2] = 1/4, V* = ones so far + (n - t) / 2), with
+# the share f and SNR = sqrt(f / (1 - f)): R - mean of K - 1 others has 1 / sqrt(n K / (K - 1) - 1); GAE of the exact
+# critic, E[A_t^2] = 1/4 sum_k<n-t lambda^(2k), has sqrt(1 - lambda^2) / lambda far from the end, and 1 / sqrt(n - t -
+# 1) with lambda = 1: what a critic gains is by lambda < 1, whose bias is the critic's error.
 #
 # Suffixes: B samples, K rows of a block, R its generated tokens, N responses with a token.
 
