@@ -254,7 +254,7 @@ class TrainConfig:
     """End after the iteration in which so many minutes have passed since this start. null: no limit."""
 
     profile: int | None = key(None, low=1)
-    """The iteration to profile, from 1, into RUN_DIR/profile (docs/profiling.md). null: none."""
+    """The iteration to profile, from 1, into RUN_DIR/profile (docs/reading-a-run.md). null: none."""
     deterministic: bool = False
     """Training on GPUs gives the same weights from the same rollouts, and is slower (docs/checkpoints.md)."""
 
@@ -353,7 +353,7 @@ WandbMode = Enum("WandbMode", {"offline": "offline", "online": "online"})
 
 @dataclass
 class LoggerConfig:
-    """[Monitoring](monitoring.md) says how to look at each of them, and [metrics](metrics.md) what the numbers mean."""
+    """[Reading a run](reading-a-run.md) says how to look at each of them, and [metrics](metrics.md) what they mean."""
 
     tensorboard: bool | None = None
     """Write the metrics to RUN_DIR/tensorboard, too. null: where the extra `tensorboard` is installed."""

@@ -1,0 +1,34 @@
+"""The sick runs of docs/reading-a-run.md print the warnings that the page shows, in fewer iterations."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reading-a-run.md"
+RUNS = re.findall(r"```bash\nmegarl train (.+)\n```\n\n!\[.+\n\n```\n(warning: [^`]+)\n```", PAGE.read_text())
+FEWER = "train.num_iterations=4 train.eval_every=4 checkpoint.save_every=null algo.value_pretrain.steps=1"
+
+
+def mask(text: str) -> str:
+    """The numbers depend on the machine's rounding."""
+    return re.sub(r"\d[\d.]*", "N", " ".join(text.split()))
+
+
+def test_the_page_has_three() -> None:
+    assert len(RUNS) == 3
+
+
+@pytest.mark.parametrize(("arguments", "warning"), RUNS)
+def test_a_sick_run_prints_its_warning(short_path: Path, arguments: str, warning: str) -> None:
+    words = [*shlex.split(arguments), *FEWER.split(), "hydra.run.dir=run"]
+    words = list({word.split("=")[0]: word for word in words}.values())  # of a key given twice the last
+    command = [sys.executable, "-m", "megarl.cli", "train", *words]
+    done = subprocess.run(command, cwd=short_path, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert mask(warning) in mask((short_path / "run" / "train.log").read_text())
