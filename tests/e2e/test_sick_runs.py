@@ -20,8 +20,8 @@ def mask(text: str) -> str:
     return re.sub(r"\d[\d.]*", "N", " ".join(text.split()))
 
 
-def test_the_page_has_three() -> None:
-    assert len(RUNS) == 3
+def test_the_page_has_some() -> None:
+    assert len(RUNS) >= 2
 
 
 @pytest.mark.parametrize(("arguments", "warning"), RUNS)
