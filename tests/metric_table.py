@@ -1,4 +1,4 @@
-"""docs/metrics.md, the table of every metric that a run logs, as the tests read it."""
+"""docs/metrics.md, the list of every metric that a run logs, as the tests read it."""
 
 import re
 from functools import cache
@@ -11,6 +11,7 @@ PLACEHOLDERS = {
     "state": ("first|middle", "first"),
     "baseline": ("group|batch", "group"),
     "set": (r"[^{}\s/]+", "hard"),
+    "trained": ("policy|critic", "policy"),
     "role": ("policy|critic|reference", "policy"),
     "name": (r"[^{}\s]+", "anything"),
 }
@@ -19,9 +20,10 @@ PLACEHOLDERS = {
 
 @cache
 def list_names() -> tuple[str, ...]:
-    """The names of the table; those without placeholders first, those that match anything last."""
+    """The names before the unit of each entry; those without placeholders first, those that match anything last."""
     before = PAGE.read_text(encoding="utf-8").partition("## In verl and TRL")[0]
-    names = re.findall(r"^\| `([\w{}]+/[\w{}/]+)` \|", before, re.MULTILINE)
+    heads = re.findall(r"^- (`[^(]+`) \(", before, re.MULTILINE)
+    names = [name for head in heads for name in re.findall(r"`([\w{}]+/[\w{}/]+)`", head)]
     return tuple(sorted(names, key=lambda name: ("{" in name, "{name}" in name, -name.count("/"))))
 
 
@@ -31,5 +33,5 @@ def build_pattern(name: str) -> str:
 
 
 def find_metric(name: str) -> str | None:
-    """The most specific row for a logged name; None: it is not in the table."""
-    return next((row for row in list_names() if re.fullmatch(build_pattern(row), name)), None)
+    """The most specific entry for a logged name; None: it is not in the list."""
+    return next((entry for entry in list_names() if re.fullmatch(build_pattern(entry), name)), None)
