@@ -40,24 +40,26 @@ GLUE = "\u00a0"
 INTRODUCTION = """\
 # Configuration
 
+This page is for you if you look up a key. At its end you know the default, the type and the meaning of every key.
+
 <!-- made by tools/docs/generate.py from megarl/config/schema; change the docstrings there -->
 
-For anyone who sets a key: every key with its default, its type and its meaning. Set keys on the command line, as in
-`megarl train KEY=VALUE`. `algo=vapo` takes a group of values from `conf/algo/vapo.yaml`; the files of `conf/` hold only
-values that differ from the defaults below. To print the final configuration of a run without starting it:
+Set a key on the command line: `megarl train KEY=VALUE`. `algo=vapo` takes a group of values from `conf/algo/vapo.yaml`;
+the files of `conf/` hold only values that differ from the defaults below. To print the final configuration of a run
+without starting it:
 
 ```bash
 megarl train --cfg job algo=grpo
 ```
 
-An entry reads `KEY=DEFAULT` (type): meaning. Every key with the default `null` takes `null`, which switches it off or
-leaves its value to be derived, as its text says.
+An entry reads `KEY=DEFAULT` (type): meaning. Keys with the default `null` take `null`, which switches them off unless
+their text says otherwise.
 """
 ROLES = """\
 `policy` is the model that is trained to answer, `critic` the model that estimates values (only with algo.advantage=gae
-or tether), and `reference` the frozen model that KL terms compare with. The critic has the same keys under `critic`,
-without {without}; another default has {other}. The reference has `reference.dtype`, `reference.offload` (null or all)
-and `reference.parallel`.
+or tether), and `reference` the frozen model that KL terms compare with. The critic has the same keys and defaults under
+`critic`, but no {without}, and {other}. The reference has `reference.dtype`, `reference.offload` (null or all) and
+`reference.parallel`.
 """
 
 
@@ -84,7 +86,7 @@ def _render_roles() -> Iterator[str]:
     own = [f"policy.{name}" for name in sorted(_list_names(PolicyConfig) - _list_names(CriticConfig))]
     policy, critic = dict(list_values(PolicyConfig())), dict(list_values(CriticConfig()))
     changed = [f"critic.{key}={critic[key]}" for key in policy if critic.get(key, policy[key]) != policy[key]]
-    without, other = (", ".join(f"`{each}`" for each in keys) for keys in (own, changed))
+    without, other = (" or ".join(f"`{each}`" for each in own), ", ".join(f"`{each}`" for each in changed))
     yield from _head("## policy, critic, reference", ROLES.format(without=without, other=other))
     yield from _render_class("policy", PolicyConfig, apart=("parallel",))
     yield from _head("### critic", "Keys that only the critic has.")
@@ -128,8 +130,7 @@ def _render_class(
         else:
             yield _render_key(prefix, field, schema, hints[field.name])
     for name in nested:
-        text = " ".join(filter(None, [_find_text(schema, name), _describe(hints[name])]))
-        yield from _head(f"### {prefix}.{name}", text)
+        yield from _head(f"### {prefix}.{name}", _describe(hints[name]) or _find_text(schema, name))
         yield from _render_class(f"{prefix}.{name}", hints[name])
 
 

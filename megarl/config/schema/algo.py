@@ -55,24 +55,24 @@ PRETRAINS = (WITH_CRITIC, needs("enabled", "true"), needs("steps"))
 
 @dataclass
 class RewardNormConfig:
-    """R' = (R - mean) / (std + 1e-6), each over the batch, the group, or every sample of the run so far."""
+    """R' = (R - mean) / (std + 1e-6), each over the batch, the group, or all samples of the run so far (running)."""
 
     mean: NormScope = key(NormScope.none, when=MEAN_STAYS)
-    """Set of rewards whose mean is subtracted; running: all of the run so far."""
+    """Rewards whose mean is subtracted."""
     std: NormScope = NormScope.none
-    """Set of rewards whose standard deviation divides."""
+    """Rewards whose standard deviation divides."""
 
 
 @dataclass
 class OverlongConfig:
     penalty: float = key(0.0, low=0)
-    """Reward subtracted at the length limit; it grows linearly over the last tokens before it (DAPO: 1)."""
+    """Reward subtracted at the length limit; it grows linearly over the last tokens before the limit (DAPO: 1)."""
     buffer_frac: float = key(0.2, low=0, high=1, when=HAS_PENALTY)
-    """Share of rollout.response_length over which the penalty grows, in whole tokens (DAPO: a fifth)."""
+    """Share of rollout.response_length over which the penalty grows (DAPO: a fifth)."""
     filter: bool = False
     """Responses cut at the length limit get no policy loss; their reward stays in the statistics."""
     filter_critic: bool = key(False, when=(WITH_CRITIC, needs("filter", "true")), strict=True)
-    """With `filter`, responses cut at the length limit get no critic loss either."""
+    """With `filter`, they get no critic loss either."""
 
     def count_buffer(self, response_length: int) -> int:
         """Tokens before the limit over which the penalty grows."""
@@ -84,14 +84,14 @@ class KLConfig:
     in_reward: bool = False
     """Subtract coef * KL(old policy, reference) from every token's reward."""
     reward_estimator: KLEstimator = key(KLEstimator.k1, when=KL_IN_REWARD)
-    """With d = log-prob difference: k1 (or kl) = d, abs = |d|, k2 (or mse) = d^2/2, k3 = exp(-d) + d - 1; full: the sum
+    """With d = log-prob difference: k1 (or kl) = d, abs = |d|, k2 (or mse) = d^2/2, k3 = exp(-d) + d - 1; full: sum
     over the vocabulary."""
     coef: float = key(0.01, above=0, when=KL_IN_REWARD)
     """beta, the weight of the KL in the reward; with `target`, its first value."""
     target: float | None = key(None, above=0, when=KL_IN_REWARD, strict=True)
-    """Adapt `coef` so that the KL, the mean over sequences of their mean per token, stays near this; null: fixed."""
+    """Adapt `coef` so that the KL, the mean over sequences of their mean per token, stays near this."""
     horizon: float = key(10000.0, above=0, when=(KL_IN_REWARD, HAS_TARGET))
-    """With `target`: an iteration changes the coefficient by a share of 0.2 * samples / horizon at most."""
+    """With `target`: an iteration changes the coefficient by a share of at most 0.2 * samples / horizon."""
     in_loss: bool = False
     """Add loss_coef * KL(policy, reference) to the policy loss."""
     loss_estimator: KLEstimator = key(KLEstimator.k3, when=KL_IN_LOSS)
@@ -101,29 +101,29 @@ class KLConfig:
 
 @dataclass
 class MismatchConfig:
-    """Ratio between training engine and rollout engine, exp(old_logprobs - rollout_logprobs); logged except where only
-    surrogate=dis or dppo is learned from, for which the policy does not score the responses before its update."""
+    """The ratio exp(old_logprobs - rollout_logprobs) of training engine to rollout engine. It is logged unless
+    surrogate=dis or dppo alone is used, for which the policy does not score responses before its update."""
 
     correction: MismatchCorrection = key(MismatchCorrection.none, when=HAS_SURROGATE, strict=True)
-    """How the ratio weights the surrogate; samples of older policies need tis or mis, except with surrogate=dis or
-    dppo. tis: the ratio, bounded by `high`; mis: the ratio within the bounds, 0 outside (IcePop)."""
+    """Weight of the surrogate. tis: the ratio, at most `high`; mis: the ratio, 0 outside of the bounds (IcePop).
+    Samples of older policies need tis or mis, except with surrogate=dis or dppo."""
     level: RatioLevel = key(RatioLevel.token, when=MISMATCH_KNOWN)
-    """What one ratio is of. token; sequence: the product over the response's tokens; geometric (or sequence_mean):
-    their geometric mean."""
+    """One ratio per token; sequence: product over the response's tokens; geometric (or sequence_mean): their geometric
+    mean."""
     low: float = key(0.5, low=0, high=1, when=MISMATCH_KNOWN)
-    """Lower bound of the ratio for mis and for mismatch/outside_frac; tis has none."""
+    """Lower bound of the ratio for mis and mismatch/outside_frac."""
     high: float = key(2.0, low=1, when=MISMATCH_KNOWN)
     """Upper bound of the ratio."""
 
 
 @dataclass
 class ToprConfig:
-    """Tapered off-policy REINFORCE, added to the surrogate (its own weight is `algo.rl_loss_coef`)."""
+    """Tapered off-policy REINFORCE, added to the surrogate, which has its own weight `algo.rl_loss_coef`."""
 
     positive_loss_coef: float = key(0.0, low=0)
-    """Weight of -A * log-prob where A >= 0."""
+    """Weight of -A * log-prob for A >= 0."""
     negative_loss_coef: float = key(0.0, low=0)
-    """Weight of -clip(ratio to the sampling policy, 0, 1) * A * log-prob where A < 0."""
+    """Weight of -clip(ratio to the sampling policy, 0, 1) * A * log-prob for A < 0."""
     ratio_level: RatioLevel = key(RatioLevel.sequence, when=needs("negative_loss_coef"))
     """As algo.mismatch.level."""
 
@@ -131,54 +131,54 @@ class ToprConfig:
 @dataclass
 class TetherConfig:
     """Weight rho of the critic's value in the baseline (1 - rho) * (mean of the others' rewards) + rho * V; each batch
-    is used to fit rho for the next one (TETHER 2608.16739, equations 15 to 17)."""
+    fits rho for the next one (TETHER 2608.16739, equations 15 to 17)."""
 
     decay: float = key(0.95, low=0, high=1)
-    """rho = decay * rho + (1 - decay) * (rho fitted to the batch): closer to 1 follows the batches more slowly."""
+    """rho = decay * rho + (1 - decay) * (rho fitted to the batch); closer to 1 follows the batches more slowly."""
     initial: float = key(0.0, low=0, high=1)
     """rho of the first iteration, from 0 (the group alone) to 1 (the critic alone)."""
 
 
 @dataclass
 class DynamicSamplingConfig:
-    """DAPO 2503.14476, section 3.2: groups that are all correct or all wrong are replaced by groups of further
-    prompts."""
+    """Groups that are all correct or all wrong are replaced by groups of further prompts (DAPO 2503.14476, section
+    3.2)."""
 
     enabled: bool = False
     """Whether such groups are replaced."""
     by: SamplingBy = key(SamplingBy.correct, when=DYNAMIC)
-    """What must differ within a group that is kept: correct, also right and wrong (DAPO, equation 11); reward."""
+    """What must differ in a kept group: correct (right and wrong responses; DAPO, equation 11) or reward."""
     max_rounds: int = key(10, low=1, high=1000, when=DYNAMIC)
-    """Maximum rounds of generation in an iteration; groups still missing are taken from those to be replaced."""
+    """Maximum rounds of generation in an iteration; then groups that were to be replaced fill the rest."""
 
 
 @dataclass
 class ReplayConfig:
-    """Training on groups of past iterations, sampled by older policies, together with new ones (TOPR 2503.14286)."""
+    """Training on groups of past iterations, sampled by older policies, together with new groups (TOPR 2503.14286)."""
 
     num_iterations: int = key(0, low=0)
-    """How many past iterations are kept; 0: off."""
+    """Past iterations that are kept; 0: off."""
     frac: float = key(0.5, above=0, below=1, when=needs("num_iterations"))
-    """Share of an iteration's groups that is taken from past iterations."""
+    """Share of an iteration's groups from past iterations."""
 
 
 @dataclass
 class ValuePretrainConfig:
-    """Iterations 1 - steps to 0: critic updates towards the Monte-Carlo return, with the policy frozen."""
+    """Iterations 1 - steps to 0: the critic learns the Monte-Carlo return, with the policy frozen."""
 
     enabled: bool = key(False, when=WITH_CRITIC, strict=True)
-    """Whether the critic is pretrained. Presets of algorithms set this; presets of models set `steps`."""
+    """Whether the critic is pretrained; presets of algorithms set this, presets of models set `steps`."""
     steps: int = key(50, low=0, off=0, when=(WITH_CRITIC, needs("enabled", "true")))
-    """Maximum number of iterations of value pretraining, each a rollout and the critic's minibatches; 0: off."""
+    """Maximum iterations of value pretraining, each a rollout and the critic's minibatches; 0: off."""
     rollouts: str | None = key(None, when=PRETRAINS)
-    """A rollouts.jsonl of an earlier run (logger.save_rollouts) to learn from, instead of fresh responses."""
+    """A rollouts.jsonl of an earlier run (logger.save_rollouts), used instead of fresh responses."""
     patience: int | None = key(20, low=3, when=PRETRAINS)
     """End once the explained variance, by a line through this many iterations, rises by less than `min_improvement`,
     with 1.5 standard errors to spare; null: never early."""
     min_improvement: float = key(0.02, low=0, high=1, when=(*PRETRAINS, needs("patience")))
-    """Rise of the explained variance over `patience` iterations that is worth going on."""
+    """Smallest rise of the explained variance over `patience` iterations with which it goes on."""
     stop_at_explained_variance: float | None = key(None, high=1, when=PRETRAINS)
-    """End once the explained variance of a rollout not yet trained on reaches this; null: no such threshold."""
+    """End once the explained variance of a new rollout reaches this."""
 
     @property
     def num_steps(self) -> int:
@@ -193,7 +193,7 @@ class ValuePretrainConfig:
 @dataclass
 class AlgoConfig:
     name: str = key("custom", names_folder=True)
-    """The preset's name, in the run's directory and in the printed objective."""
+    """The preset's name, in the run's directory and the printed objective."""
     advantage: str = "gae"
     """The advantage estimator: one of megarl/algo/advantages.py, or FILE.py:NAME of your own."""
     gamma: float = key(1.0, low=0, high=1, when=with_choice("advantage", "gae", "reinforce"), strict=True)
@@ -203,43 +203,44 @@ class AlgoConfig:
     lambda_critic: float = key(1.0, low=0, high=1, when=with_choice("advantage", "gae", "tether"))
     """GAE's lambda for the critic's returns; 1 gives Monte-Carlo returns."""
     length_alpha: float = key(0.05, above=0, when=IS_ADAPTIVE)
-    """alpha of the adaptive lambda: larger brings lambda closer to 1 (VAPO: 0.05)."""
+    """alpha of the adaptive lambda; a larger one brings lambda closer to 1 (VAPO: 0.05)."""
     lambda_min: float = key(0.5, low=0, high=1, when=IS_ADAPTIVE)
     """Lower bound of the adaptive lambda."""
     tether: TetherConfig = key(factory=TetherConfig, when=with_choice("advantage", "tether"))
     advantage_std: AdvantageStd = key(AdvantageStd.none, when=OF_GROUP, strict=True)
-    """What advantage=group divides by: nothing, the deviation of the group (GRPO) or of the batch (LitePPO)."""
+    """With advantage=group: divide by nothing, by the standard deviation of the group (GRPO) or of the batch
+    (LitePPO)."""
     std_of: StdOf = key(StdOf.raw, when=(OF_GROUP, needs("advantage_std", "batch")), strict=True)
-    """With advantage_std=batch: what it is computed from. raw: the rewards (LitePPO); centered: the rewards minus their
-    group's mean (ROLL's div_std_global)."""
+    """With advantage_std=batch: the standard deviation of the rewards (raw, LitePPO), or of the rewards minus their
+    group's mean (centered, ROLL's div_std_global)."""
     whiten_advantages: bool = False
     """Scale the advantages of all generated tokens of the batch to mean 0 and standard deviation 1."""
     advantage_clip: float | None = key(None, above=0)
-    """Clip advantages to [-c, c]; null: not clipped."""
+    """Clip advantages to [-c, c]."""
     reward_norm: RewardNormConfig = field(default_factory=RewardNormConfig)
     reward_clip: float | None = key(None, above=0)
-    """Clip rewards to [-c, c] after reward_norm; null: not clipped."""
+    """Clip rewards to [-c, c] after reward_norm."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     kl: KLConfig = field(default_factory=KLConfig)
     positive_threshold: float = 1.0
-    """For the positive-example LM loss, the least score of a correct response."""
+    """Lowest score of a correct response, for the positive-example LM loss."""
     surrogate: str = key("clip", when=HAS_SURROGATE)
     """The policy loss: one of megarl/algo/policy_losses.py, or FILE.py:NAME of your own."""
     rl_loss_coef: float = key(1.0, low=0)
     """Weight of the surrogate."""
     clip_low: float = key(0.2, low=0, high=1, when=(HAS_SURROGATE, CLIPS))
-    """Lower clip, at 1 - clip_low. dis masks tokens at or below it; dppo: how much a probability may fall."""
+    """Lower clip at 1 - clip_low; dis masks tokens at or below it; dppo: how much a probability may fall."""
     clip_high: float = key(0.2, low=0, when=(HAS_SURROGATE, CLIPS))
-    """Upper clip, at 1 + clip_high (DAPO, VAPO: 0.28). dis masks tokens at or above it; dppo: how much a probability
-    may rise."""
+    """Upper clip at 1 + clip_high (DAPO, VAPO: 0.28); dis masks tokens at or above it; dppo: how much a probability may
+    rise."""
     dual_clip: float | None = key(
         None, above=1, when=(HAS_SURROGATE, with_choice("surrogate", "clip", "gspo")), strict=True
     )
-    """Dual clip c > 1: where A < 0, the loss of a token is at most c * |A|; null: off."""
+    """Dual clip c > 1: if A < 0, the loss of a token is at most c * |A|."""
     positive_lm_coef: float = key(0.0, low=0)
     """Weight of the positive-example LM loss, the mean negative log-likelihood of correct responses (VAPO: 0.1)."""
     positive_lm_mean_over: PositiveLMMean = key(PositiveLMMean.positive_tokens, when=needs("positive_lm_coef"))
-    """The tokens that mean is over: those of correct responses (VAPO, equation 9), or all with a policy loss."""
+    """Tokens of that mean: of correct responses (VAPO, equation 9), or all with a policy loss."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     topr: ToprConfig = field(default_factory=ToprConfig)
@@ -247,9 +248,9 @@ class AlgoConfig:
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     loss_agg_mode: LossAggMode = LossAggMode["token-mean"]
-    """How the token losses of a minibatch become one number; the formulas are in docs/algorithms.md, Aggregation."""
+    """How the token losses of a minibatch become one number (formulas: docs/algorithms.md)."""
     value_clip: float | None = key(None, above=0, when=WITH_CRITIC, strict=True)
-    """Clip the critic's value to at most this far from the one before the update; null: not clipped."""
+    """Largest change of the critic's value from its value before the update."""
     value_loss_agg_mode: LossAggMode = key(LossAggMode["token-mean"], when=WITH_CRITIC)
     """As loss_agg_mode, for the critic's loss."""
     value_pretrain: ValuePretrainConfig = field(default_factory=ValuePretrainConfig)

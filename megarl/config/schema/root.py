@@ -67,26 +67,27 @@ LEAST_OF_KIND = 0.95
 
 @dataclass
 class HardwareConfig:
-    """One kind of GPU, the same on every node. Peaks are those of the data sheet, without sparsity."""
+    """The hardware that the planner computes memory and time from: one kind of GPU, the same on every node. Peaks are
+    those of the data sheet, without sparsity."""
 
     gpu: str | None = None
-    """Name of the GPU; null: the hardware is not known, and nothing is planned."""
+    """Name of the GPU; null: unknown, nothing is planned."""
     memory_gib: float = key(0.0, **KNOWN)
     """Memory of a GPU in GiB, as torch.cuda.get_device_properties tells it."""
     bf16_tflops: float = key(0.0, **KNOWN)
-    """Peak of a GPU's matrix products in bfloat16, in 1e12 operations a second."""
+    """Peak of bfloat16 matrix products, in 1e12 operations a second."""
     fp8_tflops: float = key(0.0, **KNOWN)
-    """Peak of a GPU's matrix products in FP8, in 1e12 operations a second."""
+    """The same in FP8."""
     hbm_gb_s: float = key(0.0, **KNOWN)
     """Bandwidth between a GPU and its memory, in 1e9 bytes a second."""
     nvlink_gb_s: float = key(0.0, **KNOWN)
-    """Bandwidth out of a GPU to others of its node, in one direction, in 1e9 bytes a second."""
+    """Bandwidth out of a GPU to others of its node, one direction, in 1e9 bytes a second."""
     network_gb_s: float = key(0.0, **KNOWN)
-    """Bandwidth out of a GPU to other nodes, in one direction, in 1e9 bytes a second."""
+    """The same to other nodes."""
     pcie_gb_s: float = key(64.0, **KNOWN)
-    """Bandwidth between a GPU and its host, in one direction, in 1e9 bytes a second; of PCIe 5.0 with 16 lanes."""
+    """Bandwidth between a GPU and its host, one direction, in 1e9 bytes a second (PCIe 5.0 x16)."""
     disk_gb_s: float = key(5.0, **KNOWN)
-    """What a node reads from or writes to the shared file system, in 1e9 bytes a second; as measured, not a peak."""
+    """Measured speed of a node on the shared file system, in 1e9 bytes a second."""
     host_memory_gib: float = key(0.0, **KNOWN)
     """Memory of a node in GiB."""
 
@@ -103,30 +104,30 @@ Placement = Enum("Placement", {"colocated": "colocated", "split": "split", "apar
 @dataclass
 class ClusterConfig:
     cpu_threads_per_worker: int | None = key(None, when=TRAINED, **THREADS)
-    """CPU threads of each training process. null: the run's cores, shared by what works at the same time."""
+    """CPU threads of each training process; null: the run's cores, shared by what works at the same time."""
     object_store_mb: int = key(256, low=75, high=2**24, why="MiB; Ray takes no less, and no node has as much memory")
-    """Shared memory of Ray's object store on each node, in MiB; the samples of an iteration pass through it."""
+    """Shared memory of Ray's object store on each node, in MiB; an iteration's samples pass through it."""
     worker_start_deadline_s: float = key(300.0, when=TRAINED, **START)
-    """Deadline in seconds for training processes, and before them Ray or its nodes, to start."""
+    """Deadline in seconds for Ray or its nodes to start, and then for the training processes."""
     call_deadline_s: float = key(1800.0, when=TRAINED, **DEADLINE)
     """Deadline in seconds of one call to a training process (log-probs, values, an update, an export)."""
     shutdown_deadline_s: float = key(15.0, **DEADLINE)
-    """Deadline in seconds for all processes together to end; then they are killed."""
+    """Deadline in seconds for all processes to end; then they are killed."""
     ray_deadline_s: float = key(120.0, **START)
-    """Deadline in seconds for Ray itself to answer; the run ends where one of its processes is stopped for as long."""
+    """Deadline in seconds for an answer of Ray itself; the run ends if one of its processes is stopped for as long."""
     listen_host: str = "127.0.0.1"
-    """Address on which servers and process groups listen; auto: each node's own, which several nodes need."""
+    """Address on which servers and process groups listen; auto: each node's own, needed for several nodes."""
     num_nodes: int = key(1, low=1, high=100_000)
     """Number of nodes."""
     gpus_per_node: int = key(0, low=0, high=1024)
     """GPUs of each node; 0: GPUs are not counted, and every process sees all of them."""
     placement: Placement = key(Placement.apart, when=needs("gpus_per_node"))
-    """Which of policy, critic, reference and servers share GPUs; only where gpus_per_node is above 0. colocated: all of
-    them; split: the servers use the GPUs after those of the roles; apart: none of them."""
+    """With gpus_per_node above 0: which of policy, critic, reference and servers share GPUs. colocated: all; split: the
+    servers use the GPUs after those of the roles; apart: none."""
     ray_address: str | None = None
-    """HOST:PORT of a running Ray cluster of num_nodes nodes; auto: that of RAY_ADDRESS; null: the run starts Ray."""
+    """HOST:PORT of a running Ray cluster of num_nodes nodes; auto: from RAY_ADDRESS; null: the run starts Ray."""
     hardware: HardwareConfig = key(factory=HardwareConfig, when=TRAINED)
-    """The hardware that the planner computes a job's memory and time from before its processes start."""
+    """The hardware that a job is planned for before its processes start."""
 
 
 NO_QUANTIZED_WEIGHTS = (
@@ -143,57 +144,56 @@ ServerOffload = Enum("ServerOffload", {"kv_cache": "kv_cache", "all": "all"})
 @dataclass
 class RolloutConfig:
     response_length: int = key(1024, low=1, despite=GENERATED)
-    """Maximum length of a response in tokens."""
+    """Maximum tokens of a response."""
     temperature: float = key(1.0, low=0.01, high=100, despite=GENERATED, when=NOT_OF_EVALUATION)
-    """Logits are divided by it, in sampling and in every log-prob of training; evaluations in training are greedy."""
+    """Divides the logits in sampling and in every log-prob of training; evaluations in training are greedy."""
     stop: list[str] = field(default_factory=list)
-    """Texts that end a response besides the end-of-sequence token, each one token of the model."""
+    """Texts that end a response in addition to the end-of-sequence token, each one token of the model."""
     stop_token_ids: list[int] = field(default_factory=list)
-    """The same by their numbers in the vocabulary."""
+    """The same as token ids."""
     dtype: Dtype = Dtype.bfloat16
     """Type of the servers' weights, activations and KV cache. Weights are not quantized (docs/architecture.md)."""
     num_servers: int = key(1, low=1, high=100_000, why="each is a process")
-    """Number of SGLang servers; requests are distributed among them."""
+    """SGLang servers, among which requests are distributed."""
     tp: int = key(1, low=1, high=1024, why="a server is on one node")
-    """Tensor parallelism of SGLang: the number of GPUs of one server."""
+    """Tensor parallelism of SGLang: GPUs of one server."""
     max_running_requests: int = key(128, low=1, high=65536, why="SGLang reserves a row of positions for each")
-    """Maximum number of requests that a server processes at the same time."""
+    """Maximum requests that a server processes at the same time."""
     kv_cache_tokens: int | None = key(None, low=1, high=2**31 - 1, why="SGLang counts them in 32 bits")
-    """Tokens of KV cache per server; null lets SGLang decide (on a CPU it must be a number)."""
+    """Tokens of KV cache per server; null: SGLang decides (a CPU needs a number)."""
     offload: ServerOffload | None = key(None, when=(TRAINED, SHARES_GPUS))
-    """What servers give back of their GPUs' memory while roles that share these compute; null: nothing. Needs
-    max_staleness=0. kv_cache: the KV cache; all: the weights as well."""
+    """GPU memory that servers give back while roles on the same GPUs compute: the KV cache, or all, with the weights;
+    needs max_staleness=0."""
     num_threads: int | None = key(None, **THREADS)
-    """CPU threads of a server's forward pass. null: decided as cluster.cpu_threads_per_worker."""
+    """CPU threads of a server's forward pass; null: as cluster.cpu_threads_per_worker."""
     startup_deadline_s: float = key(300.0, **START)
-    """Deadline in seconds for a server to answer after it was started."""
+    """Deadline in seconds for a server's first answer after its start."""
     request_deadline_s: float = key(600.0, **DEADLINE)
     """Deadline in seconds of one request; with max_staleness it also waits for weight syncs and evaluations."""
     sync_deadline_s: float = key(300.0, when=TRAINED, **DEADLINE)
-    """Deadline in seconds of one weight sync, verification included. Presets of large models set a longer one."""
+    """Deadline in seconds of one weight sync, verification included."""
     transport: Transport = key(Transport.colocated, when=TRAINED)
-    """How weights travel from the policy to the servers. colocated: memory that processes of a node share, between
-    nodes as split; split: point to point over NCCL (gloo on a CPU); disk: a directory that all see."""
+    """How weights travel to the servers. colocated: shared memory within a node, between nodes as split; split: point
+    to point over NCCL (gloo on a CPU); disk: a directory that all see."""
     sync_bucket_mb: int = key(64, low=1, high=16384, when=(TRAINED, needs("transport", "colocated", "split")))
-    """Maximum MiB of one message of weights, of which a rank holds two."""
+    """Maximum MiB of one message of weights; a rank holds two."""
     max_server_restarts: int = key(3, low=0)
-    """How many times the servers lost in one rollout or sync are restarted before the run ends."""
+    """Restarts of lost servers in one rollout or sync before the run ends."""
     max_staleness: int = key(0, low=0, high=100, despite=GENERATED, when=TRAINED)
-    """By how many policy updates a token may be older than those that train on it. 0: on-policy. n: groups of up to n
-    further iterations are generated while the trainer works; the loss then needs algo.mismatch.correction, or is that
-    of algo=topr."""
+    """Most policy updates between sampling a token and training on it. 0: on-policy; n: groups of up to n further
+    iterations are generated while the trainer works, and the loss needs algo.mismatch.correction or algo=topr."""
     router_replay: bool = key(False, despite=GENERATED)
-    """A mixture of experts trains with the experts that the servers chose (R3, 2510.11370), a byte for each token,
-    layer and expert; mismatch/* tells whether a model needs it."""
+    """A mixture of experts trains with the experts that the servers chose (R3 2510.11370), a byte for each token, layer
+    and expert; mismatch/* tells whether a model needs it."""
     file: str | None = key(None, despite=GENERATED, when=(TRAINED, NOT_ALONE))
-    """A rollouts.jsonl of an earlier run (logger.save_rollouts), from which policy and critic learn without a server.
-    The loss must weight it as with max_staleness. null: responses are generated."""
+    """A rollouts.jsonl of an earlier run (logger.save_rollouts) from which policy and critic learn without a server;
+    the loss must weight it as with max_staleness."""
     max_probe_logprob_gap: float | None = key(None, above=0, when=TRAINED)
     """A larger median |log-prob difference| of servers and policy after the first weight sync, in nats per token, ends
     the run. null: what rounding explains (docs/architecture.md)."""
     sglang: dict[str, Any] = field(default_factory=dict)
-    """SGLang server arguments (underscored names), checked against the real ones; those by which responses would not be
-    samples of the policy are refused."""
+    """SGLang server arguments (underscored names), checked against the real ones; those that would change the policy's
+    distribution are refused."""
 
 
 DEFAULT_PROMPTS = 512
@@ -221,37 +221,37 @@ class EvalSetConfig:
 @dataclass
 class TrainConfig:
     num_iterations: int = key(100, low=0)
-    """Iterations of the training, each a rollout and its update. 0: value pretraining alone (algo.value_pretrain)."""
+    """Training iterations, each a rollout and its update; 0: value pretraining alone (algo.value_pretrain)."""
     samples_per_iteration: int | None = key(None, low=1, when=needs("prompts_per_iteration", "null"))
-    """Responses of one iteration, where prompts_per_iteration is null; null in both is 512 prompts."""
+    """Responses of one iteration; null, also in prompts_per_iteration: 512 prompts."""
     prompts_per_iteration: int | None = key(None, low=1)
-    """Prompts of one iteration; overrides samples_per_iteration. null: samples_per_iteration decides."""
+    """Prompts of one iteration; overrides samples_per_iteration."""
     responses_per_prompt: int = key(1, low=1, high=MAX_SAMPLES)
-    """K, the responses sampled for each prompt: the group size."""
+    """K, the group size: responses sampled for each prompt."""
     samples_per_minibatch: int = key(512, low=1, when=needs("num_minibatches", "null"))
-    """Samples of one optimizer step, over all data-parallel ranks. Only where num_minibatches is null."""
+    """Samples of one optimizer step, over all data-parallel ranks."""
     num_minibatches: int | None = key(None, low=1)
-    """Minibatches of an iteration; overrides samples_per_minibatch. null: samples_per_minibatch decides."""
+    """Minibatches of an iteration; overrides samples_per_minibatch."""
     tokens_per_microbatch: int = key(16384, low=1)
-    """Maximum number of tokens of one forward pass, prompts included; a longer sequence is a micro-batch alone."""
+    """Maximum tokens of one forward pass, prompts included; a longer sequence is a micro-batch alone."""
     epochs_per_iteration: int = key(1, low=1, high=1000, why="an iteration ends after them only")
     """Passes of the update over the samples of an iteration."""
     reuse_logprobs: bool = key(True, off=False, when=WITHOUT_PASS)
-    """Take the update's own log-probs as old_logprobs where nothing reads them before it: the same gradient with a
-    forward pass less. false: the policy always scores first."""
+    """Take the update's own log-probs as old_logprobs if nothing reads them before: the same gradient with one forward
+    pass less. false: the policy always scores first."""
     eval_every: int = key(10, low=1, when=GENERATED)
-    """Iterations between evaluations on held-out prompts; they also run before the first and after the last."""
+    """Iterations between evaluations on held-out prompts; also before the first and after the last."""
     num_eval_prompts: int = key(256, low=1, despite=TRAINED, when=(GENERATED, OF_HELDOUT))
-    """Maximum number of held-out prompts of an evaluation."""
+    """Maximum held-out prompts of an evaluation."""
     eval_sets: dict[str, EvalSetConfig] = field(default_factory=dict)
     """Further sets by name, as in train.eval_sets='{gsm8k: {path: test.jsonl}}', each with `path`, `num_prompts` (null:
     all), `num_samples` (1), `temperature` (0), `top_p` (1) and `top_k` (-1); logged as eval/NAME/*."""
     stop_at_heldout_reward: float | None = key(None, when=GENERATED)
-    """End early once the held-out reward reaches this; null: never."""
+    """End early once the held-out reward reaches this."""
     max_samples: int | None = key(None, low=1, when=(GENERATED, NOT_ALONE))
-    """End after the iteration in which this many responses have been generated in all; null: no limit."""
+    """End after the iteration in which this many responses have been generated in all."""
     max_minutes: float | None = key(None, above=0)
-    """End after the iteration in which so many minutes have passed since this start. null: no limit."""
+    """End after the iteration in which this many minutes have passed since this start."""
 
     profile: int | None = key(None, low=1)
     """The iteration to profile, from 1, into RUN_DIR/profile (docs/reading-a-run.md). null: none."""
@@ -290,18 +290,18 @@ class EvaluateConfig:
     num_samples: int = key(1, low=1, high=65536, why="responses per problem")
     """Responses per problem."""
     temperature: float | None = key(None, low=0)
-    """Logits are divided by this; 0 is greedy. null: greedy for one sample, 1 for more."""
+    """Divides the logits; 0: greedy; null: greedy for one sample, 1 for more."""
     top_p: float = key(1.0, above=0, high=1)
     """Nucleus sampling: sample from the most likely tokens with this total probability; 1: from all."""
     top_k: int = -1
     """Sample from this many most likely tokens; -1: from all."""
     num_problems: int | None = key(None, low=1)
-    """Problems of each set, drawn at random under `seed`; null: every problem."""
+    """Problems of each set, drawn at random under `seed`; null: all."""
     heldout: bool = False
-    """Ask the prompts of data= that the run's seed holds out, train.num_eval_prompts at most. false: all. A run's model
+    """Ask the prompts of data= that the run's seed holds out, at most train.num_eval_prompts; false: all. A run's model
     brings true with its data."""
     paths: dict[str, str] = field(default_factory=dict)
-    """Files (.jsonl, .parquet) or directories in place of sets of the hub, by name: evaluate.paths.gsm8k=test.jsonl."""
+    """Files (.jsonl, .parquet) or directories instead of sets of the hub, by name: evaluate.paths.gsm8k=test.jsonl."""
 
 
 def get_temperature(config: EvaluateConfig) -> float:
@@ -334,18 +334,18 @@ def check_truncation(node: str, config: EvaluateConfig | EvalSetConfig, temperat
 @dataclass
 class CheckpointConfig:
     save_every: int | None = key(20, low=1)
-    """Iterations between checkpoints; one more comes at the end, after value pretraining, a signal and a failure. null:
-    none, so that the run cannot be resumed."""
+    """Iterations between checkpoints; also saved at the end, after value pretraining, a signal and a failure. null:
+    never; the run cannot be resumed."""
     keep_last: int = key(2, low=1, when=SAVES)
-    """Number of newest checkpoints to keep; older ones are removed once a newer one is complete."""
+    """Newest checkpoints to keep; older ones are removed once a newer one is complete."""
     keep_best: int = key(0, low=0, when=(SAVES, IS_MEASURED))
-    """Number of further checkpoints to keep: the evaluated ones with the highest `best_metric`."""
+    """Further checkpoints to keep: the evaluated ones with the highest `best_metric`."""
     best_metric: str = key("reward/heldout", when=(SAVES, needs("keep_best")))
     """The metric of metrics.jsonl that keep_best ranks by; higher is better."""
     stop_deadline_s: float = key(120.0, when=SAVES, **DEADLINE)
     """Deadline in seconds of the checkpoint after an error or a signal, from the end of the update on."""
     max_restarts: int = key(3, low=0, when=SAVES)
-    """How many times in a row, without a new checkpoint, training resumes after a training process was lost."""
+    """Restarts in a row, without a new checkpoint, after a training process was lost."""
 
 
 WandbMode = Enum("WandbMode", {"offline": "offline", "online": "online"})
@@ -353,30 +353,28 @@ WandbMode = Enum("WandbMode", {"offline": "offline", "online": "online"})
 
 @dataclass
 class LoggerConfig:
-    """[Reading a run](reading-a-run.md) says how to look at each of them, and [metrics](metrics.md) what they mean."""
+    """[Reading a run](reading-a-run.md) says how to look at each, and [metrics](metrics.md) what the numbers mean."""
 
     tensorboard: bool | None = None
-    """Write the metrics to RUN_DIR/tensorboard, too. null: where the extra `tensorboard` is installed."""
+    """Also write the metrics to RUN_DIR/tensorboard; null: if the extra `tensorboard` is installed."""
     wandb: WandbMode | None = None
-    """Write the metrics to Weights & Biases, too; null: no. Needs the extra `wandb`. The environment names the project
-    (WANDB_PROJECT, else megarl) and the team (WANDB_ENTITY). offline: into RUN_DIR/wandb, for `wandb sync`; online: to
-    wandb.ai, or WANDB_BASE_URL."""
+    """Also write the metrics to Weights & Biases (extra `wandb`): offline, into RUN_DIR/wandb for `wandb sync`, or
+    online, to wandb.ai or WANDB_BASE_URL. WANDB_PROJECT (else megarl) and WANDB_ENTITY name project and team."""
     mlflow: str | None = None
-    """Write the metrics to MLflow, too: the tracking URI, `http://HOST:5000` of a server or `sqlite:///mlflow.db` of a
-    file without one; null: no. Needs the extra `mlflow`. MLFLOW_EXPERIMENT_NAME, else megarl, is the experiment."""
+    """Also write the metrics to MLflow (extra `mlflow`): the tracking URI, `http://HOST:5000` of a server or
+    `sqlite:///mlflow.db`. MLFLOW_EXPERIMENT_NAME (else megarl) is the experiment."""
     terminal: bool = True
     """Show the run on the terminal, as lines in a file or pipe; RUN_DIR/train.log has the same in any case."""
     capture_output: bool = key(True, despite=TRAINED)
-    """Write what libraries and your functions print in the trainer's process to RUN_DIR/logs/driver.log. false: to the
+    """Write what libraries and your functions print in the trainer's process to RUN_DIR/logs/driver.log; false: to the
     terminal, for breakpoint()."""
     num_logged_samples: int = key(2, low=0, when=GENERATED)
     """Responses printed with their rewards after every evaluation."""
     save_rollouts: bool = key(False, when=(GENERATED, NOT_ALONE))
-    """Write every response that training sampled, with its reward and log-probs, to RUN_DIR/rollouts.jsonl."""
+    """Write every training response, with reward and log-probs, to RUN_DIR/rollouts.jsonl."""
     num_token_records: int = key(8, low=0)
-    """Responses of each iteration, and of each evaluation, that are written token by token to RUN_DIR/tokens.jsonl,
-    with log-probs, values and advantages, for the rollout viewer in the run's page; 0: none. Beyond 100 kB they lose
-    tokens of their middle."""
+    """Responses of each iteration and evaluation that RUN_DIR/tokens.jsonl has token by token, with log-probs, values
+    and advantages, for the run report; above 100 kB, tokens of their middle are left out."""
 
 
 WITH_REFERENCE = Effect(

@@ -29,23 +29,23 @@ class DataConfig:
     """The keys that every source has."""
 
     prompt_length: int = key(512, low=1, despite=GENERATED)
-    """Maximum length of a prompt in tokens; longer prompts are dropped and counted."""
+    """Maximum tokens of a prompt; longer prompts are dropped and counted."""
     num_heldout: int | None = key(None, when=OF_HELDOUT)
-    """Number of held-out prompts; null: a tenth of the questions, 256 at most, or all of a held-out file or split."""
+    """Number of held-out prompts; null: a tenth of the questions, at most 256, or all of a held-out file or split."""
     chat_template: bool = key(True, off=False, despite=GENERATED, when=RENDERS)
-    """Use the tokenizer's chat template, where it has one."""
+    """Use the tokenizer's chat template if it has one."""
     chat_template_path: str | None = None
-    """File with a chat template (Jinja) in place of the tokenizer's own. null: the tokenizer's."""
+    """File with a chat template (Jinja) instead of the tokenizer's own."""
     system: str | None = key(None, is_prose=True)
-    """System message. null: none is given, and a chat template may add its own; "" is an empty message."""
+    """System message; null: none, but a chat template may add its own; "": an empty message."""
     instruction: str | None = key(None, is_prose=True)
     """Text around the question, for example "{question} Answer with a number."; null: the question alone."""
     response_prefix: str | None = key(None, is_prose=True)
-    """Text that the assistant's turn begins with, {question} replaced; it is part of the prompt, not generated."""
+    """Text that begins the assistant's turn, with {question} replaced; part of the prompt, not generated."""
     critic_prompt: str | None = key(None, is_prose=True, despite=GENERATED, when=(TRAINED, WITH_CRITIC))
-    """Text that the critic alone reads before the prompt, as "Reference answer: {answer}". null: none."""
+    """Text before the prompt that only the critic reads, for example "Reference answer: {answer}"."""
     critic_prompt_length: int = key(64, low=1, despite=GENERATED, when=(TRAINED, WITH_CRITIC, needs("critic_prompt")))
-    """With critic_prompt: maximum length of that text in tokens; a longer one is an error."""
+    """Maximum tokens of that text; a longer one is an error."""
 
     @property
     def num_critic_tokens(self) -> int:
@@ -65,7 +65,7 @@ class FunctionDataConfig(DataConfig):
     path: str = MISSING
     """The function of (seed, num_heldout), as FILE.py:NAME or package.module:NAME."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further keyword arguments of the function; each is checked against its parameters."""
+    """Further keyword arguments of the function, checked against its parameters."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ class ReasoningGymDataConfig(DataConfig):
     size: int = key(4096, low=1, high=10**6, why="all are made at the start")
     """Number of problems to train on."""
     options: dict[str, Any] = field(default_factory=dict)
-    """The task's own options, for example {max_terms: 3}; each key is checked against the real ones."""
+    """The task's own options, for example {max_terms: 3}, checked against the real ones."""
 
 
 AnswerPart = Enum("AnswerPart", {"whole": "whole", "after_hashes": "after_hashes", "boxed": "boxed"})
@@ -87,17 +87,17 @@ AnswerPart = Enum("AnswerPart", {"whole": "whole", "after_hashes": "after_hashes
 
 @dataclass
 class FileDataConfig(DataConfig):
-    """The keys of a source that reads records with named fields."""
+    """A source of records with named fields."""
 
     path: str | None = None
     """The file, or the name or directory of the dataset."""
     prompt_field: str | None = None
-    """Name of the field with the question; null: the first of the usual names that any record has."""
+    """Field with the question; null: the first of the usual names that a record has."""
     answer_field: str | None = None
-    """Name of the field with the answer; null: likewise. In both, a dot selects a field of a nested record."""
+    """Field with the answer; null: likewise. In both, a dot selects a field of a nested record."""
     answer_part: AnswerPart | None = None
-    """What of an answer is the reference. null: whole; after_hashes where every answer ends with "#### NUMBER".
-    after_hashes: what stands behind the last ####, as in GSM8K; boxed: what stands in the last \\boxed{}."""
+    """Part of an answer that is the reference. after_hashes: the text after the last ####, as in GSM8K; boxed: the
+    content of the last \\boxed{}; null: whole, or after_hashes if every answer ends with "#### NUMBER"."""
 
 
 @dataclass
@@ -110,7 +110,7 @@ class JsonlDataConfig(FileDataConfig):
 
 @dataclass
 class ParquetDataConfig(JsonlDataConfig):
-    """A parquet file."""
+    """A parquet file, with the keys of data=jsonl."""
 
 
 @dataclass
@@ -130,7 +130,7 @@ class VerifiersDataConfig(DataConfig):
     """The dataset of an environment of the package verifiers; its evaluation rows are held out."""
 
     id: str = MISSING
-    """The environment; conf/data/verifiers.yaml takes that of environment=verifiers."""
+    """The environment; conf/data/verifiers.yaml takes it from environment=verifiers."""
     args: dict[str, Any] = field(default_factory=dict)
     """Its arguments; likewise."""
 
@@ -147,14 +147,14 @@ class SingleTurnEnvironmentConfig(EnvironmentConfig):
 
 @dataclass
 class MultiTurnEnvironmentConfig(EnvironmentConfig):
-    """The keys that every environment of several turns has."""
+    """Environments of several turns."""
 
     max_turns: int = key(8, low=1, high=100_000)
-    """Maximum number of turns; an episode that would go on is cut there (finish_reason max_turns)."""
+    """Maximum turns; a longer episode is cut there (finish_reason max_turns)."""
     turn_length: int | None = key(None, low=1, high=2**24)
     """Maximum tokens of one action; null: only rollout.response_length, of actions and observations together."""
     step_deadline_s: float = key(60.0, low=0.01, high=86_400)
-    """Deadline in seconds of one answer of the environment; a later one has failed and is not learned from."""
+    """Deadline in seconds of one answer of the environment; after it the sample has failed and is skipped."""
 
 
 @dataclass
@@ -164,49 +164,49 @@ class ClassEnvironmentConfig(MultiTurnEnvironmentConfig):
     path: str = MISSING
     """The class, as FILE.py:NAME or package.module:NAME."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments with which an object is made for each episode."""
+    """Keyword arguments of the object that is made for each episode."""
 
 
 @dataclass
 class VerifiersEnvironmentConfig(MultiTurnEnvironmentConfig):
-    """An environment of the package verifiers, with data=verifiers and reward=environment. Tools that it has are
-    described to the policy, and their calls read, as with environment=tools."""
+    """An environment of the package verifiers, with data=verifiers and reward=environment; its tools are described and
+    called as with environment=tools."""
 
     max_turns: int = key(1_000, low=1, high=100_000)
-    """Maximum number of turns beside the environment's own limit."""
+    """Maximum turns, in addition to the environment's own limit."""
     id: str = MISSING
-    """The environment: the name of an installed one, or FILE.py:NAME or package.module:NAME."""
+    """The name of an installed environment, or FILE.py:NAME or package.module:NAME."""
     args: dict[str, Any] = field(default_factory=dict)
     """Its arguments."""
     parser: str | None = None
-    """SGLang's parser of tool calls, for an environment with tools; null: the one for the model's chat template."""
+    """SGLang's parser of tool calls; null: the one for the model's chat template."""
 
 
 @dataclass
 class ToolsEnvironmentConfig(MultiTurnEnvironmentConfig):
-    """Tools that the policy may call: Python functions, in processes of their own. The first action without a call ends
-    the episode; it is the answer that the reward reads."""
+    """Tools that the policy may call: Python functions, in processes of their own. The first action without a call is
+    the answer and ends the episode."""
 
     tools: list[str] = field(default_factory=lambda: ["calculator"])
-    """calculator, python (in the sandbox), or functions of your own, as FILE.py:NAME or package.module:NAME, described
-    to the policy by signature and docstring."""
+    """calculator, python (in the sandbox), or your functions as FILE.py:NAME or package.module:NAME, described to the
+    policy by signature and docstring."""
     parser: str | None = None
     """SGLang's parser of the calls, for example hermes or llama3; null: the one for the model's chat template."""
     description: str | None = None
-    """Text of the system message, {tools} replaced by JSON schemas; null: the chat template's, else one that asks for
-    calls in hermes' format."""
+    """Text of the system message, with {tools} replaced by JSON schemas; null: the chat template's, else one that asks
+    for calls in hermes' format."""
     num_processes: int = key(2, low=1, high=1024, why="each is a process of the driver's machine")
-    """Number of processes that run the tools' functions; each runs one call at a time."""
+    """Processes that run the functions, each one call at a time."""
     call_timeout_s: float = key(10.0, low=0.01, high=86_400)
-    """Time limit in seconds of one call; a call that takes longer is answered with an error."""
+    """Time limit in seconds of one call; a longer one is answered with an error."""
     memory_gb: float = key(1.0, low=0.01, high=2**20)
-    """GiB that a call may take beyond what its process has after loading; more is answered with an error."""
+    """GiB that a call may use beyond what its process has after loading; more is answered with an error."""
     max_calls: int = key(4, low=1, high=100_000)
-    """Maximum number of calls in one action that are answered; further ones are answered with an error."""
+    """Maximum calls in one action; further ones are answered with an error."""
     result_length: int = key(2000, low=1, high=2**24)
-    """Maximum number of characters of one result; the rest is cut off."""
+    """Maximum characters of one result; the rest is cut off."""
     call_reward: float = 0.0
-    """Reward of a first action all of whose calls succeed, added to what `reward=` gives."""
+    """Reward of a first action whose calls all succeed, added to what `reward=` gives."""
 
 
 @dataclass
@@ -214,17 +214,17 @@ class RewardConfig:
     """How responses are scored. Each kind of reward has different keys."""
 
     wrong: float = key(0.0, kw_only=True, below=1, despite=(GENERATED, NOT_ALONE), when=TRAINED)
-    """Reward of a wrong answer: a score s is learned from as wrong + (1 - wrong) s, and shown as s. -1 in DAPO."""
+    """Reward of a wrong answer (DAPO: -1): training uses wrong + (1 - wrong) s for a score s, and logs s."""
     max_failed_frac: float = key(0.1, kw_only=True, low=0, high=1)
-    """Maximum share of responses whose verifier or environment failed; more end the run."""
+    """Maximum share of responses whose verifier or environment failed; a larger share ends the run."""
 
 
 @dataclass
 class ProcessRewardConfig(RewardConfig):
-    """The keys of rewards that run in processes of their own."""
+    """Rewards that run in processes of their own."""
 
     num_workers: int | None = key(None, kw_only=True, low=1, high=1024, why="each is a process")
-    """Processes that score at a time. null: one for every four cores, 1 to 16."""
+    """Processes that score at a time; null: one for every four cores, 1 to 16."""
     timeout_s: float = key(5.0, kw_only=True, **SCORING)
     """Time limit in seconds of scoring one response; an endless comparison counts as wrong, anything else as failed."""
     memory_gb: float = key(8.0, kw_only=True, low=0.01, high=2**20, why="GiB")
@@ -243,7 +243,7 @@ class LetterCountRewardConfig(RewardConfig):
     tolerance: float = key(1.25, low=1)
     """Lengths within this factor of the requested one get the full length score of 1."""
     falloff: float = key(4.0, above=1)
-    """A length that is off by a further factor of this gets 0; in between the score is linear in the logarithm."""
+    """A length off by a further factor of this gets 0; in between the score is linear in the logarithm."""
 
 
 @dataclass
@@ -259,8 +259,8 @@ class MathRewardConfig(ProcessRewardConfig):
     """Mathematical equality of the stated answer and the expected one, read by math-verify's parser."""
 
     answer: StatedAnswer = StatedAnswer.final
-    """What states the answer of a response. boxed: a box alone; final: a box, an explicit final statement ("Answer:
-    72", "#### 72", <answer>), or nothing but the answer; any: else also the last value of the last sentence."""
+    """What states the answer. boxed: a box; final: a box, an explicit final statement ("Answer: 72", "#### 72",
+    <answer>), or nothing but the answer; any: else also the last value of the last sentence."""
 
 
 @dataclass
@@ -268,7 +268,7 @@ class ReasoningGymRewardConfig(ProcessRewardConfig):
     """The task's own scorer from reasoning-gym."""
 
     correct_at: float = key(1.0, above=0, high=1)
-    """The lowest score that counts as correct; scorers give less than 1 for partly right answers."""
+    """Lowest score that counts as correct; scorers give less than 1 for partly correct answers."""
 
 
 @dataclass
@@ -276,7 +276,7 @@ class EnvironmentRewardConfig(RewardConfig):
     """The rewards that the environment gave to the turns, and nothing else."""
 
     correct_at: float = 1.0
-    """The least sum of the turns' rewards that counts as correct."""
+    """Lowest sum of the turns' rewards that counts as correct."""
 
 
 @dataclass
@@ -292,9 +292,9 @@ class NumericRewardConfig(RewardConfig):
     """The last number of the response is the answer, exactly or within a tolerance."""
 
     tolerance: float = key(0.0, low=0)
-    """Largest difference from the answer that is right; 0: equal numbers. Numbers are read and compared exactly."""
+    """Largest difference from the answer that counts as correct. Numbers are read and compared exactly."""
     relative_tolerance: float = key(0.0, low=0)
-    """Largest difference as a share of the answer; the larger of the two tolerances holds."""
+    """The same as a share of the answer; the larger of the two holds."""
 
 
 @dataclass
@@ -314,7 +314,7 @@ class LengthRewardConfig(RewardConfig):
     max_length: int = key(512, low=0)
     """Most tokens with the full score."""
     falloff: int = key(128, low=0)
-    """Tokens outside of the range at which the score is 0; in between it is linear. 0: it is 0 at once."""
+    """Tokens outside of the range at which the score is 0, linear in between; 0: it is 0 at once."""
 
 
 @dataclass
@@ -322,7 +322,7 @@ class CodeRewardConfig(ProcessRewardConfig):
     """The response's Python program passes the prompt's tests, in a sandbox."""
 
     timeout_s: float = key(10.0, kw_only=True, **SCORING)
-    """Time limit in seconds of a program for each pair of input and output, or all statements; longer fails."""
+    """Time limit in seconds of a program for each pair of input and output, or for all statements; longer fails."""
     memory_gb: float = key(1.0, kw_only=True, low=0.01, high=2**20, why="GiB")
     """Memory limit in GiB of one program, as address space."""
     partial: bool = False
@@ -331,23 +331,23 @@ class CodeRewardConfig(ProcessRewardConfig):
 
 @dataclass
 class ServerRewardConfig(RewardConfig):
-    """The keys of rewards that a server gives."""
+    """Rewards that a server gives."""
 
     url: str = field(default=MISSING, kw_only=True)
     """The server, as http://HOST:PORT or https://HOST; with reward=http also the path."""
     api_key_env: str | None = field(default=None, kw_only=True)
-    """Environment variable with the key that is sent (Bearer), never saved or shown. null: none."""
+    """Environment variable with the key that is sent (Bearer); it is never saved or shown."""
     timeout_s: float = key(60.0, kw_only=True, low=0.01, high=86_400, why="seconds")
-    """Deadline in seconds of one request; then it is tried again."""
+    """Deadline in seconds of one request; then it is repeated."""
     max_retries: int = key(3, kw_only=True, low=0, high=100)
     """Further attempts after status 408, 409, 429, 5xx or a lost connection; then the sample has failed."""
     max_concurrency: int = key(64, kw_only=True, low=1, high=100_000, why="each is a connection")
-    """Maximum number of requests at a time; further ones wait."""
+    """Maximum requests at a time; further ones wait."""
 
 
 @dataclass
 class HttpRewardConfig(ServerRewardConfig):
-    """What a server of your own answers over HTTP."""
+    """The answer of your own server over HTTP."""
 
 
 Verdict = Enum("Verdict", {"score": "score", "word": "word"})
@@ -360,18 +360,17 @@ class JudgeRewardConfig(ServerRewardConfig):
     model: str | None = None
     """The model's name for the server; null: the first that it lists."""
     rubric: str | None = key(None, is_prose=True)
-    """What the judge is told, with {question}, {answer} and {response} put in. null: one that compares answers."""
+    """The judge's instructions, with {question}, {answer} and {response} put in; null: compare answers."""
     verdict: Verdict = Verdict.score
-    """How the judge says what it thinks. score: an explanation, then a number from 0 to 10 in a box; word:
-    p(yes) / (p(yes) + p(no)) of its next token."""
+    """score: an explanation, then a number from 0 to 10 in a box; word: p(yes) / (p(yes) + p(no)) of the next token."""
     yes: str = "yes"
-    """The word of a good response with verdict=word. It must be one token of the judge, as no."""
+    """With verdict=word: the word of a good response, one token of the judge."""
     no: str = "no"
-    """The word of a bad response."""
+    """The word of a bad response, also one token."""
     max_tokens: int = key(1024, low=1, high=2**24)
-    """Maximum length in tokens of the judge's answer with verdict=score; one that is cut is a failure."""
+    """With verdict=score: maximum tokens of the judge's answer; a longer one is a failure."""
     correct_at: float = 0.5
-    """The lowest reward that counts as correct."""
+    """Lowest reward that counts as correct."""
     request: dict[str, Any] = field(default_factory=dict)
     """Further fields of each request, for example {chat_template_kwargs: {enable_thinking: false}}."""
 
@@ -381,11 +380,11 @@ class ScalarModelRewardConfig(ServerRewardConfig):
     """A scalar reward model behind an SGLang server reads prompt and response as a conversation."""
 
     scale: float = 1.0
-    """The reward is offset + scale * (what the model's head gives)."""
+    """The reward is offset + scale * (output of the model's head)."""
     offset: float = 0.0
     """Added to the scaled score."""
     correct_at: float = 0.0
-    """The lowest reward that counts as correct; it says nothing about right or wrong unless the model was so made."""
+    """Lowest reward that counts as correct; meaningful only if the model was trained so."""
 
 
 @dataclass
@@ -396,9 +395,9 @@ class WeightedRewardConfig(RewardConfig):
     """Name of each part -> its `kind`, a choice of reward=, its `weight` (1), and the keys of that kind, as in {right:
     {kind: math, weight: 0.9}}."""
     correct_by: str | None = None
-    """Name of the part that decides whether a response is correct; null: correct_at does."""
+    """Part that decides whether a response is correct; null: correct_at does."""
     correct_at: float = 1.0
-    """The lowest sum that counts as correct, where correct_by is null."""
+    """Lowest sum that counts as correct."""
 
 
 SCHEMAS: dict[str, dict[str, type[Any]]] = {
