@@ -1,8 +1,9 @@
 # shellcheck shell=bash disable=SC2016,SC2034,SC2154 # the variables are train.sh's or a step's own
 # Sourced by train.sh for what is typed outside of a job: --local, --submit and --attach.
 
-# What a job would do, as text.
+# What a job would do, as text, and what it takes.
 local_job() {
+  local limit time_limit planner
   read_submission "$@"
   compose_job
   echo "This is what the job would do; nothing is started. A look at nodes and configuration, Ray, the run:"
@@ -16,6 +17,15 @@ local_job() {
   echo "environment ($site):"
   env | grep -E '^(MEGARL|RAY|NCCL|HF|FI|CUDA|GLOO|PYTHONPATH|SLURM_(JOB_NUM|GPUS_ON))' | sort | sed 's/^/    /'
   "${doctor[@]}" --job "${what[@]}" | sed 's/^/    /'
+  [[ $command == train && " ${arguments[*]}" != *' resume='* ]] || return 0
+  # What it costs, and the signal that it needs.
+  time_limit=$(read_option '--time[ =]|-t ?')
+  limit=$(count_seconds "$time_limit") || fail "--time: found $time_limit; MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS"
+  planner=("${inside[@]}" "$MEGARL_PYTHON" -m megarl.plan.command)
+  ((limit == 0)) || planner+=("--hours=$(awk "BEGIN { print $limit / 3600 }")")
+  echo "The plan, of which \`megarl plan\` prints all:"
+  "${planner[@]}" "${arguments[@]}" 2>&1 |
+    sed -nE 's/^error: (cluster.hardware.gpu: found null).*/none (\1)/; /^(Total|none|error|does not fit)/,$s/^/    /p' || true
 }
 
 # Check the configuration and the signal's time, then sbatch.

@@ -3,8 +3,9 @@
     megarl plan algo=vapo model=qwen32b cluster=h100x64 [key=value] ...
     megarl plan --search algo=vapo model=qwen32b cluster=h100x64 [key=value] ...
 
-takes what megarl train takes. "fits, but" says what a job that fits loses: half of the GPUs, or hours of training
-between two checkpoints. The exit code is 0 where the job fits, 1 where it does not, 2 for a wrong configuration.
+takes what megarl train takes. The last lines are hours, GPU-hours, disk and the verdict. "fits, but" says what a job
+that fits loses: half of the GPUs, or hours of training between two checkpoints. The exit code is 0 where the job fits,
+1 where it does not, 2 for a wrong configuration.
 """
 
 import argparse
@@ -39,6 +40,12 @@ def main(arguments: Sequence[str]) -> int:
         metavar="N",
         help="the mean length of responses in tokens, for the seconds; else half of rollout.response_length",
     )
+    parser.add_argument(
+        "--hours",
+        type=float,
+        metavar="H",
+        help="the time limit of a Slurm job, for the number of starts that the run takes",
+    )
     warnings.simplefilter("ignore")
     try:
         options, words = parser.parse_known_args(take_config_dirs(arguments))
@@ -54,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
         check_hardware_is_known(config)
         if options.search:
             return show_search(words, config, options.mean_response)
-        return show(config, options.mean_response)
+        return show(config, options.mean_response, options.hours)
     except ConfigError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
@@ -85,7 +92,7 @@ def show_search(arguments: Sequence[str], config: Config, mean: float | None) ->
     return 0 if any_fits else DOES_NOT_FIT
 
 
-def show(config: Config, mean: float | None) -> int:
+def show(config: Config, mean: float | None, hours: float | None) -> int:
     """Print the plan and the verdict; the exit code."""
     if problems := list_contradictions(config):
         raise ConfigError(problems)
@@ -93,7 +100,7 @@ def show(config: Config, mean: float | None) -> int:
     from rich.console import Console
 
     from megarl.plan.job import build_plan, find_change, find_models
-    from megarl.plan.tables import LONGEST_SIGNAL_S, describe_losses, find_signal, list_tables
+    from megarl.plan.tables import LONGEST_SIGNAL_S, describe_losses, describe_total, find_signal, list_tables
 
     models = find_models(config)
     plan = build_plan(config, models, mean)
@@ -101,13 +108,14 @@ def show(config: Config, mean: float | None) -> int:
     for part in list_tables(config, plan):
         console.print(part)
     if not plan.problems:
+        print("\n" + "\n".join(describe_total(config, plan, hours)))
         losses, signal = list(describe_losses(config, plan)), find_signal(config, plan.seconds)
         there = config.cluster.num_nodes * config.cluster.gpus_per_node
-        gpus = f"{plan.num_gpus}{'' if plan.num_gpus == there else f' of {there}'} GPUs"
+        gpus = f"{plan.num_gpus}{'' if plan.num_gpus == there else f' of {there}'} GPU{'s' * (there > 1)}"
         ends = "ends first" if signal != LONGEST_SIGNAL_S else "sbatch takes no more"
         why = f": an update takes {plan.seconds.update:,.0f} s and {ends}"
         on_slurm = "" if signal is None else f"; on Slurm with sbatch --signal=B:USR1@{signal}{why}"
-        print(f"\nfits{', but' * bool(losses)}: {gpus}{on_slurm}")
+        print(f"fits{', but' * bool(losses)}: {gpus}{on_slurm}")
         for line in losses:
             print(f"  {line}")
         return 0

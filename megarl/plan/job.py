@@ -216,6 +216,13 @@ class JobPlan:
     def last_gpu(self) -> int:
         return max(gpu for gpus in self.places.values() for gpu in gpus)
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """What the ranks of policy and critic write in all."""
+        trained = [(job, stage) for name, job in self.jobs.items() if job.is_trained for stage in self.stages[name]]
+        sizes = [(job, stage, job.parallel.num_processes // job.parallel.pp) for job, stage in trained]
+        return sum(m.compute_saved(job, stage.parameters, rank) for job, stage, end in sizes for rank in range(end))
+
 
 def build_plan(config: Config, models: PlannedModels, mean_response: float | None = None) -> JobPlan:
     """The plan of a job on a cluster whose hardware is known.

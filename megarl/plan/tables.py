@@ -7,6 +7,7 @@ from rich import box
 from rich.table import Table
 
 from megarl.config.checks import describe_sizes
+from megarl.config.errors import ConfigError
 from megarl.config.placement import format_numbers
 from megarl.config.schema.root import SERVERS, Config, Transport
 from megarl.plan import memory as m
@@ -173,6 +174,34 @@ def find_signal(config: Config, seconds: Seconds) -> int | None:
         return None
     enough = 100 * ceil((seconds.update + config.checkpoint.stop_deadline_s + REQUEUE_S) / 100)
     return min(enough, LONGEST_SIGNAL_S)
+
+
+def describe_total(config: Config, plan: JobPlan, hours: float | None = None) -> Iterator[str]:
+    """What the run takes: hours, GPU-hours of its nodes, disk, and how many starts of a Slurm job of so many hours.
+
+    Raises ConfigError where such a job has less than half of its time left to train.
+    """
+    cluster, saved, iterations = config.cluster, config.checkpoint, config.train.num_iterations
+    pretraining, settings, gpus = plan.seconds.pretraining, config.algo.value_pretrain, cluster.num_nodes
+    gpus *= cluster.gpus_per_node
+    before = settings.num_steps * pretraining.iteration / 3600 if pretraining else 0.0
+    then = iterations * plan.seconds.iteration / 3600
+    upper = "up to " * (before > 0 and any(getattr(settings, key) is not None for key in ENDS))
+    parts = f"value pretraining {upper}{before:,.1f}, " * (before > 0) + f"{iterations:,} iterations {then:,.1f}"
+    on = f"{gpus:,} GPU{'s' * (gpus > 1)}"
+    yield f"Total: {upper}{before + then:,.1f} hours on {on}, {gpus * (before + then):,.0f} GPU-hours ({parts})"
+    if saved.save_every is not None:
+        number, size = saved.keep_last + saved.keep_best + 1, plan.checkpoint_bytes / GIB
+        of = f"{number}: those that are kept, and one while it is written"
+        yield f"Disk: {size:,.0f} GiB a checkpoint, {number * size:,.0f} for {of}"
+    if hours is not None:
+        lead = find_signal(config, plan.seconds) or SIGNAL_S
+        if not hours * 3600 >= 2 * lead:
+            least = f"with {2 * lead / 3600:.1f} half of it is left to train"
+            raise ConfigError([f"--hours: found {hours:g}; {least}: the signal comes {lead:,} s before its end"])
+        starts = max(1, ceil((before + then) / (hours - lead / 3600)))
+        again = "no requeue" if starts == 1 else f"{starts - 1:,} requeue{'s' * (starts > 2)}"
+        yield f"In Slurm jobs of {hours:g} hours: {upper}{again}; each trains until {lead:,} s before its end"
 
 
 def describe_losses(config: Config, plan: JobPlan) -> Iterator[str]:

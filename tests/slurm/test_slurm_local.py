@@ -35,6 +35,25 @@ def test_local_prints_every_command_of_the_complete_preset_and_does_nothing(tmp_
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        (
+            ("--time=0-12", *COMPLETE),
+            ("Total: up to 176.0 hours on 64 GPUs", "jobs of 12 hours: up to 15 requeues;", "@3000"),
+        ),
+        (("--time=1:30:00", *COMPLETE), ("error: --hours: found 1.5; with 1.7 half of it is left to train",)),
+        (("--nodes=1", "model=qwen3_8b", "cluster.hardware.gpu=null"), ("none (cluster.hardware.gpu: found null)",)),
+        (("--nodes=1", "model=qwen3_8b", "train.tokens_per_microbatch=99999"), ("does not fit:", "nearest change: ")),
+    ],
+)
+def test_local_says_what_the_job_takes(tmp_path: Path, words: tuple[str, ...], lines: tuple[str, ...]) -> None:
+    done = call(tmp_path, "--local", *words)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout[done.stdout.index("The plan, of which") :]
+    assert [line for line in lines if line not in said] == [], said
+
+
 @pytest.mark.parametrize("options", ["--nodes=4", "-N4", "--exclusive -N 4 --gpus-per-node h100:8"])
 def test_local_takes_the_options_of_sbatch_and_refuses_what_does_not_fit(tmp_path: Path, options: str) -> None:
     done = call(tmp_path, "--local", *options.split(), *COMPLETE)

@@ -15,7 +15,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "cli": (8, 850, ("cli", "train", "api", "plan.command", "plan.doctor")),
     "run": (7, 2570, ("run", "trainer", "sweep")),
     "cluster": (6, 1720, ("cluster",)),
-    "plan": (6, 1910, ("plan",)),
+    "plan": (6, 1937, ("plan",)),
     "sync": (5, 2150, ("sync",)),
     "mcore": (4, 4390, ("mcore",)),
     "rollout": (4, 3680, ("rollout",)),
@@ -32,7 +32,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
 """Floor, most lines and modules of every room. A room imports itself and rooms of lower floors, never one of its own
 floor. Raising a budget is a line that a reviewer sees, with its reason in the commit."""
 MOST_LINES, MOST_FILES = 36_000, 120
-MOST_BESIDE = {"tests": 30_600, "tools": 5_300, "examples": 1_600, "slurm": 650}
+MOST_BESIDE = {"tests": 30_600, "tools": 5_300, "examples": 1_600, "slurm": 661}
 """Lines of the other folders; of tools/ those of programs alone"""
 ROOM_OF = {module: room for room, (_, _, modules) in ROOMS.items() for module in modules}
 CONFIG_MAY_IMPORT = {"algo", "files", "schema"}

@@ -44,6 +44,25 @@ PRETRAINING_ALONE = ("train.num_iterations=0", "algo.value_pretrain.rollouts=r.j
         ((*PRESET, "rollout.transport=disk"), ("a file system of 5 GB/s a node",)),
         # A name of ROLL's.
         ((*PRESET, "rollout_batch_size=512"), ("-> train.prompts_per_iteration=512", "512 prompts x 16 responses")),
+        (
+            (*PRESET, "--hours=12"),
+            (
+                "Total: up to 176.0 hours on 64 GPUs, 11,267 GPU-hours (value pretraining up to 26.6, 200 iter",
+                "Disk: 844 GiB a checkpoint, 2,533 for 3: those that are kept, and one while it is written",
+                "In Slurm jobs of 12 hours: up to 15 requeues; each trains until 3,000 s before its end fits: 64 GPUs;",
+            ),
+        ),
+        (
+            ("algo=grpo", "model=qwen3_8b", "--hours=200"),
+            (
+                "Total: 84.0 hours on 8 GPUs, 672 GPU-hours (200 iterations 84.0)",
+                "hours: no requeue; each trains until 600 s",
+            ),
+        ),
+        (
+            (*PRESET, "checkpoint.save_every=1", "checkpoint.keep_last=1", "algo.value_pretrain.patience=null"),
+            ("Total: 176.0 hours", "(value pretraining 26.6, 200", "1,689 for 2: those"),
+        ),
         ((*PRESET, "--mean-response", "4000"), ("8,192 responses of 4,000 tokens on average",)),
         (
             ("--search", "algo=dapo", "model=qwen3_8b", *SEARCHED),
@@ -87,6 +106,8 @@ def test_one_that_does_not_fit_ends_with_1_and_the_nearest_change() -> None:
             "train.num_iterations: 0 found with algo.value_pretrain.rollouts; a plan is of",
         ),
         (("--gpus",), "--gpus: no such option; usage:"),
+        ((*PRESET, "--hours=1"), "--hours: found 1; with 1.7 half of it is left to train: the signal comes 3,000 s"),
+        ((*PRESET, "--hours=nan"), "--hours: found nan; with 1.7"),
         ((*PRESET, "--mean-response=0"), "--mean-response: found 0; it must be 1 token or more"),
     ],
 )
