@@ -39,6 +39,7 @@ from megarl.config.overrides import take_config_dirs
 from megarl.config.placement import check_allocation, check_cluster, count_nodes, list_groups, place, read_allocation
 from megarl.config.schema.roles import ModelSource
 from megarl.config.schema.root import LEAST_OF_KIND, ClusterConfig, Config
+from megarl.config.schema.task import HuggingFaceDataConfig
 from megarl.run.command import check_machine, end_with_closed_pipe, end_with_config_error, take_resume
 from megarl.task.sandbox import PROTECTIONS, find_protections
 
@@ -46,6 +47,11 @@ DESCRIBE_TORCH = """
 import json, torch
 gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
 print(json.dumps([torch.version.cuda, [(gpu.name, gpu.total_memory / 1e9) for gpu in gpus]]))
+"""
+READ_DATA = """
+import os
+os.environ["HF_HUB_OFFLINE"] = "1"
+from megarl.task.data import open_dataset
 """
 CUDA_MODULES = ("megatron.core", "transformer_engine.pytorch", "sgl_kernel", "flashinfer", "apex")
 FOR_CUDA = ("sglang-kernel", "flashinfer-python", "triton", "torchvision")
@@ -251,6 +257,16 @@ def check_models(config: Config, command: str = "train") -> Iterator[Finding]:
             yield Finding(MISSING, error.problems[0])
 
 
+def check_dataset(config: Config) -> Iterator[Finding]:
+    """A dataset of the Hugging Face hub that cannot be read here without a network."""
+    data = config.data
+    if isinstance(data, HuggingFaceDataConfig) and data.path:
+        words = (str(data.path), data.subset, data.split, "data.split")
+        if "data" in run_programs({"data": f"{READ_DATA}open_dataset(*{words!r})"})[1]:
+            how = f"where there is a network, `hf download --repo-type dataset {data.path}`; HF_HOME names the cache"
+            yield Finding(MISSING, f"data.path: {data.path} cannot be read here without a network", how)
+
+
 def check_tensors(config: Config) -> Iterator[Finding]:
     """What is wrong with the tensors of models that are there, by the headers of their files."""
     with contextlib.suppress(ImportError):  # The broken package has been named.
@@ -384,6 +400,7 @@ def main() -> None:
     machine, config = describe_machine(), loaded.config
     findings = [*judge(machine, config, arguments), *(Finding(WRONG, each) for each in check_machine(config))]
     findings += list(check_models(config)) or check_tensors(config)
+    findings += check_dataset(config)
     print("\n".join(render(machine, findings)))
     sys.exit(any(finding.level != NOTE for finding in findings))
 

@@ -362,16 +362,33 @@ def open_dataset(path: str, subset: str | None, split: str, key: str) -> Any:
             if split not in parts:
                 raise ConfigError([f"{key}: found {split!r}; {path} has {', '.join(parts)}"])
             return parts[split]
-        return datasets.load_dataset(str(directory) if local else path, name=subset, split=split)
+        try:
+            return datasets.load_dataset(str(directory) if local else path, name=subset, split=split)
+        except ConnectionError:
+            # datasets does not look at what `hf download --repo-type dataset` has put into the hub's cache.
+            if local or (cached := _find_cached(path)) is None:
+                raise
+            return datasets.load_dataset(cached, name=subset, split=split)
     except ConfigError:
         raise
     except Exception as error:  # the library raises its own, the hub's and the network's
         reason = f"cannot read {split!r} (data.subset {subset})"
         if not local and not isinstance(error, ValueError):
-            reason = "no directory here, not in the local cache, and the hub was not reached or does not have it;"
-            reason += " offline, give a local directory, or a file with data=jsonl or data=parquet"
+            reason = "no directory here, not in the local cache, and the hub was not reached or does not have it; where"
+            reason += f" there is a network, `hf download --repo-type dataset {path}` puts it into the cache (HF_HOME)"
         detail = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ConfigError([f"data.path: {path}: {reason}: {detail}"]) from error
+
+
+def _find_cached(name: str) -> str | None:
+    """The directory of a dataset in the Hugging Face hub's cache."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return str(snapshot_download(name, repo_type="dataset", local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
 
 
 def load_made(config: schema.FunctionDataConfig, seed: int) -> ProblemSplits:

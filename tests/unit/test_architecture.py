@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megarl"
 
 ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
-    "cli": (8, 850, ("cli", "train", "api", "plan.command", "plan.doctor")),
+    "cli": (8, 871, ("cli", "train", "api", "plan.command", "plan.doctor")),
     "run": (7, 2570, ("run", "trainer", "sweep")),
     "cluster": (6, 1720, ("cluster",)),
     "plan": (6, 1937, ("plan",)),
@@ -24,7 +24,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "algo": (2, 2940, ("algo",)),
     "models": (2, 1020, ("models",)),
     "report": (2, 3230, ("report",)),
-    "task": (2, 4540, ("task",)),
+    "task": (2, 4555, ("task",)),
     "files": (1, 750, ("files", "signals")),
     "schema": (1, 1760, ("config.schema", "config.errors")),
     "types": (1, 720, ("types", "interfaces", "environment")),

@@ -43,6 +43,24 @@ def test_a_package_that_breaks_crashes_or_hangs_is_one_line(
     assert doctor.run_programs({"fine": "print(1)", "broken": program}) == ({"fine": "1\n"}, {"broken": problem})
 
 
+def test_a_dataset_is_there_once_hf_download_has_put_it_into_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(["algo=grpo", "model=qwen3_0_6b"])
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    (absent,) = doctor.check_dataset(config)
+    assert absent.text == "data.path: openai/gsm8k cannot be read here without a network"
+    assert "`hf download --repo-type dataset openai/gsm8k`" in str(absent.remedy)
+    folder = tmp_path / "hub" / "datasets--openai--gsm8k"
+    (main := folder / "snapshots" / "abc" / "main").mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("abc")
+    (main / "train.jsonl").write_text('{"question": "1+1", "answer": "#### 2"}\n')
+    files = "[{split: train, path: main/train.jsonl}]"
+    (main.parent / "README.md").write_text(f"---\nconfigs: [{{config_name: main, data_files: {files}}}]\n---\n")
+    assert list(doctor.check_dataset(config)) == []
+
+
 def test_a_model_is_found_where_a_run_would_find_it_and_its_tensors_by_their_headers(tmp_path: Path) -> None:
     model = tmp_path / "model"
     config = load_config(["model=checkpoint", f"model.path={model}", "algo=grpo"])
