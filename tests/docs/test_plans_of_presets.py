@@ -1,7 +1,8 @@
-"""docs/planning.md: the table of plans is what the planner says of the presets. The presets' saves, and the signals and
-hours of the Slurm jobs that texts show, are such as their plans ask for. The jobs of docs/ray-clusters compose, are
+"""docs/parallelism.md: the tables of plans are what the planner says of the presets. The presets' saves, and the signals
+and hours of the Slurm jobs that texts show, are such as their plans ask for. The jobs of docs/ray-clusters compose, are
 planned to fit, and get the nodes and folders they ask for; that their files are what KubeRay's and SkyPilot's own
-schemas allow is checked by hand (docs/ray-clusters.md).
+schemas allow is checked by hand: KubeRay 1.7.0's ray-operator/config/crd/bases/ray.io_rayjobs.yaml with unknown fields
+refused, and SkyPilot 0.14.1's sky.Task.from_yaml.
 """
 
 import contextlib
@@ -21,10 +22,10 @@ from megarl.config.placement import check_cluster
 from megarl.config.schema.root import Config
 from megarl.plan.job import build_plan, find_models
 from megarl.plan.memory import GIB
-from megarl.plan.tables import LONGEST_UNSAVED_S, SIGNAL_S, describe_losses, find_signal
+from megarl.plan.tables import LONGEST_UNSAVED_S, SIGNAL_S, describe_losses, describe_total, find_signal
 
 ROOT = Path(__file__).resolve().parents[2]
-PLANNING = ROOT / "docs" / "planning.md"
+PARALLELISM = ROOT / "docs" / "parallelism.md"
 ALGOS = ("vapo", "dapo", "grpo")
 SPLIT = "cluster=h100x16 cluster.placement=split rollout.transport=split"
 ONE_H200_NODE = (
@@ -45,20 +46,31 @@ PLANS = [
 
 
 def describe(label: str, arguments: str) -> str:
-    """The row of a table: the label, GPUs, seconds by phase and of an iteration, GiB left on the fullest GPU."""
+    """The row of a table: the label, GPUs, seconds by phase and of an iteration, hours and GPU-hours of the run, value
+    pretraining included, GiB left on the fullest GPU.
+    """
     config = load_config(arguments.split())
     plan = build_plan(config, find_models(config))
     assert not plan.problems, (arguments, plan.problems)
     seconds = plan.seconds
-    parts = (seconds.generation, seconds.scoring, seconds.update, seconds.offload, seconds.sync, seconds.iteration)
+    parts = (seconds.generation, seconds.scoring, seconds.update, seconds.iteration)
+    (total,) = re.findall(
+        r"Total: (?:up to )?([\d.,]+) hours on .*?, ([\d,]+) GPU-hours", next(describe_total(config, plan))
+    )
     left = config.cluster.hardware.memory_gib - max(max(gpus.phases.values()) for gpus in plan.gpus) / GIB
-    numbers = [f"{plan.num_gpus}", *(f"{part:,.0f}" for part in parts), f"{left:.1f}"]
+    numbers = [
+        f"{plan.num_gpus}",
+        *(f"{part:,.0f}" for part in parts),
+        f"{float(total[0].replace(',', '')):,.0f}",
+        total[1],
+        f"{left:.1f}",
+    ]
     return f"| {label} | {' | '.join(numbers)} |"
 
 
 @pytest.mark.parametrize(("label", "arguments"), PLANS)
 def test_the_docs_have_the_plan_of_every_preset(label: str, arguments: str) -> None:
-    assert describe(label, arguments) in PLANNING.read_text().splitlines(), describe(label, arguments)
+    assert describe(label, arguments) in PARALLELISM.read_text().splitlines(), describe(label, arguments)
 
 
 def list_slurm_jobs() -> Iterator[tuple[str, list[str], list[str]]]:
@@ -196,6 +208,6 @@ def test_the_version_of_ray_is_the_locked_one() -> None:
     lock = (ROOT / "tools" / "install" / "cuda.lock").read_text()
     [locked] = re.findall(r"^ray==(\S+)", lock, re.MULTILINE)
     assert str(CLUSTER["rayVersion"]) == locked
-    named = re.findall(r"ray\[default\]==([\w.]+)", (ROOT / "docs" / "ray-clusters.md").read_text())
+    named = re.findall(r"ray\[default\]==([\w.]+)", (ROOT / "docs" / "slurm.md").read_text())
     assert named
     assert set(named) == {locked}
