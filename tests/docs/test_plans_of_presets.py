@@ -1,8 +1,8 @@
-"""docs/parallelism.md: the tables of plans are what the planner says of the presets. The presets' saves, and the signals
-and hours of the Slurm jobs that texts show, are such as their plans ask for. The jobs of docs/ray-clusters compose, are
-planned to fit, and get the nodes and folders they ask for; that their files are what KubeRay's and SkyPilot's own
-schemas allow is checked by hand: KubeRay 1.7.0's ray-operator/config/crd/bases/ray.io_rayjobs.yaml with unknown fields
-refused, and SkyPilot 0.14.1's sky.Task.from_yaml.
+"""docs/parallelism.md and docs/slurm.md: their tables of plans are what the planner says of the presets. The presets'
+saves, and the signals and hours of the Slurm jobs that texts show, are such as their plans ask for. The jobs of
+docs/ray-clusters compose, are planned to fit, and get the nodes and folders they ask for; that their files are what the
+schemas of KubeRay 1.7.0 (ray-operator/config/crd/bases/ray.io_rayjobs.yaml, unknown fields refused) and SkyPilot 0.14.1
+(sky.Task.from_yaml) allow is checked by hand.
 """
 
 import contextlib
@@ -71,6 +71,43 @@ def describe(label: str, arguments: str) -> str:
 @pytest.mark.parametrize(("label", "arguments"), PLANS)
 def test_the_docs_have_the_plan_of_every_preset(label: str, arguments: str) -> None:
     assert describe(label, arguments) in PARALLELISM.read_text().splitlines(), describe(label, arguments)
+
+
+LADDER = [("none", 16384, {}), ("none", 9216, {}), ("selective", 9216, {}), ("full", 9216, {})]
+LADDER += [("full", 9216, sizes) for sizes in ({"pp": 2}, {"tp": 4}, {"tp": 8})]
+"""Recomputation, tokens of a micro-batch, and what differs from the preset's layout"""
+
+
+def describe_step(recompute: str, tokens: int, sizes: dict[str, int]) -> str:
+    """The numbers of a row of the ladder: GiB of a GPU in the update, seconds of an iteration."""
+    keys = [f"recompute={recompute}", *(f"parallel.{axis}={size}" for axis, size in sizes.items())]
+    words = [f"{role}.{key}" for role in ("policy", "critic") for key in keys]
+    words += ["model.megatron.recompute_modules=[mlp]"] * (recompute == "selective")
+    config = load_config(["algo=vapo", "model=qwen3_8b", f"train.tokens_per_microbatch={tokens}", *words])
+    plan = build_plan(config, find_models(config))
+    most = max(gpus.phases["update"] for gpus in plan.gpus) / GIB
+    return f" | {most:.1f} | {plan.seconds.iteration:,.0f} |"
+
+
+@pytest.mark.parametrize(("recompute", "tokens", "sizes"), LADDER)
+def test_the_ladder_of_memory_is_planned(recompute: str, tokens: int, sizes: dict[str, int]) -> None:
+    numbers = describe_step(recompute, tokens, sizes)
+    assert numbers in PARALLELISM.read_text(), numbers
+
+
+@pytest.mark.parametrize(
+    "arguments", [f"algo={algo} model={model}" for algo in ("grpo", "vapo") for model in MODELS[::2]]
+)
+def test_the_slurm_page_has_the_cost_of_its_jobs(arguments: str) -> None:
+    config = load_config(arguments.split())
+    plan = build_plan(config, find_models(config))
+    lines = " ".join(describe_total(config, plan, 24))
+    hours, gpu_hours, requeues = re.findall(r"((?:up to )?[\d.,]+) (?=hours on|GPU-hours|requeue)", lines)
+    peak = max(max(gpus.phases.values()) for gpus in plan.gpus) / GIB
+    nodes = f"{config.cluster.num_nodes} node{'s' * (config.cluster.num_nodes > 1)}"
+    hours = f"{'up to ' * hours.startswith('up')}{float(hours.split()[-1]):,.0f}"
+    row = f"| `{arguments}`, {nodes} | {hours} | {gpu_hours} | {peak:.1f} | {requeues} |"
+    assert row in (ROOT / "docs" / "slurm.md").read_text().splitlines(), row
 
 
 def list_slurm_jobs() -> Iterator[tuple[str, list[str], list[str]]]:

@@ -1,5 +1,5 @@
 """Faults of Ray itself and signals while it starts: the driver ends by its own word, and leaves nothing behind; runs in
-a Ray that was started by hand, as docs/ray-clusters.md says.
+a Ray that was started by hand, as docs/slurm.md says.
 """
 
 import os
