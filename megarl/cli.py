@@ -27,7 +27,7 @@ COMMANDS = {
     "new": ("", "a folder with a task of your own: data, reward, configuration"),
     "doctor": ("megarl.plan.doctor", "can this configuration run on this machine?"),
     "plan": ("megarl.plan.command", "memory and time of a configuration on a cluster"),
-    "report": ("megarl.tools.report", "the page of a run"),
+    "report": ("megarl.tools.report", "the report of a run"),
     "convert": ("megarl.tools.convert_checkpoint", "checkpoints between Megatron-Core and Hugging Face"),
     "serve": ("", "an SGLang server for reward=judge and reward=reward_model"),
 }

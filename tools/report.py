@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The page of a run, or one that compares several: one HTML file that needs no network and no other file.
+"""The report of a run, or one that compares several: one HTML file that needs no network and no other file.
 
     python tools/report.py RUN_DIR [--out FILE.html]
     python tools/report.py SWEEP_DIR | RUN_DIR RUN_DIR ... [--out FILE.html]
@@ -26,7 +26,7 @@ def main() -> None:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="megarl report", description=__doc__, formatter_class=form)
     parser.add_argument("directories", type=Path, nargs="+", metavar="RUN_DIR or SWEEP_DIR")
-    parser.add_argument("--out", type=Path, help="where the page goes")
+    parser.add_argument("--out", type=Path, help="where the file goes")
     arguments = parser.parse_args()
     directories = [path.expanduser().resolve() for path in arguments.directories]
     try:

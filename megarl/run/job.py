@@ -430,7 +430,7 @@ class _Attempts:
         if total == 0:
             where = run_dir / Role.critic.value
             use = f"trained critic: {where} (megarl train critic.init={where} algo.value_pretrain.enabled=false)"
-        report.message(f"{use}; page: megarl report {run_dir}")
+        report.message(f"{use}; report: megarl report {run_dir}")
         return summary
 
     def find_state(self) -> tuple[TrainerState, Path] | None:

@@ -196,7 +196,7 @@ def test_a_run_that_a_limit_ends_says_how_it_goes_on_and_where_its_model_is(save
     assert "held-out reward: " in lines[1]
     model = tmp_path / "policy"
     evaluation = f"megarl evaluate model=checkpoint model.path={model}"
-    assert lines[2].endswith(f"trained model: {model} ({evaluation}); page: megarl report {tmp_path}")
+    assert lines[2].endswith(f"trained model: {model} ({evaluation}); report: megarl report {tmp_path}")
 
 
 def test_a_run_that_makes_all_its_iterations_names_no_limit(tmp_path: Path) -> None:
