@@ -52,8 +52,8 @@ without starting it:
 megarl train --cfg job algo=grpo
 ```
 
-An entry reads `KEY=DEFAULT` (type): meaning. Keys with the default `null` take `null`, which switches them off unless
-their text says otherwise.
+An entry reads `KEY=DEFAULT` (type): meaning. A type is given if the default does not show it. Keys with the default
+`null` take `null`, which switches them off unless their text says otherwise.
 """
 ROLES = """\
 `policy` is the model that is trained to answer, `critic` the model that estimates values (only with algo.advantage=gae
@@ -137,21 +137,21 @@ def _render_class(
 def _render_key(prefix: str, field: Field[Any], owner: type, hint: Any) -> str:
     key = f"{prefix}.{field.name}" if prefix else field.name
     default = field.default if field.default_factory is MISSING else field.default_factory()
-    given, kind = f"`{key}={_format_value(default)}`".replace(" ", GLUE), _format_type(hint)
-    if default is None:
-        kind = kind.removesuffix(", null")
-    elif default == REQUIRED:
-        given, kind = f"`{key}`", f"{kind}, required"
+    given = f"`{key}={_format_value(default)}`".replace(" ", GLUE)
+    if default == REQUIRED:
+        given = f"`{key}` ({_format_type(hint)}, required)"
+    elif hint not in (bool, int, float, str) and get_origin(hint) is not dict:  # whose defaults show them
+        kind = _format_type(hint)
+        given += f" ({kind if default is not None else kind.removesuffix(', null')})"
     text = _find_text(owner, field.name)
-    return _wrap(f"- {given} ({kind})" + (f": {text}" if text else ""), "  ")
+    return _wrap(f"- {given}: {text}" if text else f"- {given}", "  ")
 
 
 def _format_type(hint: Any) -> str:
     if get_origin(hint) in (UnionType, Union):
         return ", ".join("null" if part is NoneType else _format_type(part) for part in get_args(hint))
     if get_origin(hint) is not None:
-        inner = " to ".join("any" if part is Any else _format_type(part) for part in get_args(hint))
-        return f"{get_origin(hint).__name__} of {inner}"
+        return f"list of {' '.join(map(_format_type, get_args(hint)))}"
     if inspect.isclass(hint) and issubclass(hint, Enum):
         return ", ".join(f"`{name}`" for name in hint.__members__)
     name: str = hint.__name__
