@@ -259,8 +259,8 @@ class MathRewardConfig(ProcessRewardConfig):
     """Mathematical equality of the stated answer and the expected one, read by math-verify's parser."""
 
     answer: StatedAnswer = StatedAnswer.final
-    """What states the answer. boxed: a box; final: a box, an explicit final statement ("Answer: 72", "#### 72",
-    <answer>), or nothing but the answer; any: else also the last value of the last sentence."""
+    """What states the answer. boxed: a box alone; final: a box, an explicit final statement ("Answer: 72", "#### 72",
+    `<answer>`), or nothing but the answer; any: else also the last value of the last sentence."""
 
 
 @dataclass
