@@ -1,4 +1,4 @@
-"""The folders of examples/, run as their READMEs say from where they are, with sizes for a test; the training of
+"""The folders of examples/ and experiment=calculator, run as the docs say, with sizes for a test; the training of
 docs/cli.md.
 """
 
@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.schema.task import JsonlDataConfig
 from megarl.models.checkpoint import SMOLLM2_NEEDS
 from megarl.report.record import State, load_metrics, load_outcome
+from megarl.task.data import read_problems
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +40,7 @@ needs_model = pytest.mark.skipif(
 
 
 @needs_model
-@pytest.mark.parametrize("name", ["own_task", "gsm8k_smollm2", "tool_environment"])
+@pytest.mark.parametrize("name", ["own_task", "tool_environment"])
 def test_the_example_trains_from_its_folder(short_path, name):
     folder = short_path / name
     if name == "own_task":
@@ -52,16 +54,32 @@ def test_the_example_trains_from_its_folder(short_path, name):
     assert load_outcome(folder / "run").state is State.done
     (line,) = load_metrics(folder / "run" / "metrics.jsonl")[-1:]
     assert line["length/mean"] > 0
-    if name == "tool_environment":
-        assert line["environment/tool_calls"] >= 0
+    assert ("critic/explained_variance" in line) == (name == "own_task")
+    assert ("environment/tool_calls" in line) == (name == "tool_environment")
 
 
-def test_the_samples_are_whole_and_small():
-    for name, fields in (("own_task", {"question", "answer"}), ("gsm8k_smollm2", {"question", "answer"})):
-        (path,) = (EXAMPLES / name).glob("*.jsonl")
-        records = [json.loads(line) for line in path.read_text().splitlines()]
-        assert len({record["question"] for record in records}) == len(records) >= 100
-        assert all(set(record) == fields for record in records)
+@needs_model
+def test_the_calculator_trains(tmp_path):
+    run(tmp_path, "train", "experiment=calculator", *SMALL, "hydra.run.dir=run")
+    (line,) = load_metrics(tmp_path / "run" / "metrics.jsonl")[-1:]
+    assert line["environment/tool_calls"] >= 0
+
+
+def test_the_questions_are_whole_and_different():
+    records = [json.loads(line) for line in (EXAMPLES / "own_task" / "prompts.jsonl").read_text().splitlines()]
+    assert len({record["question"] for record in records}) == len(records) >= 100
+    assert all(set(record) == {"question", "answer"} for record in records)
+
+
+def test_the_page_shows_the_files_of_the_example_and_rows_that_are_read():
+    page = (EXAMPLES.parent / "docs" / "your-task.md").read_text()
+    for name in ("my_reward.py", "experiment/own_task.yaml"):
+        (shown,) = re.findall(rf"^<!-- file: {name} -->\n```\w+\n(.*?)^```", page, re.M | re.S)
+        assert shown == (EXAMPLES / "own_task" / name).read_text(), name
+    rows = re.findall(r"^\| [^|]* \| `(\{.*?\})` \|", page, re.M)
+    problems = [read_problems([("row", json.loads(row))], JsonlDataConfig())[0][0] for row in rows]
+    assert len(problems) >= 5
+    assert all(problem.answer for problem in problems)
 
 
 def test_the_training_of_the_page_of_the_api_runs_and_is_found_again(tmp_path):
