@@ -27,7 +27,7 @@ import pytest
 from tool_loading import load_tool
 
 from megarl.algo import objective
-from megarl.cli import COMMANDS
+from megarl.cli import COMMANDS, create_task
 from megarl.config.load import check_overrides, expand_sets, load_config, load_configs
 from megarl.config.overrides import take_config_dirs
 from megarl.config.placement import list_contradictions
@@ -219,6 +219,10 @@ def find_handler(words: Sequence[str]) -> Callable[[], object] | None:
             return lambda: compose_job(arguments)
         case ["make", *arguments]:
             return lambda: check_target(arguments)
+        case ["megarl", "new", *arguments]:
+            return lambda: create_task(arguments)
+        case ["cd", folder]:
+            return lambda: os.chdir(folder)
         case [program, "-m", "pytest", *arguments] if program.endswith("python"):
             return lambda: check_paths(arguments)
     return None
