@@ -198,6 +198,9 @@ def normalize(words: Sequence[str]) -> list[str]:
             return rest
 
 
+FOLDERS: dict[str, Callable[[str], None]] = {"megarl": lambda name: create_task([name]), "cd": os.chdir}
+
+
 def find_handler(words: Sequence[str]) -> Callable[[], object] | None:
     """What runs or composes the command; None: nothing does."""
     match list(words):
@@ -219,10 +222,8 @@ def find_handler(words: Sequence[str]) -> Callable[[], object] | None:
             return lambda: compose_job(arguments)
         case ["make", *arguments]:
             return lambda: check_target(arguments)
-        case ["megarl", "new", *arguments]:
-            return lambda: create_task(arguments)
-        case ["cd", folder]:
-            return lambda: os.chdir(folder)
+        case ["megarl", "new", folder] | ["cd", folder]:
+            return lambda: FOLDERS[words[0]](folder)
         case [program, "-m", "pytest", *arguments] if program.endswith("python"):
             return lambda: check_paths(arguments)
     return None
