@@ -46,25 +46,18 @@ PLANS = [
 
 
 def describe(label: str, arguments: str) -> str:
-    """The row of a table: the label, GPUs, seconds by phase and of an iteration, hours and GPU-hours of the run, value
-    pretraining included, GiB left on the fullest GPU.
+    """The row of a table: the label, GPUs, seconds of an iteration, hours and GPU-hours of the run with value
+    pretraining, GiB left on the fullest GPU.
     """
     config = load_config(arguments.split())
     plan = build_plan(config, find_models(config))
     assert not plan.problems, (arguments, plan.problems)
-    seconds = plan.seconds
-    parts = (seconds.generation, seconds.scoring, seconds.update, seconds.iteration)
     (total,) = re.findall(
         r"Total: (?:up to )?([\d.,]+) hours on .*?, ([\d,]+) GPU-hours", next(describe_total(config, plan))
     )
     left = config.cluster.hardware.memory_gib - max(max(gpus.phases.values()) for gpus in plan.gpus) / GIB
-    numbers = [
-        f"{plan.num_gpus}",
-        *(f"{part:,.0f}" for part in parts),
-        f"{float(total[0].replace(',', '')):,.0f}",
-        total[1],
-        f"{left:.1f}",
-    ]
+    hours = f"{float(total[0].replace(',', '')):,.0f}"
+    numbers = (f"{plan.num_gpus}", f"{plan.seconds.iteration:,.0f}", hours, total[1], f"{left:.1f}")
     return f"| {label} | {' | '.join(numbers)} |"
 
 
