@@ -1,9 +1,9 @@
 """Checkpoints between Hugging Face's form and Megatron's.
 
-    python tools/convert_checkpoint.py hf-to-megatron SRC DST [--role critic] [--dtype D] [--overwrite]
-    python tools/convert_checkpoint.py megatron-to-hf SRC DST [--dtype D] [--overwrite] [--no-verify]
-    python tools/convert_checkpoint.py verify A B [--text TEXT] [--no-verify]
-    python tools/convert_checkpoint.py info DIR [--no-verify]
+    megarl convert hf-to-megatron SRC DST [--role critic] [--dtype D] [--overwrite]
+    megarl convert megatron-to-hf SRC DST [--dtype D] [--overwrite] [--no-verify]
+    megarl convert verify A B [--text TEXT] [--no-verify]
+    megarl convert info DIR [--no-verify]
 
 Megatron's form is the directory of one role: what training writes to RUN_DIR/checkpoints/iteration-NNNNNN/policy and
 .../critic, of any layout, or what hf-to-megatron writes, which any layout reads. The model is in host memory, without a

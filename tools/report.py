@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """The report of a run, or one that compares several: one HTML file that needs no network and no other file.
 
-    python tools/report.py RUN_DIR [--out FILE.html]
-    python tools/report.py SWEEP_DIR | RUN_DIR RUN_DIR ... [--out FILE.html]
+    megarl report RUN_DIR [--out FILE.html]
+    megarl report SWEEP_DIR | RUN_DIR RUN_DIR ... [--out FILE.html]
 
 Of a run: its curves, critic, mismatch of the engines, time, configuration, warnings with what to do, and some of its
 responses token by token. Of the runs of a sweep, or of those that are named: what differs between them, their curves

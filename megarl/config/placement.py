@@ -199,7 +199,7 @@ def _suggest(cluster: ClusterConfig, groups: Sequence[Group]) -> str:
     for other, also in ((Placement.split, ""), (Placement.colocated, " with rollout.transport=colocated")):
         tried = ClusterConfig(num_nodes=cluster.num_nodes, gpus_per_node=cluster.gpus_per_node, placement=other)
         if count_nodes(place(tried, groups)) <= cluster.num_nodes:
-            has_room = "has room, where the memory suffices (tools/plan.py tells)"
+            has_room = "has room, where the memory suffices (`megarl plan` tells)"
             return f"; cluster.placement={other.name}{also} {has_room}"
     return "; more nodes, or smaller parallel.num_processes and rollout.num_servers"
 

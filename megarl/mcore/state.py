@@ -436,7 +436,7 @@ def load_state(directory: Path, state: TrainingState) -> None:
     if state.optimizer is not None and not has_optimizer:
         raise CheckpointError(
             f"{directory}: holds weights without an optimizer's state, so no training can continue from it;"
-            " tools/convert_checkpoint.py makes a checkpoint of them that one can start from"
+            " megarl convert makes a checkpoint of them that one can start from"
         )
     template = _shard(state, is_loading=True)
     common = dist_checkpointing.load_common_state_dict(str(directory))
@@ -459,9 +459,7 @@ def load_weights(directory: Path, chunks: Sequence[PackedGPT]) -> None:
     """
     keys = load_metadata(directory).state_dict_metadata
     if any(key.startswith(ADAPTER_PREFIX) for key in keys) and not any(hasattr(chunk, "adapters") for chunk in chunks):
-        raise CheckpointError(
-            f"{directory}: has LoRA adapters beside its weights; tools/convert_checkpoint.py merges them"
-        )
+        raise CheckpointError(f"{directory}: has LoRA adapters beside its weights; megarl convert merges them")
     wanted = {str(number): shard_weights(chunk) for number, chunk in enumerate(chunks)}
     _put_weights(directory, chunks, dist_checkpointing.load({"model": wanted}, str(directory))["model"])
 
