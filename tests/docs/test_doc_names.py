@@ -48,7 +48,11 @@ def test_another_page_links_to_each_page() -> None:
 
 def test_each_page_opens_with_whom_it_is_for() -> None:
     opened = {path.name: path.read_text().split("\n\n")[1] for path in PAGES}
-    assert [name for name, text in opened.items() if not re.match(r"(This page is for|For) .*\b(at its|at the|in the) end\b", text, re.S | re.I)] == []
+    assert [
+        name
+        for name, text in opened.items()
+        if not re.match(r"(This page is for|For) .*\b(at its|at the|in the) end\b", text, re.S | re.I)
+    ] == []
 
 
 def list_spans(path: Path) -> list[str]:
@@ -71,7 +75,9 @@ KEYS = set(list_keys())
 GROUPS = {field.name for field in fields(Config) if is_dataclass(get_type_hints(Config)[field.name])}
 MODULES = sorted((ROOT / "megarl").rglob("*.py"))
 FILE = re.compile(r"\.(py|yaml|json|jsonl|md|sh|log)$")
-FREE = re.compile(r"(rollout\.sglang|model\.megatron|(data|environment|reward)\.options|train\.eval_sets|evaluate\.paths|\w+\.env)\.")
+FREE = re.compile(
+    r"(rollout\.sglang|model\.megatron|(data|environment|reward)\.options|train\.eval_sets|evaluate\.paths|\w+\.env)\."
+)
 """Below these keys names are not ours"""
 
 
@@ -117,7 +123,9 @@ def test_every_command_within_a_sentence_composes(path: Path) -> None:
             continue
         assert words[1] in COMMANDS or words[1] in ("VERB", "COMMAND", "--help", "--version"), span
         overrides = [word for word in shlex.split(span)[2:] if "=" in word and not word.startswith("-")]
-        if words[1] in ("train", "plan", "doctor") and not re.search(r"[A-Z]{2,}|\.\.\.|experiment=|resume=|=my_", span):
+        if words[1] in ("train", "plan", "doctor") and not re.search(
+            r"[A-Z]{2,}|\.\.\.|experiment=|resume=|=my_", span
+        ):
             check_overrides([text for text in overrides if "," not in text])
 
 
