@@ -75,6 +75,8 @@ class Experiment:
     seeds: tuple[int, ...]
     arms: Mapping[str, Arm]
     predictions: tuple[Prediction, ...]
+    short: str
+    """The task and the two arms of the difference on the page"""
     advice: str
     """What it means for a user"""
     readme: Mapping[str, str] | None = None
@@ -254,15 +256,16 @@ def format_csv(rows: Sequence[Sequence[object]]) -> str:
 
 
 def list_verdicts(experiments: Mapping[str, Experiment], runs: Mapping[str, Runs]) -> list[list[str]]:
-    """A row per claim, with the first number that decided its verdict."""
-    rows = [["claim", "verdict", "difference, 95% interval", "for you"]]
+    """A row per claim, with the first prediction that decided its verdict."""
+    rows = [["claim", "task and arms", "difference (95% interval), margin", "verdict", "for you"]]
     for name, experiment in experiments.items():
         outcomes = judge_all(experiment, runs[name])
         verdict = judge_experiment(experiment, outcomes)
         pairs = zip(experiment.predictions, outcomes, strict=True)
         prediction, found = next((p, o.difference) for p, o in pairs if p.decides and o.verdict is verdict)
-        interval = "" if found is None else f": {found.mean:.2f} ({found.low:.2f} to {found.high:.2f})"
-        rows.append([experiment.title, verdict.value, f"{prediction.number}{interval}", experiment.advice])
+        interval = "" if found is None else f" {found.mean:.2f} ({found.low:.2f} to {found.high:.2f}),"
+        number = f"{prediction.number}:{interval} margin {prediction.margin:g}"
+        rows.append([experiment.title, experiment.short, number, verdict.value, experiment.advice])
     return rows
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import yaml
 from omegaconf import MISSING as REQUIRED
 
 from megarl.config.names import NONE, TABLE, is_name
@@ -35,25 +36,28 @@ TRAINERS = {name: name for name in ("TRL", "verl", "OpenRLHF", "ROLL")} | {"mega
 """Titles of the tables of names, in their order"""
 NAMED = re.compile(r"\b[a-z_]+(?:[./][a-z_]\w*)+(?:=\w+)?|\balgo=\w+")
 """Keys, metrics and files in an advice"""
+MAIN = yaml.safe_load((DOCS.parent / "conf" / "config.yaml").read_text())
+DEFAULTS = {group: name for each in MAIN["defaults"] if isinstance(each, dict) for group, name in each.items()}
+"""Group -> the choice that a run has without one"""
 GLUE = "\u00a0"
 """A space at which no line is broken"""
 INTRODUCTION = """\
 # Configuration
 
-This page is for you if you look up a key. At its end you know the default, the type and the meaning of every key.
+For everybody who looks up a key. At the end of an entry you know its default, type and meaning.
 
 <!-- made by tools/docs/generate.py from megarl/config/schema; change the docstrings there -->
 
-Set a key on the command line: `megarl train KEY=VALUE`. `algo=vapo` takes a group of values from `conf/algo/vapo.yaml`;
-the files of `conf/` hold only values that differ from the defaults below. To print the final configuration of a run
-without starting it:
+Set a key on the command line: `megarl train KEY=VALUE`. `algo=vapo` takes a group of values from `conf/algo/vapo.yaml`.
+Such a file holds only values that differ from the defaults below. `hydra.run.dir=RUN_DIR` names the folder of a run;
+without it, runs go to `runs/DATE_TIME_ALGO_MODEL`. To print the final configuration of a run without starting it:
 
 ```bash
 megarl train --cfg job algo=grpo
 ```
 
-An entry reads `KEY=DEFAULT` (type): meaning. A type is given if the default does not show it. Keys with the default
-`null` take `null`, which switches them off unless their text says otherwise.
+An entry reads `KEY=DEFAULT` (type): meaning. A type is given if the default does not show it. `null` switches a key off
+unless its text says otherwise. Keys that end in `_s` are in seconds.
 """
 ROLES = """\
 `policy` is the model that is trained to answer, `critic` the model that estimates values (only with algo.advantage=gae
@@ -98,9 +102,10 @@ def _render_roles() -> Iterator[str]:
 def _render_group(group: str, schema: type) -> Iterator[str]:
     """Its keys and its kinds (of data, environments or rewards); keys that kinds inherit stand once, before these."""
     if options := [name for name in list_options(group) if name != "default"]:
-        yield _wrap(f"Choices of `{group}=`: " + ", ".join(f"`{name}`" for name in options) + ".") + "\n"
+        chosen = f" (default `{DEFAULTS[group]}`)" if group in DEFAULTS else ""
+        yield _wrap(f"Choices of `{group}=`{chosen}: " + ", ".join(f"`{name}`" for name in options) + ".") + "\n"
     yield from _render_class(group, schema)
-    kinds = SCHEMAS.get(group, {})
+    kinds = dict(sorted(SCHEMAS.get(group, {}).items()))
     heirs: dict[type, list[str]] = {}
     for kind, special in kinds.items():
         for base in (each for each in special.__mro__[1:] if each not in (schema, object, *kinds.values())):

@@ -95,18 +95,19 @@ class KLConfig:
     in_loss: bool = False
     """Add loss_coef * KL(policy, reference) to the policy loss."""
     loss_estimator: KLEstimator = key(KLEstimator.k3, when=KL_IN_LOSS)
+    """As reward_estimator, but k1 is refused."""
     loss_coef: float = key(0.001, above=0, when=KL_IN_LOSS)
     """Weight of the KL in the loss."""
 
 
 @dataclass
 class MismatchConfig:
-    """The ratio exp(old_logprobs - rollout_logprobs) of training engine to rollout engine. It is logged unless
-    surrogate=dis or dppo alone is used, for which the policy does not score responses before its update."""
+    """The ratio exp(old_logprobs - rollout_logprobs) of training engine to rollout engine. It is not logged with
+    surrogate=dis or dppo, which need no old_logprobs."""
 
     correction: MismatchCorrection = key(MismatchCorrection.none, when=HAS_SURROGATE, strict=True)
-    """Weight of the surrogate. tis: the ratio, at most `high`; mis: the ratio, 0 outside of the bounds (IcePop).
-    Samples of older policies need tis or mis, except with surrogate=dis or dppo."""
+    """Weight of the surrogate. tis: the ratio, at most `high`; mis: the ratio, 0 outside of the bounds (IcePop). Stale,
+    replayed and saved samples need tis or mis, except with algo=sao (dis), bpco (dppo) or topr."""
     level: RatioLevel = key(RatioLevel.token, when=MISMATCH_KNOWN)
     """One ratio per token; sequence: product over the response's tokens; geometric (or sequence_mean): their geometric
     mean."""
@@ -118,7 +119,7 @@ class MismatchConfig:
 
 @dataclass
 class ToprConfig:
-    """Tapered off-policy REINFORCE, added to the surrogate, which has its own weight `algo.rl_loss_coef`."""
+    """Tapered off-policy REINFORCE, added to the surrogate, whose weight is algo.rl_loss_coef (0 in algo=topr)."""
 
     positive_loss_coef: float = key(0.0, low=0)
     """Weight of -A * log-prob for A >= 0."""
@@ -134,27 +135,27 @@ class TetherConfig:
     fits rho for the next one (TETHER 2608.16739, equations 15 to 17)."""
 
     decay: float = key(0.95, low=0, high=1)
-    """rho = decay * rho + (1 - decay) * (rho fitted to the batch); closer to 1 follows the batches more slowly."""
+    """rho = decay * rho + (1 - decay) * (rho fitted to the batch)."""
     initial: float = key(0.0, low=0, high=1)
     """rho of the first iteration, from 0 (the group alone) to 1 (the critic alone)."""
 
 
 @dataclass
 class DynamicSamplingConfig:
-    """Groups that are all correct or all wrong are replaced by groups of further prompts (DAPO 2503.14476, section
-    3.2)."""
+    """Replaces groups that are all correct or all wrong by groups of further prompts (DAPO 2503.14476, section 3.2)."""
 
     enabled: bool = False
     """Whether such groups are replaced."""
     by: SamplingBy = key(SamplingBy.correct, when=DYNAMIC)
     """What must differ in a kept group: correct (right and wrong responses; DAPO, equation 11) or reward."""
     max_rounds: int = key(10, low=1, high=1000, when=DYNAMIC)
-    """Maximum rounds of generation in an iteration; then groups that were to be replaced fill the rest."""
+    """Maximum rounds of generation in an iteration; after them, groups without a signal fill the rest."""
 
 
 @dataclass
 class ReplayConfig:
-    """Training on groups of past iterations, sampled by older policies, together with new groups (TOPR 2503.14286)."""
+    """Trains on groups of past iterations together with new ones (TOPR 2503.14286). Needs a loss for stale samples, and
+    no critic."""
 
     num_iterations: int = key(0, low=0)
     """Past iterations that are kept; 0: off."""
@@ -164,19 +165,20 @@ class ReplayConfig:
 
 @dataclass
 class ValuePretrainConfig:
-    """Iterations 1 - steps to 0: the critic learns the Monte-Carlo return, with the policy frozen."""
+    """Before iteration 1 (these iterations have numbers up to 0) the critic learns the Monte-Carlo return, with the
+    policy frozen."""
 
     enabled: bool = key(False, when=WITH_CRITIC, strict=True)
-    """Whether the critic is pretrained; presets of algorithms set this, presets of models set `steps`."""
+    """Whether the critic is pretrained. Presets of algorithms set this, presets of models set `steps`."""
     steps: int = key(50, low=0, off=0, when=(WITH_CRITIC, needs("enabled", "true")))
     """Maximum iterations of value pretraining, each a rollout and the critic's minibatches; 0: off."""
     rollouts: str | None = key(None, when=PRETRAINS)
     """A rollouts.jsonl of an earlier run (logger.save_rollouts), used instead of fresh responses."""
     patience: int | None = key(20, low=3, when=PRETRAINS)
-    """End once the explained variance, by a line through this many iterations, rises by less than `min_improvement`,
-    with 1.5 standard errors to spare; null: never early."""
+    """End early if a line fitted to the explained variance of this many iterations rises by less than
+    `min_improvement`, with a margin of 1.5 standard errors; null: do not."""
     min_improvement: float = key(0.02, low=0, high=1, when=(*PRETRAINS, needs("patience")))
-    """Smallest rise of the explained variance over `patience` iterations with which it goes on."""
+    """Minimum rise over `patience` iterations that is needed to continue."""
     stop_at_explained_variance: float | None = key(None, high=1, when=PRETRAINS)
     """End once the explained variance of a new rollout reaches this."""
 
@@ -195,7 +197,8 @@ class AlgoConfig:
     name: str = key("custom", names_folder=True)
     """The preset's name, in the run's directory and the printed objective."""
     advantage: str = "gae"
-    """The advantage estimator: one of megarl/algo/advantages.py, or FILE.py:NAME of your own."""
+    """The advantage estimator: `gae`, `group`, `reinforce`, `rloo`, `tether` (docs/algorithms.md), or FILE.py:NAME of
+    your own."""
     gamma: float = key(1.0, low=0, high=1, when=with_choice("advantage", "gae", "reinforce"), strict=True)
     """Discount of later rewards."""
     lambda_policy: float | int | str = key(0.95, low=0, high=1, why="or adaptive", when=with_choice("advantage", "gae"))
@@ -223,9 +226,10 @@ class AlgoConfig:
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     kl: KLConfig = field(default_factory=KLConfig)
     positive_threshold: float = 1.0
-    """Lowest score of a correct response, for the positive-example LM loss."""
+    """Lowest score of a correct response, for the positive-LM loss."""
     surrogate: str = key("clip", when=HAS_SURROGATE)
-    """The policy loss: one of megarl/algo/policy_losses.py, or FILE.py:NAME of your own."""
+    """The policy loss: `clip`, `gspo`, `cispo`, `dis`, `dppo`, `logprob` (docs/algorithms.md), or FILE.py:NAME of your
+    own."""
     rl_loss_coef: float = key(1.0, low=0)
     """Weight of the surrogate."""
     clip_low: float = key(0.2, low=0, high=1, when=(HAS_SURROGATE, CLIPS))
@@ -238,9 +242,9 @@ class AlgoConfig:
     )
     """Dual clip c > 1: if A < 0, the loss of a token is at most c * |A|."""
     positive_lm_coef: float = key(0.0, low=0)
-    """Weight of the positive-example LM loss, the mean negative log-likelihood of correct responses (VAPO: 0.1)."""
+    """Weight of the positive-LM loss, the mean negative log-likelihood of correct responses (VAPO: 0.1)."""
     positive_lm_mean_over: PositiveLMMean = key(PositiveLMMean.positive_tokens, when=needs("positive_lm_coef"))
-    """Tokens of that mean: of correct responses (VAPO, equation 9), or all with a policy loss."""
+    """Tokens over which the positive-LM loss is averaged: of correct responses (VAPO), or all with a policy loss."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     topr: ToprConfig = field(default_factory=ToprConfig)

@@ -27,7 +27,7 @@ class ParallelConfig:
     cp). Experts are split separately over the same processes, with num_processes / (etp * ep * pp) replicas of each."""
 
     num_processes: int = key(1, low=1, high=100_000)
-    """Processes of the role, one for each GPU (on a CPU they share its cores)."""
+    """Processes of the role, one per GPU."""
     tp: int = key(1, low=1, high=100_000)
     """Tensor parallel: ranks that split each weight matrix."""
     sp: bool = False
@@ -56,7 +56,7 @@ class OptimizerConfig:
     lr: float = key(1e-6, low=0)
     """Learning rate after the warm-up."""
     min_lr: float = key(0.0, low=0, when=DECAYS)
-    """Learning rate at the end of the decay, and after it."""
+    """Learning rate after the decay."""
     warmup_steps: int = key(0, low=0, when=needs("warmup_ratio", "null"))
     """Optimizer steps over which the rate rises linearly from 0 to lr."""
     warmup_ratio: float | None = key(None, low=0, high=1)
@@ -108,13 +108,13 @@ class TrainedRoleConfig:
     """Activations that the backward pass recomputes. selective: core attention of each layer, or
     model.megatron.recompute_modules; full: whole layers."""
     recompute_method: RecomputeMethod = key(RecomputeMethod.uniform, when=RECOMPUTES)
-    """With recompute=full: all layers in blocks of recompute_num_layers (uniform), or the first so many of each
-    pipeline stage (block)."""
+    """With recompute=full. uniform: all layers, in blocks of recompute_num_layers; block: only the first
+    recompute_num_layers of each pipeline stage."""
     recompute_num_layers: int = key(1, low=1, when=RECOMPUTES)
-    """Layers that recompute_method refers to."""
+    """See recompute_method."""
     offload: Offload | None = None
-    """What waits in host memory between the calls of this role, for roles that share GPUs. optimizer: optimizer state,
-    float32 master weights and gradients; all: the weights too."""
+    """What is in host memory while other roles use the GPU. optimizer: optimizer state, float32 master weights and
+    gradients; all: the weights too."""
     fp8: Fp8 | None = None
     """FP8 matrix products by Transformer Engine; hybrid: e4m3 forward, e5m2 for gradients."""
     fp8_recipe: Fp8Recipe = key(Fp8Recipe.blockwise, when=needs("fp8"))
@@ -141,7 +141,7 @@ class PolicyConfig(TrainedRoleConfig):
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Train low-rank adapters instead of all weights."""
     frozen_iterations: int = key(0, low=0, when=WITH_CRITIC, strict=True)
-    """Iterations at the start of the training in which only the critic learns (SAO: 10, BPCO: 15)."""
+    """First iterations, in which only the critic learns (SAO: 10, BPCO: 15)."""
 
     def is_frozen(self, iteration: int) -> bool:
         """Whether the critic alone learns in this iteration; the first is 1."""
@@ -211,7 +211,7 @@ class RandomModelConfig:
     experts_per_token: int = key(2, low=1, high=4096)
     """Experts that each token is routed to; only for a family with experts."""
     init_std: float = key(0.1, above=0)
-    """Standard deviation of the initial weights; with 0.02 so small a model hardly reads its prompt."""
+    """Standard deviation of the initial weights; at 0.02 a model this small barely attends to its prompt."""
     seed: int = key(1, low=0, high=2**63 - 1, why="torch's generator takes no more")
     """Seed of the weights; independent of the run's `seed`."""
 

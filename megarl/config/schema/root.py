@@ -67,27 +67,27 @@ LEAST_OF_KIND = 0.95
 
 @dataclass
 class HardwareConfig:
-    """The hardware that the planner computes memory and time from: one kind of GPU, the same on every node. Peaks are
-    those of the data sheet, without sparsity."""
+    """What the planner computes memory and time from: one kind of GPU, the same on every node. Peaks are the data
+    sheet's, without sparsity, in 1e12 operations a second; bandwidths are in one direction, in 1e9 bytes a second."""
 
     gpu: str | None = None
     """Name of the GPU; null: unknown, nothing is planned."""
     memory_gib: float = key(0.0, **KNOWN)
     """Memory of a GPU in GiB, as torch.cuda.get_device_properties tells it."""
     bf16_tflops: float = key(0.0, **KNOWN)
-    """Peak of bfloat16 matrix products, in 1e12 operations a second."""
+    """Peak of bfloat16 matrix products."""
     fp8_tflops: float = key(0.0, **KNOWN)
     """The same in FP8."""
     hbm_gb_s: float = key(0.0, **KNOWN)
-    """Bandwidth between a GPU and its memory, in 1e9 bytes a second."""
+    """Bandwidth between a GPU and its memory."""
     nvlink_gb_s: float = key(0.0, **KNOWN)
-    """Bandwidth out of a GPU to others of its node, one direction, in 1e9 bytes a second."""
+    """Bandwidth from a GPU to others of its node."""
     network_gb_s: float = key(0.0, **KNOWN)
-    """The same to other nodes."""
+    """Bandwidth from a GPU to other nodes."""
     pcie_gb_s: float = key(64.0, **KNOWN)
-    """Bandwidth between a GPU and its host, one direction, in 1e9 bytes a second (PCIe 5.0 x16)."""
+    """Bandwidth between a GPU and its host (PCIe 5.0 x16)."""
     disk_gb_s: float = key(5.0, **KNOWN)
-    """Measured speed of a node on the shared file system, in 1e9 bytes a second."""
+    """Measured speed of a node on the shared file system."""
     host_memory_gib: float = key(0.0, **KNOWN)
     """Memory of a node in GiB."""
 
@@ -104,17 +104,17 @@ Placement = Enum("Placement", {"colocated": "colocated", "split": "split", "apar
 @dataclass
 class ClusterConfig:
     cpu_threads_per_worker: int | None = key(None, when=TRAINED, **THREADS)
-    """CPU threads of each training process; null: the run's cores, shared by what works at the same time."""
+    """CPU threads of each training process; null: the cores, shared by those at work."""
     object_store_mb: int = key(256, low=75, high=2**24, why="MiB; Ray takes no less, and no node has as much memory")
     """Shared memory of Ray's object store on each node, in MiB; an iteration's samples pass through it."""
     worker_start_deadline_s: float = key(300.0, when=TRAINED, **START)
-    """Deadline in seconds for Ray or its nodes to start, and then for the training processes."""
+    """Deadline for Ray or its nodes to start, and then for the training processes."""
     call_deadline_s: float = key(1800.0, when=TRAINED, **DEADLINE)
-    """Deadline in seconds of one call to a training process (log-probs, values, an update, an export)."""
+    """Deadline of one call to a training process (log-probs, values, an update, an export)."""
     shutdown_deadline_s: float = key(15.0, **DEADLINE)
-    """Deadline in seconds for all processes to end; then they are killed."""
+    """Deadline for all processes to end; then they are killed."""
     ray_deadline_s: float = key(120.0, **START)
-    """Deadline in seconds for an answer of Ray itself; the run ends if one of its processes is stopped for as long."""
+    """Deadline for an answer of Ray itself; then the run ends."""
     listen_host: str = "127.0.0.1"
     """Address on which servers and process groups listen; auto: each node's own, needed for several nodes."""
     num_nodes: int = key(1, low=1, high=100_000)
@@ -162,32 +162,31 @@ class RolloutConfig:
     kv_cache_tokens: int | None = key(None, low=1, high=2**31 - 1, why="SGLang counts them in 32 bits")
     """Tokens of KV cache per server; null: SGLang decides (a CPU needs a number)."""
     offload: ServerOffload | None = key(None, when=(TRAINED, SHARES_GPUS))
-    """GPU memory that servers give back while roles on the same GPUs compute: the KV cache, or all, with the weights;
-    needs max_staleness=0."""
+    """GPU memory that servers release while roles on the same GPUs compute: the KV cache, or all; needs
+    max_staleness=0."""
     num_threads: int | None = key(None, **THREADS)
     """CPU threads of a server's forward pass; null: as cluster.cpu_threads_per_worker."""
     startup_deadline_s: float = key(300.0, **START)
-    """Deadline in seconds for a server's first answer after its start."""
+    """Deadline for a server's first answer after its start."""
     request_deadline_s: float = key(600.0, **DEADLINE)
-    """Deadline in seconds of one request; with max_staleness it also waits for weight syncs and evaluations."""
+    """Deadline of one request; with max_staleness, waits for weight syncs and evaluations included."""
     sync_deadline_s: float = key(300.0, when=TRAINED, **DEADLINE)
-    """Deadline in seconds of one weight sync, verification included."""
+    """Deadline of one weight sync, verification included."""
     transport: Transport = key(Transport.colocated, when=TRAINED)
-    """How weights travel to the servers. colocated: shared memory within a node, between nodes as split; split: point
-    to point over NCCL (gloo on a CPU); disk: a directory that all see."""
+    """How weights reach the servers. colocated: shared memory within a node, between nodes as split; split: point to
+    point over NCCL (gloo on a CPU); disk: a shared directory."""
     sync_bucket_mb: int = key(64, low=1, high=16384, when=(TRAINED, needs("transport", "colocated", "split")))
     """Maximum MiB of one message of weights; a rank holds two."""
     max_server_restarts: int = key(3, low=0)
     """Restarts of lost servers in one rollout or sync before the run ends."""
     max_staleness: int = key(0, low=0, high=100, despite=GENERATED, when=TRAINED)
-    """Most policy updates between sampling a token and training on it. 0: on-policy; n: groups of up to n further
-    iterations are generated while the trainer works, and the loss needs algo.mismatch.correction or algo=topr."""
+    """Maximum age of a token in training, in iterations (weight versions). 0: on-policy; n: groups of up to n further
+    iterations are generated while the trainer works; which losses allow it: algo.mismatch.correction."""
     router_replay: bool = key(False, despite=GENERATED)
-    """A mixture of experts trains with the experts that the servers chose (R3 2510.11370), a byte for each token, layer
-    and expert; mismatch/* tells whether a model needs it."""
+    """A mixture of experts trains with the experts that the servers chose (R3 2510.11370; docs/algorithms.md)."""
     file: str | None = key(None, despite=GENERATED, when=(TRAINED, NOT_ALONE))
     """A rollouts.jsonl of an earlier run (logger.save_rollouts) from which policy and critic learn without a server;
-    the loss must weight it as with max_staleness."""
+    the loss as with max_staleness."""
     max_probe_logprob_gap: float | None = key(None, above=0, when=TRAINED)
     """A larger median |log-prob difference| of servers and policy after the first weight sync, in nats per token, ends
     the run. null: what rounding explains (docs/architecture.md)."""
@@ -223,7 +222,7 @@ class TrainConfig:
     num_iterations: int = key(100, low=0)
     """Training iterations, each a rollout and its update; 0: value pretraining alone (algo.value_pretrain)."""
     samples_per_iteration: int | None = key(None, low=1, when=needs("prompts_per_iteration", "null"))
-    """Responses of one iteration; null, also in prompts_per_iteration: 512 prompts."""
+    """Responses of one iteration; null for both this and prompts_per_iteration: 512 prompts."""
     prompts_per_iteration: int | None = key(None, low=1)
     """Prompts of one iteration; overrides samples_per_iteration."""
     responses_per_prompt: int = key(1, low=1, high=MAX_SAMPLES)
@@ -237,8 +236,8 @@ class TrainConfig:
     epochs_per_iteration: int = key(1, low=1, high=1000, why="an iteration ends after them only")
     """Passes of the update over the samples of an iteration."""
     reuse_logprobs: bool = key(True, off=False, when=WITHOUT_PASS)
-    """Take the update's own log-probs as old_logprobs if nothing reads them before: the same gradient with one forward
-    pass less. false: the policy always scores first."""
+    """Take old_logprobs from the update itself if nothing reads them before: the same gradient, one forward pass
+    less."""
     eval_every: int = key(10, low=1, when=GENERATED)
     """Iterations between evaluations on held-out prompts; also before the first and after the last."""
     num_eval_prompts: int = key(256, low=1, despite=TRAINED, when=(GENERATED, OF_HELDOUT))
@@ -298,8 +297,8 @@ class EvaluateConfig:
     num_problems: int | None = key(None, low=1)
     """Problems of each set, drawn at random under `seed`; null: all."""
     heldout: bool = False
-    """Ask the prompts of data= that the run's seed holds out, at most train.num_eval_prompts; false: all. A run's model
-    brings true with its data."""
+    """Ask the held-out prompts of data=, at most train.num_eval_prompts; false: all. model=checkpoint with a model
+    trained by megarl sets it to true."""
     paths: dict[str, str] = field(default_factory=dict)
     """Files (.jsonl, .parquet) or directories instead of sets of the hub, by name: evaluate.paths.gsm8k=test.jsonl."""
 
@@ -335,7 +334,7 @@ def check_truncation(node: str, config: EvaluateConfig | EvalSetConfig, temperat
 class CheckpointConfig:
     save_every: int | None = key(20, low=1)
     """Iterations between checkpoints; also saved at the end, after value pretraining, a signal and a failure. null:
-    never; the run cannot be resumed."""
+    never."""
     keep_last: int = key(2, low=1, when=SAVES)
     """Newest checkpoints to keep; older ones are removed once a newer one is complete."""
     keep_best: int = key(0, low=0, when=(SAVES, IS_MEASURED))
@@ -343,7 +342,7 @@ class CheckpointConfig:
     best_metric: str = key("reward/heldout", when=(SAVES, needs("keep_best")))
     """The metric of metrics.jsonl that keep_best ranks by; higher is better."""
     stop_deadline_s: float = key(120.0, when=SAVES, **DEADLINE)
-    """Deadline in seconds of the checkpoint after an error or a signal, from the end of the update on."""
+    """Deadline of the checkpoint after an error or a signal, from the end of the update on."""
     max_restarts: int = key(3, low=0, when=SAVES)
     """Restarts in a row, without a new checkpoint, after a training process was lost."""
 

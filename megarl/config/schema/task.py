@@ -154,7 +154,7 @@ class MultiTurnEnvironmentConfig(EnvironmentConfig):
     turn_length: int | None = key(None, low=1, high=2**24)
     """Maximum tokens of one action; null: only rollout.response_length, of actions and observations together."""
     step_deadline_s: float = key(60.0, low=0.01, high=86_400)
-    """Deadline in seconds of one answer of the environment; after it the sample has failed and is skipped."""
+    """Deadline of one answer of the environment; then the sample has failed and is skipped."""
 
 
 @dataclass
@@ -198,7 +198,7 @@ class ToolsEnvironmentConfig(MultiTurnEnvironmentConfig):
     num_processes: int = key(2, low=1, high=1024, why="each is a process of the driver's machine")
     """Processes that run the functions, each one call at a time."""
     call_timeout_s: float = key(10.0, low=0.01, high=86_400)
-    """Time limit in seconds of one call; a longer one is answered with an error."""
+    """Time limit of one call; a longer one is answered with an error."""
     memory_gb: float = key(1.0, low=0.01, high=2**20)
     """GiB that a call may use beyond what its process has after loading; more is answered with an error."""
     max_calls: int = key(4, low=1, high=100_000)
@@ -226,7 +226,7 @@ class ProcessRewardConfig(RewardConfig):
     num_workers: int | None = key(None, kw_only=True, low=1, high=1024, why="each is a process")
     """Processes that score at a time; null: one for every four cores, 1 to 16."""
     timeout_s: float = key(5.0, kw_only=True, **SCORING)
-    """Time limit in seconds of scoring one response; an endless comparison counts as wrong, anything else as failed."""
+    """Time limit of scoring one response; an endless comparison counts as wrong, anything else as failed."""
     memory_gb: float = key(8.0, kw_only=True, low=0.01, high=2**20, why="GiB")
     """Memory limit in GiB of one process, as address space beyond what it has after loading."""
 
@@ -241,9 +241,10 @@ class LetterCountRewardConfig(RewardConfig):
     """The tiny task: "b...=" asks for about 12 letters b, four for each dot."""
 
     tolerance: float = key(1.25, low=1)
-    """Lengths within this factor of the requested one get the full length score of 1."""
+    """Lengths within this factor of the requested one get the length score 1."""
     falloff: float = key(4.0, above=1)
-    """A length off by a further factor of this gets 0; in between the score is linear in the logarithm."""
+    """The length score falls from 1 at a factor of `tolerance` to 0 at `tolerance` * `falloff`, linear in
+    log(length)."""
 
 
 @dataclass
@@ -314,7 +315,7 @@ class LengthRewardConfig(RewardConfig):
     max_length: int = key(512, low=0)
     """Most tokens with the full score."""
     falloff: int = key(128, low=0)
-    """Tokens outside of the range at which the score is 0, linear in between; 0: it is 0 at once."""
+    """Tokens outside of the range at which the score is 0, linear in between."""
 
 
 @dataclass
@@ -322,7 +323,7 @@ class CodeRewardConfig(ProcessRewardConfig):
     """The response's Python program passes the prompt's tests, in a sandbox."""
 
     timeout_s: float = key(10.0, kw_only=True, **SCORING)
-    """Time limit in seconds of a program for each pair of input and output, or for all statements; longer fails."""
+    """Time limit of a program for each pair of input and output, or for all statements; longer fails."""
     memory_gb: float = key(1.0, kw_only=True, low=0.01, high=2**20, why="GiB")
     """Memory limit in GiB of one program, as address space."""
     partial: bool = False
@@ -338,7 +339,7 @@ class ServerRewardConfig(RewardConfig):
     api_key_env: str | None = field(default=None, kw_only=True)
     """Environment variable with the key that is sent (Bearer); it is never saved or shown."""
     timeout_s: float = key(60.0, kw_only=True, low=0.01, high=86_400, why="seconds")
-    """Deadline in seconds of one request; then it is repeated."""
+    """Deadline of one request; then it is repeated."""
     max_retries: int = key(3, kw_only=True, low=0, high=100)
     """Further attempts after status 408, 409, 429, 5xx or a lost connection; then the sample has failed."""
     max_concurrency: int = key(64, kw_only=True, low=1, high=100_000, why="each is a connection")
