@@ -47,7 +47,7 @@ def test_another_page_links_to_each_page() -> None:
 
 
 def test_each_page_opens_with_whom_it_is_for() -> None:
-    opened = {path.name: path.read_text().split("\n\n")[1] for path in PAGES}
+    opened = {path.name: " ".join(path.read_text().split("\n\n")[1].split()) for path in PAGES}
     assert [
         name
         for name, text in opened.items()
