@@ -51,7 +51,7 @@ def test_each_page_opens_with_whom_it_is_for() -> None:
     assert [
         name
         for name, text in opened.items()
-        if not re.match(r"(This page is for|For) .*\b(at its|at the|in the) end\b", text, re.S | re.I)
+        if not re.match(r"(This page is for|For) .*\b(at|in)\s+(its|the)\s+end\b", text, re.S | re.I)
     ] == []
 
 
