@@ -112,8 +112,8 @@ def show(config: Config, mean: float | None, hours: float | None) -> int:
         losses, signal = list(describe_losses(config, plan)), find_signal(config, plan.seconds)
         there = config.cluster.num_nodes * config.cluster.gpus_per_node
         gpus = f"{plan.num_gpus}{'' if plan.num_gpus == there else f' of {there}'} GPU{'s' * (there > 1)}"
-        ends = "ends first" if signal != LONGEST_SIGNAL_S else "sbatch takes no more"
-        why = f": an update takes {plan.seconds.update:,.0f} s and {ends}"
+        then = "then a checkpoint is written" if signal != LONGEST_SIGNAL_S else "sbatch takes no longer signal"
+        why = f" (an update takes {plan.seconds.update:,.0f} s, {then})"
         on_slurm = "" if signal is None else f"; on Slurm with sbatch --signal=B:USR1@{signal}{why}"
         print(f"fits{', but' * bool(losses)}: {gpus}{on_slurm}")
         for line in losses:

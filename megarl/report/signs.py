@@ -85,6 +85,9 @@ BASELINES = {
 }
 """Ratios of mean squared errors, the critic's over that of a baseline; what the baseline is, and a preset that has it
 or one like it"""
+WITHOUT_CRITIC = "{} (one response per prompt: {}) needs no critic".format(
+    *(preset for _, preset in BASELINES.values())
+)
 # fmt: off
 SIGNS = (
     Sign("No response ends by itself", "length/truncated_frac",
@@ -101,8 +104,8 @@ SIGNS = (
          above=0.2, patience=PATIENCE, also=lambda m: m["length/truncated_frac"] < 1),
     Sign("All rewards are equal", REWARD,
          "all rewards are equal ({reward/mean:.4g}), so nothing can be learned",
-         "check that a correct answer is ever given, and rewarded (reward=...); then try easier or harder prompts"
-         " (data=...), or a larger train.responses_per_prompt",
+         "check that some responses are correct and get a reward; then try easier or harder prompts, or a larger"
+         " train.responses_per_prompt",
          above=-inf, patience=PATIENCE,
          also=lambda m: m[REWARD] == m.get("reward/min", inf) == m.get("reward/max", inf)),
     Sign("An iteration had no signal", "advantage/max_abs",
@@ -127,26 +130,25 @@ SIGNS = (
     Sign("Trainer and rollout engine disagree", GAP,
          "their log-probs differ by {mismatch/logprob_gap_mean:.2g} nats per token in the mean, more than rounding: the"
          " two do not compute the same model",
-         "look for options that change the distribution on one side alone (rollout.sglang with penalties or a"
-         " quantization); for a mixture of experts set rollout.router_replay=true, which trains with the experts that"
-         " the servers chose. If sync/probe_logprob_gap is small, weights and layers agree, and sampling options are"
-         " the cause; rollout.dtype=float32 rules out precision",
+         "if sync/probe_logprob_gap is small, weights and layers agree: look for options in rollout.sglang that change"
+         " the distribution, such as penalties or a quantization. A mixture of experts: rollout.router_replay=true"
+         " trains with the experts that the servers chose. Precision: compare with rollout.dtype=float32",
          above=LOW_PRECISION, also=lambda m: m.get("rollout/staleness_mean", 0) == 0),
     Sign("Few groups carry a signal", "reward/equal_groups_frac",
          "{reward/equal_groups_frac:.0%} of the groups have equal rewards, so that only the others train the policy",
          "use prompts that are sometimes answered correctly, a reward with parts (reward=weighted), a larger"
          " train.responses_per_prompt, or algo.dynamic_sampling.enabled=true, which replaces such groups",
          above=0.7, patience=PATIENCE, also=_need_groups_a_difference),
-    Sign("The form is never met", "reward/format",
-         "no response has the form that the reward asks for (reward/format is 0)",
-         "describe the form in data.instruction or data.system, or begin it with data.response_prefix",
+    Sign("No response has the required format", "reward/format",
+         "no response has the format that the reward asks for (reward/format is 0)",
+         "describe the format in data.instruction or data.system, or begin it with data.response_prefix",
          equal=0, patience=PATIENCE),
     *(Sign("The critic is the worse baseline", metric,
            f"the critic's squared error is larger than that of {baseline} ({metric}: {{{metric}:.3g}}, should be"
            " below 1)",
-           f"{BETTER_CRITIC}; {preset} needs no critic. If nearly every response is correct, this is harmless",
+           f"{BETTER_CRITIC}; {WITHOUT_CRITIC}. If nearly every response is correct, this is harmless",
            above=1, patience=NUM_RATIOS, fewest=NUM_RATIOS, also=_updates_policy)
-      for metric, (baseline, preset) in BASELINES.items()),
+      for metric, (baseline, _) in BASELINES.items()),
     Sign("Responses have no reward", "reward/failed_frac",
          "{reward/failed_frac:.0%} of the responses could not be judged",
          "train.log has the most frequent reasons; repair the reward or the environment", above=0.01),
@@ -160,16 +162,16 @@ SIGNS = (
          "its explained variance is {critic/explained_variance:.3g}", BETTER_CRITIC, below=-0.1, fewest=5),
     Sign("Length-adaptive lambda is at its bound", "advantage/lambda_at_min_frac",
          "{advantage/lambda_at_min_frac:.0%} of the responses have algo.lambda_min",
-         "lower algo.lambda_min, or set algo.lambda_policy to a number: this lambda does not depend on the length",
+         "raise algo.length_alpha, lower algo.lambda_min, or set algo.lambda_policy to a number",
          above=0.7),
-    Sign("Tokens are too stale to learn from", "rollout/too_stale_frac",
+    Sign("Tokens are too old to train on", "rollout/too_stale_frac",
          "{rollout/too_stale_frac:.0%} of the tokens are older than rollout.max_staleness",
          "add servers (rollout.num_servers), or raise rollout.max_staleness with an algo.mismatch.correction",
          above=0.05),
-    Sign("The longest responses are hardly learned from", "policy/learned_frac_of_length_4",
+    Sign("The longest responses hardly train the policy", "policy/learned_frac_of_length_4",
          "of the longest quarter of the responses {policy/learned_frac_of_length_4:.0%} of the tokens train the policy",
-         "if tokens are too old, lower rollout.max_staleness, so that fewer episodes are under way, or add servers; if"
-         " responses are cut, raise rollout.response_length: the policy learns from short responses alone",
+         "if tokens are too old, lower rollout.max_staleness, or add servers; if responses are cut, raise"
+         " rollout.response_length",
          below=0.7),
     Sign("Training waits for responses", "derived/rollout_frac",
          "the roles are idle for {derived/rollout_frac:.0%} of an iteration",

@@ -349,7 +349,7 @@ def check_changes(before: Mapping[str, Any], config: Config) -> list[str]:
     if None in (config.checkpoint.save_every, before.get("checkpoint.save_every")):
         return ["checkpoint.save_every: null, now or in the run, which then has no checkpoint to resume from"]
     return [
-        f"{key}: the run has {before[key]!r}, now {value!r}; it determines what is learned and may not change."
+        f"{key}: the run has {before[key]!r}, now {value!r}; it affects training and may not change on resume."
         f" These may: {', '.join(name + '*' if name.endswith('.') else name for name in MAY_CHANGE)}"
         for key, value in list_values(config)
         if key in before and before[key] != value and not may_change(key)

@@ -209,7 +209,16 @@ def _wrap(text: str, indent: str = "") -> str:
 
 
 def render_signs() -> str:
-    rows = [f"| {sign.title} | {_format_bound(sign)} | {_mark_names(sign.do)} |" for sign in SIGNS]
+    """One row for signs of the same title, in bold what the terminal says."""
+    metrics: dict[str, list[str]] = {}
+    for sign in SIGNS:
+        metrics.setdefault(sign.title, []).append(f"`{sign.metric}`")
+    signs = {sign.title: sign for sign in SIGNS}
+    rows = [
+        f"| {f'**{title}**' if sign.patience else title} | {' or '.join(metrics[title])} {_format_bound(sign)} |"
+        f" {_mark_names(sign.do)} |"
+        for title, sign in signs.items()
+    ]
     return "\n".join(["| sign | metric | what to do |", "| --- | --- | --- |", *rows])
 
 
@@ -220,7 +229,8 @@ def _mark_names(advice: str) -> str:
 def _format_bound(sign: Sign) -> str:
     bounds = {"above": sign.above, "below": sign.below, "is": sign.equal}
     found = [f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None and isfinite(bound)]
-    return " ".join([f"`{sign.metric}`", *found])
+    # What no bound says, `also` does, of the rewards.
+    return found[0] if found else "is `reward/min` and `reward/max`"
 
 
 def render_names() -> str:

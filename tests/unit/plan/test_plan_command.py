@@ -29,7 +29,7 @@ PRETRAINING_ALONE = ("train.num_iterations=0", "algo.value_pretrain.rollouts=r.j
             (
                 *("fits: 64 GPUs; on Slurm with sbatch --signal=B:USR1@4900", "4,096,062,464", "524.3 GB in all"),
                 *("Host memory", "MFU 0.33 of the policy", "890,473", "tp 8 cp 2 sp"),
-                *("Value pretraining: up to 50 steps of 6,652.7 s", "USR1@4900: an update takes 3,"),
+                *("Value pretraining: up to 50 steps of 6,652.7 s", "USR1@4900 (an update takes 3,"),
             ),
         ),
         (
