@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
 from itertools import pairwise
@@ -23,7 +23,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import yaml
 from omegaconf import MISSING as REQUIRED
 
-from megarl.config.names import NONE, TABLE, is_name
+from megarl.config.names import TABLE, is_name
 from megarl.config.overrides import list_options, list_values
 from megarl.config.schema.roles import CriticConfig, ParallelConfig, PolicyConfig
 from megarl.config.schema.root import Config
@@ -32,8 +32,41 @@ from megarl.report.signs import SIGNS, Sign
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 WIDTH = 120
-TRAINERS = {name: name for name in ("TRL", "verl", "OpenRLHF", "ROLL")} | {"megarl": "Keys with a new name"}
-"""Titles of the tables of names, in their order"""
+TRAINERS = ("TRL", "verl", "OpenRLHF")
+"""Columns of the table of names; ROLL's names work as they are"""
+TYPED = """algo.advantage_std
+algo.clip_low and algo.clip_high
+algo.clip_high
+algo.entropy_coef
+algo.kl.coef
+algo.kl.loss_coef
+algo.lambda_policy and algo.lambda_critic
+algo.loss_agg_mode
+algo.mismatch.correction
+algo.mismatch.high
+checkpoint.save_every
+critic.optimizer.lr
+data.prompt_length
+hydra.run.dir
+model.path with model=checkpoint
+policy.lora.rank
+policy.offload
+policy.optimizer.lr
+policy.optimizer.warmup_ratio
+policy.parallel.tp
+policy.recompute
+rollout.response_length
+rollout.sglang.mem_fraction_static
+rollout.temperature
+rollout.tp
+train.epochs_per_iteration
+train.eval_every
+train.num_iterations
+train.prompts_per_iteration
+train.responses_per_prompt
+train.samples_per_minibatch
+train.tokens_per_microbatch""".splitlines()
+"""Our keys whose other names people type most; the program answers all names"""
 NAMED = re.compile(r"\b[a-z_]+(?:[./][a-z_]\w*)+(?:=\w+)?|\balgo=\w+")
 """Keys, metrics and files in an advice"""
 MAIN = yaml.safe_load((DOCS.parent / "conf" / "config.yaml").read_text())
@@ -234,21 +267,29 @@ def _format_bound(sign: Sign) -> str:
 
 
 def render_names() -> str:
-    """Names of other trainers, and of megarl before, whose counterpart is a key: a column of theirs and one of ours."""
-    tables: dict[str, list[tuple[Sequence[str], str]]] = {trainer: [] for trainer in TRAINERS}
-    for ours, trainers in TABLE["peers"].items():
-        for trainer, names in trainers.items() if not ours.startswith(NONE) else ():
-            tables[trainer].append((names.split(), ours))
-    tables["ROLL"] = [([name], ours.replace(" ", ", ")) for name, (ours, *_) in TABLE["roll"].items()]
-    tables["megarl"] = [([name], ours) for name, ours in TABLE["megarl"].items() if is_name(ours)]
-    return "\n\n".join(f"**{TRAINERS[trainer]}**\n\n```text\n{_align(rows)}\n```" for trainer, rows in tables.items())
+    """What other trainers call the keys of TYPED, and what megarl renamed."""
+    rows = [["here", *TRAINERS]]
+    for key in TYPED:
+        names = [
+            peers for ours, peers in TABLE["peers"].items() if re.match(rf"{re.escape(key)}(,| \(| with algo|$)", ours)
+        ]
+        given = [" ".join(each[trainer] for each in names if trainer in each) for trainer in TRAINERS]
+        rows.append([key, *(each.split()[0] if each else "-" for each in given)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "```text\n" + "\n".join(lines) + "\n```\n\n" + _wrap(f"Keys of megarl with a new name: {_list_renames()}.")
 
 
-def _align(rows: Sequence[tuple[Sequence[str], str]]) -> str:
-    """Our name stands in the line of the first of theirs."""
-    width = max(len(name) for names, _ in rows for name in names) + 2
-    return "\n".join(
-        f"{name:{width}}{'' if i else ours}".rstrip() for names, ours in rows for i, name in enumerate(names)
+def _list_renames() -> str:
+    """Keys that only moved to another node stand together."""
+    moved: dict[tuple[str, str], list[str]] = {}
+    for old, ours in TABLE["megarl"].items():
+        if is_name(ours):
+            (node, _, name), (to, _, new) = old.rpartition("."), ours.rpartition(".")
+            moved.setdefault((node, to) if name == new else (old, ours), []).append(name)
+    return "; ".join(
+        f"`{a}` is now `{b}`" if "." in a else f"{', '.join(names)} of `{a}` are now below `{b}`"
+        for (a, b), names in moved.items()
     )
 
 

@@ -69,7 +69,7 @@ def test_the_guides_preset_trains_with_the_estimator_and_prints_its_formula(fold
     (folder / "algo").mkdir()
     (folder / "algo" / "median.yaml").write_text(PRESET)
     algo = load_config([f"hydra.searchpath=[file://{folder}]", "algo=median"]).algo
-    assert "advantage   = R - median R of the prompt's 8 responses; 8" in format_objective(algo, 8)
+    assert "advantage   = reward - median reward of the prompt's 8 responses; 8" in format_objective(algo, 8)
     assert compute_rewards_relative(algo) == [[-1.0, 0.0], [0.0, 0.0], [4.0, 0.0]]
 
 
