@@ -110,7 +110,8 @@ def check_failures(samples: Sequence[Sample], max_failed_frac: float) -> None:
     if count_failed(samples) > max_failed_frac * len(samples):
         raise TooManyFailuresError(
             f"{describe_failures(samples)}. reward.max_failed_frac={max_failed_frac:g} allows"
-            f" {int(max_failed_frac * len(samples))}: fix the reward or the environment, or raise reward.max_failed_frac"
+            f" {int(max_failed_frac * len(samples))}: fix the reward or the"
+            " environment, or raise reward.max_failed_frac"
         )
 
 

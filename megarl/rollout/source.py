@@ -108,7 +108,7 @@ def _describe(num_rounds: int, equal: Sequence[Group], num_correct: int, num_wro
     if num_graded := sum(has_signal(group, SamplingBy.reward) for group in equal):
         text += f"; in {num_graded} of them rewards differ, which algo.dynamic_sampling.by=reward learns from"
     if num_correct == num_wrong == 0:
-        return f"{text}: the verifier or the environment must be mended"
+        return f"{text}: fix the reward or the environment"
     if num_correct > num_wrong:
         return f"{text}: the data are too easy for this policy; harder prompts are needed, or training is done"
     return f"{text}: the data are too hard for this policy; easier prompts, or more of train.responses_per_prompt"

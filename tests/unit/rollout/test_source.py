@@ -508,6 +508,6 @@ def test_groups_without_any_reward_are_neither_correct_nor_wrong():
     assert metrics["sampling/equal_correct_frac"] == metrics["sampling/equal_wrong_frac"] == 0.25
     # 0 and 1, one 1 and one 0 are left.
     assert metrics["sampling/reward_mean"] == 0.5
-    text = "2 of 2 responses have no reward: 2 x TimeoutError.*the verifier or the environment must be mended$"
+    text = "2 of 2 responses have no reward: 2 x TimeoutError.*fix the reward or the environment$"
     with pytest.raises(NoSignalError, match=text):
         collect_groups(lambda _: groups[3:], 1, DynamicSamplingConfig(True, BY, 1))
