@@ -76,11 +76,12 @@ SMALLER_STEPS = (
     " smaller train.epochs_per_iteration)"
 )
 BETTER_CRITIC = (
-    "train it longer before the policy (algo.value_pretrain.steps), change critic.optimizer.lr, or raise"
-    " critic.updates_per_policy_update"
+    "train it longer before the policy (algo.value_pretrain.steps), change critic.optimizer.lr (explained variance near"
+    " 0: raise it; below 0: lower it), or raise critic.updates_per_policy_update; a larger algo.length_alpha makes the"
+    " policy depend less on it"
 )
 BASELINES = {
-    "critic/mse_vs_group": ("the mean reward of the prompt's other responses", "algo=rloo"),
+    "critic/mse_vs_group": ("the mean reward of the prompt's other responses", "algo=dr_grpo"),
     "critic/mse_vs_batch": ("the mean reward of the batch's other responses", "algo=reinforce_pp"),
 }
 """Ratios of mean squared errors, the critic's over that of a baseline; what the baseline is, and a preset that has it
@@ -130,9 +131,10 @@ SIGNS = (
     Sign("Trainer and rollout engine disagree", GAP,
          "their log-probs differ by {mismatch/logprob_gap_mean:.2g} nats per token in the mean, more than rounding: the"
          " two do not compute the same model",
-         "if sync/probe_logprob_gap is small, weights and layers agree: look for options in rollout.sglang that change"
-         " the distribution, such as penalties or a quantization. A mixture of experts: rollout.router_replay=true"
-         " trains with the experts that the servers chose. Precision: compare with rollout.dtype=float32",
+         "a mixture of experts: rollout.router_replay=true trains with the experts that the servers chose, and logs"
+         " policy/moe_routing_agreement. Other models: if sync/probe_logprob_gap is small, weights and layers agree, so"
+         " look for options in rollout.sglang that change the distribution, such as penalties or a quantization."
+         " Precision: compare with rollout.dtype=float32",
          above=LOW_PRECISION, also=lambda m: m.get("rollout/staleness_mean", 0) == 0),
     Sign("Few groups carry a signal", "reward/equal_groups_frac",
          "{reward/equal_groups_frac:.0%} of the groups have equal rewards, so that only the others train the policy",
@@ -146,7 +148,8 @@ SIGNS = (
     *(Sign("The critic is the worse baseline", metric,
            f"the critic's squared error is larger than that of {baseline} ({metric}: {{{metric}:.3g}}, should be"
            " below 1)",
-           f"{BETTER_CRITIC}; {WITHOUT_CRITIC}. If nearly every response is correct, this is harmless",
+           "on a short task, or if nearly every response is correct, this alone is harmless; if"
+           f" critic/explained_variance is below 0, too: {BETTER_CRITIC}; {WITHOUT_CRITIC}",
            above=1, patience=NUM_RATIOS, fewest=NUM_RATIOS, also=_updates_policy)
       for metric, (baseline, _) in BASELINES.items()),
     Sign("Responses have no reward", "reward/failed_frac",
