@@ -41,10 +41,6 @@ def list_anchors(file: Path) -> set[str]:
     return slugs | set(re.findall(r'<a name="([^"]+)">', text))
 
 
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().split()) <= MOST_WORDS_OF_README
-
-
 def test_lines_are_short_but_for_tables_and_blocks() -> None:
     for file in TEXTS:
         text = re.sub(r"^( *)```.*?^ *```", "", file.read_text(), flags=re.S | re.M)
