@@ -238,7 +238,9 @@ def _settle(rewritten: Rewritten, command: str) -> tuple[DictConfig, list[str], 
     added = {key: f"{key}={write_value(value)}" for key, value in values.items()}
     composed = _compose([*chosen, *added.values(), *overrides])
     if unused := dict(find_unused(_to_dataclasses(composed), added, command)):
-        added = {key: text for key, text in added.items() if key not in unused}
+        # A kind of data or reward that has no effect still requires its path.
+        required = OmegaConf.missing_keys(_compose([*chosen, *overrides]))
+        added = {key: text for key, text in added.items() if key not in unused or key in required}
         composed = _compose([*chosen, *added.values(), *overrides])
     chosen += added.values()
     if chosen:  # A prompt's text may have several lines.

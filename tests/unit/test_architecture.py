@@ -19,7 +19,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "sync": (5, 2150, ("sync",)),
     "mcore": (4, 4390, ("mcore",)),
     "rollout": (4, 3680, ("rollout",)),
-    "config": (3, 2180, ("config",)),
+    "config": (3, 2190, ("config",)),
     "cpu": (3, 1560, ("cpu",)),
     "algo": (2, 2940, ("algo",)),
     "models": (2, 1020, ("models",)),

@@ -108,6 +108,14 @@ def test_another_set_is_asked_as_the_policy_was_trained_and_is_whole(model: Path
     assert type(load_evaluation(*own, "data=addition").reward).__name__ == "AdditionRewardConfig"
 
 
+def test_a_model_brings_what_its_data_and_reward_require_where_responses_are_saved(model: Path, tmp_path: Path) -> None:
+    write_run(tmp_path / "toy", ("model=tiny",))
+    saved = ("model=checkpoint", "algo=topr", "rollout.file=saved.jsonl")
+    own, toy = (load_config([*saved, f"model.path={path}"]) for path in (model, tmp_path / "toy" / "policy"))
+    assert (own.reward.path, own.data.prompt_length, own.data.num_heldout) == ("mine.py:score", 99, None)
+    assert toy.data.path == "megarl.examples.toys.problems:letter_count"
+
+
 def test_a_moved_model_brings_its_settings_and_neither_code_nor_a_server(model: Path, tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     moved = shutil.move(model, tmp_path / "models" / "best")
