@@ -28,6 +28,7 @@ COMMANDS = {
     "doctor": ("megarl.plan.doctor", "can this configuration run on this machine?"),
     "plan": ("megarl.plan.command", "memory and time of a configuration on a cluster"),
     "report": ("megarl.tools.report", "the report of a run"),
+    "variance": ("megarl.tools.variance", "variance of the policy gradient under each baseline"),
     "convert": ("megarl.tools.convert_checkpoint", "checkpoints between Megatron-Core and Hugging Face"),
     "serve": ("", "an SGLang server for reward=judge and reward=reward_model"),
 }
