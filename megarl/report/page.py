@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from html import escape
 from pathlib import Path
@@ -26,6 +26,8 @@ WARNING = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d )?warning: (.*)")
 """A line of train.log, with or without its time"""
 
 
+SEARCH_PATH = re.compile(r"hydra\.searchpath=\[('file://[^'\\]+',?)+\]")
+DIRECTORY = re.compile(r"file://([^']+)")
 Changes = tuple[Sequence[str], Mapping[str, tuple[Any, Any]]]
 """The options of groups that a run chose, and (their value, the run's) of each key that differs"""
 SEED = "seed"
@@ -47,6 +49,12 @@ CHARTS = (
     ("perf/time_per_step", "Seconds per iteration", "all phases"),
 )
 """(metric, title, unit) of each chart; those that some run has are drawn"""
+ABOVE_0, BELOW_1 = ((lambda value: value > 0), "above 0"), ((lambda value: value < 1), "below 1")
+CRITIC_SIGNS: Mapping[str, tuple[Callable[[float], bool], str]] = {
+    **dict.fromkeys(("critic/explained_variance", "critic/calibration_corr_middle"), ABOVE_0),
+    **dict.fromkeys(("critic/mse_vs_group", "critic/mse_vs_group_first"), BELOW_1),
+}
+"""Metrics of a critic that helps, what they then are, and that in words"""
 
 
 def format_run_page(run: RunRecord, changes: Changes = ((), {})) -> str:
@@ -59,6 +67,7 @@ def format_run_page(run: RunRecord, changes: Changes = ((), {})) -> str:
         *drawn.format_section("Learning", charts.LEARNING),
         *drawn.format_section("Policy", charts.POLICY),
         *drawn.format_section("Critic", charts.CRITIC, charts.list_critic_pictures(history)),
+        *_format_critic(history),
         *drawn.format_section("Trainer and rollout engine", charts.ENGINES, charts.list_gap_pictures(history)),
         *drawn.format_section("Time", charts.TIME_CHARTS),
         *_format_configuration(run, changes),
@@ -190,7 +199,11 @@ def _format_head(run: RunRecord) -> Iterator[str]:
         parts.append(escape(run.why))
     yield f"<p>{' · '.join(parts)}</p>"
     if run.overrides:
-        yield f"<p><code>{escape(shlex.join(['megarl', 'train', *run.overrides]))}</code></p>"
+        # Hydra's search path, as long as it has directories alone, is what --config-dir has set.
+        paths = [path for text in run.overrides if SEARCH_PATH.fullmatch(text) for path in DIRECTORY.findall(text)]
+        rest = [text for text in run.overrides if not SEARCH_PATH.fullmatch(text)]
+        command = ["megarl", "train", *(f"--config-dir={path}" for path in paths), *rest]
+        yield f"<p><code>{escape(shlex.join(command))}</code></p>"
     yield format_tiles(list_tiles(run))
     text = "Point at a chart to read all of them at that iteration; a band is the range of the iterations of a point."
     yield f'<p class="how">{text} <b id="at"></b></p>'
@@ -231,6 +244,22 @@ def _format_warnings(run: RunRecord) -> Iterator[str]:
         yield f'<div class="warned logged"><b>Logged {escape(when)}</b> {escape(text)}</div>'
     if not found and not logged:
         yield f"<p>None: {NUM_RULES} rules look at the recent iterations, and none of them applies.</p>"
+
+
+def _format_critic(history: History) -> Iterator[str]:
+    """What its predictions were worth in the second half of the iterations; nothing without such metrics."""
+    first, rows = max(1, history.num_iterations // 2 + 1), []
+    for metric, (is_good, good) in CRITIC_SIGNS.items():
+        if found := history.list_ranges(metric, first):
+            mean = sum(each.total for each in found) / sum(each.count for each in found)
+            ends = min(each.low for each in found), max(each.high for each in found)
+            shown = (format_number(mean), " to ".join(map(format_number, ends)))
+            number = f"{good} in {sum(is_good(each.mean) for each in found)} of {len(found)}"
+            rows.append([f"<td><code>{metric}</code></td>", *(f"<td>{escape(each)}</td>" for each in (*shown, number))])
+    if rows:
+        what = f"means of {history.width} iterations" if history.width > 1 else "iterations"
+        yield f"<h3>Did the critic help? Iterations {first} to {history.num_iterations}</h3>"
+        yield format_table(("metric", "mean", "range", f"{what} with a good sign"), rows)
 
 
 def _format_configuration(run: RunRecord, of_preset: Changes) -> Iterator[str]:

@@ -169,8 +169,8 @@ class Point:
 
 @dataclass
 class History:
-    """The points of one file, and of each metric, over all its lines: sum, number, newest value, and the largest with
-    the first iteration that has it.
+    """The points of one file, and of each metric, over all its lines: sum, newest value, and the largest with the first
+    iteration that has it.
     """
 
     points: list[Point] = field(default_factory=list)
@@ -178,7 +178,6 @@ class History:
     """Lines of every point but the last"""
     num_lines: int = 0
     sums: dict[str, float] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)
     best: dict[str, tuple[float, int]] = field(default_factory=dict)
 
@@ -191,7 +190,7 @@ class History:
             if name == ITERATION:
                 continue
             point.metrics[name] = Range(1, value, value, value)
-            self.last[name], self.counts[name] = value, self.counts.get(name, 0) + 1
+            self.last[name] = value
             self.sums[name] = self.sums.get(name, 0.0) + value
             if name not in self.best or value > self.best[name][0]:
                 self.best[name] = value, iteration
@@ -225,9 +224,13 @@ class History:
         means = ({name: found.mean for name, found in point.metrics.items()} for point in self.points)
         return [{ITERATION: point.last, **each} for point, each in zip(self.points, means, strict=True)]
 
-    def list_recent(self, metric: str, number: int = MOST_POINTS) -> list[float]:
-        """The means of the metric in its last `number` points that have it."""
-        return [point.metrics[metric].mean for point in self.points if metric in point.metrics][-number:]
+    def list_ranges(self, metric: str, start: float = -math.inf) -> list[Range]:
+        """Of the points that have the metric and that begin at iteration `start` or later."""
+        return [point.metrics[metric] for point in self.points if metric in point.metrics and point.first >= start]
+
+    def list_recent(self, metric: str, number: int = MOST_POINTS, start: float = -math.inf) -> list[float]:
+        """The means of the metric in the last `number` of those points."""
+        return [each.mean for each in self.list_ranges(metric, start)[-number:]]
 
 
 def load_history(path: Path, problems: list[str]) -> History:

@@ -1,5 +1,6 @@
 """The report of a run: the trainer reports phases, metrics, messages and samples to it."""
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,9 +46,11 @@ class Report:
         num_iterations: int,
         num_logged_samples: int,
         decode: Decode | None = None,
+        deadline: float = math.inf,
     ):
         self._metrics, self._sinks, self._progress = metrics, tuple(sinks), progress
         self._num_iterations, self._num_logged_samples, self._decode = num_iterations, num_logged_samples, decode
+        self._deadline = deadline
         self._iteration = 0
         self._times: Metrics = {}
         self._is_paced = self._closed = False
@@ -91,6 +94,9 @@ class Report:
         if speed and not self._is_paced and (num_left := self._num_iterations - iteration) > 0:
             self._is_paced, each = True, speed["perf/time_per_step"]
             rest = f"the other {num_left} take about {format_seconds(num_left * each)}"
+            num_timely = math.ceil(min(num_left, max(0.0, self._deadline - time.monotonic()) / each))
+            if num_timely < num_left:
+                rest += f", but train.max_minutes ends the run after about {num_timely} of them"
             self.message(f"pace: {format_seconds(each)} an iteration; {rest}")
         self.after_log(iteration)
 
@@ -135,15 +141,17 @@ def build_report(
     stream: TextIO | None = None,
     decode: Decode | None = None,
     settings: Mapping[str, Any] | None = None,
+    deadline: float = math.inf,
 ) -> Report:
     """stream: standard output unless given. decode: reads observations in printed samples. settings: the run's
-    configuration by dotted key. Raises ConfigError where a sink does not open.
+    configuration by dotted key. deadline: when train.max_minutes have passed, on time.monotonic's clock. Raises
+    ConfigError where a sink does not open.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     sinks = list(open_sinks(logger, run_dir, settings or {}))
     metrics = MetricsWriter(run_dir / METRICS_FILE)
     progress = Progress((stream or sys.stdout) if logger.terminal else None, log=run_dir / LOG_NAME)
-    report = Report(metrics, sinks, progress, num_iterations, logger.num_logged_samples, decode)
+    report = Report(metrics, sinks, progress, num_iterations, logger.num_logged_samples, decode, deadline)
     if metrics.num_dropped_bytes:
         dropped = f"an unfinished last line of {metrics.num_dropped_bytes} bytes, left by a killed run"
         report.message(f"{metrics.path}: {dropped}, was cut off")

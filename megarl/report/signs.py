@@ -1,7 +1,8 @@
 """What a run's metrics say is wrong, and what to do about it: one table for the terminal, the log and the run's page.
 
 `Watch` looks at each iteration as it is logged, and says a sign once, when so many iterations in a row have shown it.
-`list_warnings` looks at a whole run, for its page: at the medians of the last RECENT points, since one value is noisy.
+`list_warnings` looks at a whole run, for its page: at the medians of the last RECENT points, since one value is noisy;
+at the critic after its value pretraining alone.
 """
 
 from collections.abc import Callable, Iterator
@@ -203,16 +204,18 @@ class Watch:
 
 def list_warnings(history: History) -> list[Warned]:
     """All that apply now."""
-    medians = {name: median_high(history.list_recent(name, RECENT)) for name in history.names}
+    starts = {name: 1 if name.startswith("critic/") else -inf for name in history.names}
+    judged = {name: history.list_ranges(name, start) for name, start in starts.items()}
+    recent = {name: history.list_recent(name, RECENT, starts[name] if judged[name] else -inf) for name in judged}
+    medians = {name: median_high(values) for name, values in recent.items()}
     found = [
         Warned(
             sign.title,
-            f"{sign.found.format(**medians)} (median of the last {len(history.list_recent(sign.metric, RECENT))};"
-            f" {sign.metric})",
+            f"{sign.found.format(**medians)} (median of the last {len(recent[sign.metric])}; {sign.metric})",
             sign.do,
         )
         for sign in SIGNS
-        if 0 < sign.fewest <= history.counts.get(sign.metric, 0) and sign.shows(medians)
+        if 0 < sign.fewest <= sum(each.count for each in judged.get(sign.metric, [])) and sign.shows(medians)
     ]
     return [*found, *_check_rewards(history), *_check_policy(history), *_check_phases(history)]
 
@@ -262,7 +265,8 @@ def _check_policy(history: History) -> Iterator[Warned]:
             )
     for role in ("policy", "critic"):
         name = f"{role}/grad_norm"
-        recent = [(point.metrics[name], point.last) for point in history.points if name in point.metrics][-5 * RECENT :]
+        found = [(point.metrics[name], point) for point in history.points if name in point.metrics]
+        recent = [(each, point.last) for each, point in found if point.first >= 1][-5 * RECENT :]
         if len(recent) < FEWEST:
             continue
         middle = median_high([each.mean for each, _ in recent])

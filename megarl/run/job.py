@@ -4,6 +4,7 @@ checkpoint generate responses to the prompts of each set, which are scored.
 """
 
 import contextlib
+import math
 import os
 import shutil
 import time
@@ -323,7 +324,8 @@ def _run(config: Config, inputs: Inputs, run_dir: Path) -> Summary:
     started, settings, keep = time.monotonic(), dict(list_values(config)), config.checkpoint
     with contextlib.ExitStack() as stack:
         given = config.logger, run_dir, config.train.num_iterations, get_terminal(), inputs.tokenizer.decode, settings
-        report = stack.enter_context(contextlib.closing(build_report(*given)))
+        deadline = started + 60 * (config.train.max_minutes or math.inf)
+        report = stack.enter_context(contextlib.closing(build_report(*given, deadline)))
         stack.enter_context(show_warnings(report.message))
         _describe_run(config, inputs, run_dir, report)
         folder = Folder(run_dir / CHECKPOINTS, keep_last=keep.keep_last, keep_best=keep.keep_best)

@@ -23,7 +23,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "cpu": (3, 1560, ("cpu",)),
     "algo": (2, 2940, ("algo",)),
     "models": (2, 1020, ("models",)),
-    "report": (2, 3230, ("report",)),
+    "report": (2, 3280, ("report",)),
     "task": (2, 4555, ("task",)),
     "files": (1, 750, ("files", "signals")),
     "schema": (1, 1760, ("config.schema", "config.errors")),

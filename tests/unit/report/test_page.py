@@ -87,6 +87,30 @@ def test_the_settings_in_an_experiment_of_the_users_own_are_shown_beside_the_gro
     assert run.problems == []
 
 
+def test_the_command_of_an_experiment_in_a_folder_is_the_one_that_was_typed(tmp_path):
+    given = (write_search_path([ROOT / "examples" / "own_task"]), "experiment=own_task")
+    text = Page(format_run_page(load_run(write_page_run(tmp_path / "run", overrides=given)))).text
+    assert f"megarl train --config-dir={ROOT}/examples/own_task experiment=own_task" in text
+    assert "searchpath" not in text
+    folder = write_page_run(tmp_path / "other")
+    update_record(folder, overrides=["hydra.searchpath=['file:///a','pkg://b']", "algo=vapo"])
+    assert "hydra.searchpath=[" in Page(format_run_page(load_run(folder))).text
+
+
+def test_whether_the_critic_helped_is_counted_in_the_second_half_of_the_iterations(tmp_path):
+    folder = write_page_run(tmp_path / "run", 0)
+    values = [9.0, 9.0, 9.0, 0.5, 0.75, 1.0]  # Of iterations -1 to 4: 3 and 4 are the second half.
+    lines = [{"iteration": i, "critic/mse_vs_group": value} for i, value in enumerate(values, start=-1)]
+    lines[4]["critic/explained_variance"] = 0.25
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = Page(format_run_page(load_run(folder))).text
+    assert "Did the critic help? Iterations 3 to 4" in text
+    assert "critic/mse_vs_group 0.875 0.75 to 1 below 1 in 1 of 2" in text
+    assert "critic/explained_variance 0.25 0.25 to 0.25 above 0 in 1 of 1" in text
+    (folder / "metrics.jsonl").write_text('{"iteration": 1, "reward/mean": 0.5}\n')
+    assert "Did the critic help?" not in Page(format_run_page(load_run(folder))).text
+
+
 def test_a_run_in_progress_shows_what_is_there_and_says_how_to_go_on(tmp_path):
     folder = write_page_run(tmp_path / "run", 30)
     update_record(folder, outcome=None, status={"iteration": 31, "phase": "rollout", "since": 0.0, "pid": 1})

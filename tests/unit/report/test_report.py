@@ -184,6 +184,19 @@ def test_lines_in_a_pipe_have_80_columns_and_the_log_has_them_whole_with_the_tim
     assert " ".join(stream.getvalue().split()) == shown
 
 
+@pytest.mark.parametrize(("left", "timely"), [(25, 3), (95, None), (-5, 0)])
+def test_the_pace_says_whether_the_time_limit_ends_the_run_before_its_last_iteration(
+    tmp_path: Path, left: float, timely: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.report.report.measure_speed", lambda *_: {"perf/time_per_step": 10.0})
+    deadline, stream = time.monotonic() + left, io.StringIO()
+    with contextlib.closing(build_report(TEXT_ONLY, tmp_path, 10, stream=stream, deadline=deadline)) as report:
+        report.log(1, {"reward/mean": 0.5})
+    end = "" if timely is None else f", but train.max_minutes ends the run after about {timely} of them"
+    shown = " ".join(stream.getvalue().split())
+    assert shown.endswith(f"pace: 10 s an iteration; the other 9 take about 90 s{end}")
+
+
 def read_until(descriptor: int, wanted: str) -> str:
     seen, deadline = b"", time.monotonic() + 10
     while wanted.encode() not in seen and time.monotonic() < deadline:

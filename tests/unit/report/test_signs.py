@@ -117,6 +117,21 @@ def test_each_rule_warns_of_the_run_that_it_is_for(title, changes):
     assert title in list_titles(build_history(**changes))
 
 
+def test_the_critic_is_judged_after_its_value_pretraining_alone():
+    history = History()
+    for iteration in range(-39, 1):
+        history.add(
+            {"iteration": iteration, "critic/explained_variance": -0.5, "critic/grad_norm": 1.0 - 99 * iteration}
+        )
+    assert list_titles(history) == []
+    for iteration in range(1, 6):
+        assert list_titles(history) == []
+        history.add({"iteration": iteration, "critic/explained_variance": -0.2})
+    (warned,) = list_warnings(history)
+    assert warned.title == "The critic is worse than a constant"
+    assert warned.found.startswith("its explained variance is -0.2 (median of the last 5;")
+
+
 @pytest.mark.parametrize("module", [signs, charts], ids=lambda module: module.__name__)
 def test_every_key_that_advice_names_is_one_of_the_configuration(module):
     known = {key for key, _ in list_values(compose_config(["experiment=guess"]))} | {"train.log"}
