@@ -28,7 +28,7 @@ from megarl.config.overrides import list_options, list_values
 from megarl.config.schema.roles import CriticConfig, ParallelConfig, PolicyConfig
 from megarl.config.schema.root import Config
 from megarl.config.schema.task import SCHEMAS
-from megarl.report.signs import SIGNS, Sign
+from megarl.report.signs import BETTER_CRITIC, SIGNS, Sign
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 WIDTH = 120
@@ -247,9 +247,10 @@ def render_signs() -> str:
     for sign in SIGNS:
         metrics.setdefault(sign.title, []).append(f"`{sign.metric}`")
     signs = {sign.title: sign for sign in SIGNS}
+    shorter = f"too: {BETTER_CRITIC}", 'too: see "The critic is worse than a constant"'
     rows = [
         f"| {f'**{title}**' if sign.patience else title} | {' or '.join(metrics[title])} {_format_bound(sign)} |"
-        f" {_mark_names(sign.do)} |"
+        f" {_mark_names(sign.do.replace(*shorter))} |"
         for title, sign in signs.items()
     ]
     return "\n".join(["| sign | metric | what to do |", "| --- | --- | --- |", *rows])
