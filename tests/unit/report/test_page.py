@@ -91,7 +91,6 @@ def test_the_command_of_an_experiment_in_a_folder_is_the_one_that_was_typed(tmp_
     given = (write_search_path([ROOT / "examples" / "own_task"]), "experiment=own_task")
     text = Page(format_run_page(load_run(write_page_run(tmp_path / "run", overrides=given)))).text
     assert f"megarl train --config-dir={ROOT}/examples/own_task experiment=own_task" in text
-    assert "searchpath" not in text
     folder = write_page_run(tmp_path / "other")
     update_record(folder, overrides=["hydra.searchpath=['file:///a','pkg://b']", "algo=vapo"])
     assert "hydra.searchpath=[" in Page(format_run_page(load_run(folder))).text

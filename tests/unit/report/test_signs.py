@@ -119,10 +119,8 @@ def test_each_rule_warns_of_the_run_that_it_is_for(title, changes):
 
 def test_the_critic_is_judged_after_its_value_pretraining_alone():
     history = History()
-    for iteration in range(-39, 1):
-        history.add(
-            {"iteration": iteration, "critic/explained_variance": -0.5, "critic/grad_norm": 1.0 - 99 * iteration}
-        )
+    for i in range(-39, 1):
+        history.add({"iteration": i, "critic/explained_variance": -0.5, "critic/grad_norm": 1.0 - 99 * i})
     assert list_titles(history) == []
     for iteration in range(1, 6):
         assert list_titles(history) == []
