@@ -156,6 +156,7 @@ class Trainer:
             heldout_reward=None if math.isnan(self.heldout_reward) else self.heldout_reward,
             sizes=self.saver.measure_files(),
             **self.source.state(),
+            **self.roles.state(),
             **self.algorithm.state(),
         )
         self.saver.commit(self.state)
@@ -165,6 +166,7 @@ class Trainer:
         self.heldout_reward = float("nan") if state.heldout_reward is None else state.heldout_reward
         self.published = None
         self.algorithm.restore(vars(state))
+        self.roles.restore(vars(state))
         self.source.restore(vars(state))
         self.state = state
         self.saver.restore(state)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megarl.algo.declarations import AdvantageEstimator, AdvantageInputs, Advantages
-from megarl.config.schema.algo import ADAPTIVE, AdvantageStd, AlgoConfig, NormScope, StdOf, TetherConfig
+from megarl.config.schema.algo import ADAPTIVE, AdvantageStd, AlgoConfig, LambdaLevel, NormScope, StdOf, TetherConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,6 +152,27 @@ def sum_gae(rewards_R: Tensor, values_R: Tensor, block: Block, gamma: float, lam
     return sum_discounted(delta, block.lengths, decay if decay.numel() == 1 else decay[block.rows])
 
 
+def sum_turn_gae(rewards_R: Tensor, values_R: Tensor, block: Block, gamma: float, lambda_: float | Tensor) -> Tensor:
+    """As `sum_gae`, with a step for each turn in place of each token: gamma and lambda count once where an observation
+    of the environment follows, and are 1 within a turn.
+
+    At a turn's first token it is the estimate over turns of Turn-PPO (2512.17008), with the values of turns' first
+    states: delta_n = (rewards of turn n) + gamma V_{n+1} - V_n, A_n = delta_n + gamma lambda A_{n+1}. With lambda 1
+    within the turn the sum over its tokens telescopes: A_t = A_n + V_n - V_t - (rewards of turn n before t).
+    """
+    import numpy as np
+    import torch
+
+    first = block.mask & ~np.pad(block.mask, ((0, 0), (1, 0)))[:, :-1]
+    turns = replace(block, mask=first, lengths=torch.from_numpy(first.sum(1)))
+    starts = torch.from_numpy(np.flatnonzero(first[block.mask]))
+    lengths = starts.diff(append=torch.tensor([block.num_tokens]))
+    to_go = sum_rewards_to_go(rewards_R, lengths, 1.0)
+    own = to_go - values_R
+    found = sum_gae(to_go[starts], values_R[starts], turns, gamma, lambda_)
+    return own + torch.repeat_interleave(found - own[starts], lengths)
+
+
 def compute_adaptive_lambda(lengths_B: Tensor, length_alpha: float, lambda_min: float) -> Tensor:
     """lambda_i = clip(1 - 1/(length_alpha * l_i), lambda_min, 1), float64 [B] (VAPO, section 4.2).
 
@@ -169,16 +191,24 @@ def _estimate_gae(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages:
     lengths_B = count_generated(inputs.mask_BT)
     lambda_, metrics = _choose_lambda(lengths_B, algo)
     advantages, returns = (allocate_zeros(inputs.mask_BT.shape, inputs.dtype) for _ in range(2))
-    summary = CriticSummary(lengths_B, inputs.groups_B, algo.gamma)
+    by_turn = algo.lambda_level is LambdaLevel.turn
+    # Most steps from a token to the next have no discount then.
+    summary = CriticSummary(lengths_B, inputs.groups_B, 1.0 if by_turn else algo.gamma)
+    estimate = sum_turn_gae if by_turn else sum_gae
     for block in split_blocks(inputs.mask_BT):
         values, rewards = block.flatten(inputs.values_BT).double(), inputs.place_rewards(block)
-        found = for_policy = sum_gae(rewards, values, block, algo.gamma, lambda_)
+        found = for_policy = estimate(rewards, values, block, algo.gamma, lambda_)
         block.put(for_policy, advantages)
         if algo.lambda_policy != algo.lambda_critic:
-            found = sum_gae(rewards, values, block, algo.gamma, algo.lambda_critic)
+            found = estimate(rewards, values, block, algo.gamma, algo.lambda_critic)
         found = found + values
         block.put(found, returns)
-        outcomes = found if algo.lambda_critic == 1 else sum_rewards_to_go(rewards, block.lengths, algo.gamma)
+        if algo.lambda_critic == 1:
+            outcomes = found
+        elif by_turn:
+            outcomes = sum_turn_gae(rewards, values.new_zeros(values.shape), block, algo.gamma, 1.0)
+        else:
+            outcomes = sum_rewards_to_go(rewards, block.lengths, algo.gamma)
         summary.add(block, values, found, outcomes, for_policy)
     return Advantages(advantages, returns, metrics | summary.compute_metrics())
 
@@ -210,12 +240,22 @@ def _format_gae(algo: AlgoConfig, responses_per_prompt: int) -> str:
     lambda_ = algo.lambda_policy
     if lambda_ == ADAPTIVE:
         lambda_ = f"clip(1 - 1/({algo.length_alpha:g} l), {algo.lambda_min:g}, 1)"
-    return f"GAE(gamma = {algo.gamma:g}, lambda = {lambda_})"
+    return f"{name_gae(algo)}(gamma = {algo.gamma:g}, lambda = {lambda_})"
+
+
+def name_gae(algo: AlgoConfig) -> str:
+    """As the objective is printed."""
+    return "GAE over turns" if algo.lambda_level is LambdaLevel.turn else "GAE"
 
 
 def _check_gae(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps: int) -> Iterator[str]:
     if isinstance(algo.lambda_policy, str) and algo.lambda_policy != ADAPTIVE:
         yield f"algo.lambda_policy: {algo.lambda_policy!r} found; must be a number from 0 to 1, or {ADAPTIVE}"
+    if algo.lambda_policy == ADAPTIVE and algo.lambda_level is LambdaLevel.turn:
+        yield (
+            f"algo.lambda_policy: {ADAPTIVE} found with algo.lambda_level=turn; it follows from the number of tokens:"
+            " must be a number from 0 to 1"
+        )
 
 
 GAE = AdvantageEstimator(_format_gae, _estimate_gae, check=_check_gae, needs_critic=True)
@@ -244,29 +284,39 @@ def fit_rho(product: float, square: float) -> float | None:
 
 
 def _estimate_tether(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages:
+    rho = algo.tether.initial if inputs.tether_rho is None else inputs.tether_rho
+    found, fitted = _mix_baselines(inputs, algo, lambda block: rho)
+    metrics = {RHO: rho} if fitted is None else {RHO: rho, BATCH_RHO: fitted}
+    return replace(found, metrics=metrics | dict(found.metrics))
+
+
+def _mix_baselines(
+    inputs: AdvantageInputs, algo: AlgoConfig, weigh: Callable[[Block], float | Tensor]
+) -> tuple[Advantages, float | None]:
+    """A_t = (1 - w) (R - mean of the others' R) + w (G_t - V_t), and the one weight that fits the batch (`fit_rho`).
+
+    weigh: w of a block's tokens, a number or float64 [R].
+    """
     from megarl.algo.diagnostics import CriticSummary
     from megarl.algo.statistics import allocate_zeros, count_generated, split_blocks
 
     assert inputs.values_BT is not None  # compute_targets refuses an experience without them
-    rho = algo.tether.initial if inputs.tether_rho is None else inputs.tether_rho
     by_group_B, in_company_B = compute_rloo(inputs.returns_B, inputs.groups_B), _find_in_company(inputs.groups_B)
     advantages, returns = (allocate_zeros(inputs.mask_BT.shape, inputs.dtype) for _ in range(2))
     summary = CriticSummary(count_generated(inputs.mask_BT), inputs.groups_B, gamma=1.0)
     product = square = 0.0
     for block in split_blocks(inputs.mask_BT):
         values, rewards = block.flatten(inputs.values_BT).double(), inputs.place_rewards(block)
-        outcomes = sum_rewards_to_go(rewards, block.lengths, 1.0)
+        outcomes, weight = sum_rewards_to_go(rewards, block.lengths, 1.0), weigh(block)
         by_group, by_value = block.spread(by_group_B), outcomes - values
-        mixed = (1 - rho) * by_group + rho * by_value
+        mixed = (1 - weight) * by_group + weight * by_value
         block.put(mixed, advantages)
         apart = (by_group - by_value) * block.spread(in_company_B)
         product, square = product + float((by_group * apart).sum()), square + float(apart.square().sum())
         found = sum_gae(rewards, values, block, 1.0, algo.lambda_critic) + values
         block.put(found, returns)
         summary.add(block, values, found, outcomes, mixed)
-    fitted = fit_rho(product, square)
-    metrics = {RHO: rho} if fitted is None else {RHO: rho, BATCH_RHO: fitted}
-    return Advantages(advantages, returns, metrics | summary.compute_metrics())
+    return Advantages(advantages, returns, summary.compute_metrics()), fit_rho(product, square)
 
 
 def _find_in_company(groups_B: Tensor) -> Tensor:
@@ -291,14 +341,107 @@ def _check_tether(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps: 
             f"train.responses_per_prompt: {responses_per_prompt} found; algo.advantage=tether compares the responses of"
             " a group, so it must be at least 2"
         )
+    yield from _check_mixture(algo, responses_per_prompt, optimizer_steps)
+
+
+def _check_mixture(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps: int) -> Iterator[str]:
     if algo.reward_norm.mean is NormScope.group:
         yield (
-            "algo.reward_norm.mean: group found; algo.advantage=tether compares the rewards of a group already, so it"
-            " must be none (or batch, running)"
+            f"algo.reward_norm.mean: group found; algo.advantage={algo.advantage} compares the rewards of a group"
+            " already, so it must be none (or batch, running)"
         )
 
 
 TETHER = AdvantageEstimator(_format_tether, _estimate_tether, check=_check_tether, needs_critic=True)
 
-ADVANTAGES = {"gae": GAE, "group": GROUP, "reinforce": REINFORCE, "rloo": RLOO, "tether": TETHER}
+
+# Control variate: TETHER's baseline with the weight of least variance, fitted to this batch. A baseline adds no bias as
+# long as it does not depend on what the response itself has drawn: the weight comes from the other prompts alone, and a
+# position counts the tokens before, which are known when a token is drawn; its share of the response is not.
+
+CONTROL_WEIGHT = "advantage/control_variate_weight"
+_ROUNDING = 1e-12
+"""Sums of squares up to this share of the whole batch's are the rounding of a difference."""
+
+
+def fit_control_weights(inputs: AdvantageInputs, by_position: bool) -> Tensor:
+    """w of each response, float64 [B, P], of the other prompts' tokens; P: 1, or the powers of two up to the longest.
+
+    w = clip(sum A_B D / sum D^2, 0, 1), with A_B and D of `fit_rho`: the least sum of the squared advantages A_B - w D.
+    by_position: over the tokens t with floor(log2(t + 1)) = p, t from 0; over all of them where the other prompts have
+    none there. 0 where they have none at all, and 1 for a response without others to compare it with.
+    """
+    import torch
+
+    from megarl.algo.statistics import compute_group_index, split_blocks
+
+    assert inputs.values_BT is not None  # compute_targets refuses an experience without them
+    by_group_B, in_company_B = compute_rloo(inputs.returns_B, inputs.groups_B), _find_in_company(inputs.groups_B)
+    index_B, sizes = compute_group_index(inputs.groups_B)
+    num_places = (inputs.mask_BT.shape[1] + 1).bit_length() if by_position else 1
+    sums_2GP = torch.zeros(2, len(sizes), num_places, dtype=torch.float64)
+    for block in split_blocks(inputs.mask_BT):
+        outcomes = sum_rewards_to_go(inputs.place_rewards(block), block.lengths, 1.0)
+        by_group = block.spread(by_group_B)
+        apart = (by_group - outcomes + block.flatten(inputs.values_BT).double()) * block.spread(in_company_B)
+        place = block.spread(index_B) * num_places + (_find_places(block) if by_position else 0)
+        for sums, terms in zip(sums_2GP, (by_group * apart, apart.square()), strict=True):
+            sums.view(-1).index_add_(0, place, terms)
+    whole_2P = sums_2GP.sum(1, keepdim=True)
+    others_2GP = whole_2P - sums_2GP
+    none_here = others_2GP[1] <= _ROUNDING * whole_2P[1]
+    product, square = torch.where(none_here, others_2GP.sum(2, keepdim=True), others_2GP)
+    known = square > _ROUNDING * whole_2P[1].sum()
+    weight = torch.where(known, product / square.where(known, 1.0), 0.0).clamp(0.0, 1.0)
+    return torch.where(in_company_B[:, None], weight[index_B], 1.0)
+
+
+def _find_places(block: Block) -> Tensor:
+    """floor(log2(t + 1)) of a block's tokens, t their number in the response from 0; int64 [R]."""
+    import torch
+
+    starts = torch.repeat_interleave(block.ends - block.lengths, block.lengths)
+    number = torch.arange(1, block.num_tokens + 1) - starts
+    return torch.frexp(number.double()).exponent.long() - 1
+
+
+def _estimate_control_variate(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages:
+    by_position = algo.control_variate_by_position
+    weights_BP = fit_control_weights(inputs, by_position)
+    total = 0.0
+
+    def weigh(block: Block) -> Tensor:
+        nonlocal total
+        places = _find_places(block) if by_position else 0
+        weight: Tensor = weights_BP[block.rows][block.token_rows, places]
+        total += float(weight.sum())
+        return weight
+
+    found, _ = _mix_baselines(inputs, algo, weigh)
+    mean = {CONTROL_WEIGHT: total / num} if (num := int(inputs.mask_BT.sum())) else {}
+    return replace(found, metrics=mean | dict(found.metrics))
+
+
+def _format_control_variate(algo: AlgoConfig, responses_per_prompt: int) -> str:
+    if responses_per_prompt == 1:
+        return "R - V"
+    where = ", the tokens t of equal floor(log2(t + 1))" if algo.control_variate_by_position else ""
+    return (
+        f"R - (1 - w) b - w V, b = mean R of the other {responses_per_prompt - 1} responses to the prompt, w ="
+        f" clip(sum (R - b) (V - b) / sum (V - b)^2, 0, 1) over the other prompts{where}"
+    )
+
+
+CONTROL_VARIATE = AdvantageEstimator(
+    _format_control_variate, _estimate_control_variate, check=_check_mixture, needs_critic=True
+)
+
+ADVANTAGES = {
+    "control_variate": CONTROL_VARIATE,
+    "gae": GAE,
+    "group": GROUP,
+    "reinforce": REINFORCE,
+    "rloo": RLOO,
+    "tether": TETHER,
+}
 """By the values of algo.advantage"""

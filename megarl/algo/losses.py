@@ -6,6 +6,7 @@ before any arithmetic, so that neither their value nor a gradient through them g
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +14,14 @@ from torch import Tensor
 
 from megarl.algo.objective import LOSS_TERMS, find_policy_loss
 from megarl.algo.statistics import check_finite
-from megarl.config.schema.algo import AlgoConfig, LossAggMode, MismatchConfig, MismatchCorrection, RatioLevel
+from megarl.config.schema.algo import (
+    AlgoConfig,
+    LossAggMode,
+    MismatchConfig,
+    MismatchCorrection,
+    RatioLevel,
+    ValueLoss,
+)
 from megarl.types import TrainingSamples
 
 
@@ -240,12 +248,75 @@ def _sum_token_losses(tokens: PolicyTokens, config: AlgoConfig, counts: LossCoun
     return total, sums
 
 
-def critic_loss(values: Tensor, targets: TokenTargets, config: AlgoConfig, counts: LossCounts) -> LossOutput:
-    """0.5 * (V - G)^2, or 0.5 * max((V - G)^2, (clip(V, V_old +- value_clip) - G)^2), aggregated.
+SMALLEST = 1e-6
+"""Of the probabilities in a logarithm; the head's atan has flattened long before."""
 
-    values: float [R], the loss has their dtype. Samples without a policy loss keep theirs here unless
-    overlong.filter_critic. Raises as `policy_loss` does.
+
+SIGMA = 0.75
+"""Of HL-Gauss in widths of a bin (2403.03950, section 3.1)"""
+
+
+def find_values(out: Tensor, loss: ValueLoss, value_range: Sequence[float] | None = None) -> Tensor:
+    """The values that the head's output stands for, float [R]: itself, or with algo.value_loss=classes, for logits
+    [R, N], the mean of the N equal bins of value_range by their probabilities."""
+    if loss is not ValueLoss.classes:
+        return out
+    edges = _list_edges(out, value_range)
+    values: Tensor = out.softmax(-1) @ ((edges[1:] + edges[:-1]) / 2)
+    return values
+
+
+def compute_class_loss(logits: Tensor, returns: Tensor, value_range: Sequence[float] | None) -> Tensor:
+    """-sum_k p_k log softmax(z)_k, float [R]: p_k is the part of the normal distribution around the return, of standard
+    deviation `SIGMA` bins, that lies in bin k, over its part within value_range (HL-Gauss 2403.03950, equation 4).
+
+    logits: z, float [R, N].
     """
+    edges = _list_edges(logits, value_range)
+    distance = (edges - returns.clamp(edges[0], edges[-1])[:, None]) / (SIGMA * (edges[1] - edges[0]))
+    below = torch.special.ndtr(distance)
+    target = below.diff(dim=-1) / (below[:, -1:] - below[:, :1])
+    losses: Tensor = -(target * logits.log_softmax(-1)).sum(-1)
+    return losses
+
+
+def _list_edges(logits: Tensor, value_range: Sequence[float] | None) -> Tensor:
+    if value_range is None:
+        raise ValueError("value_range: none found; algo.value_loss=classes needs critic.value_range")
+    low, high = value_range
+    return torch.linspace(low, high, logits.shape[-1] + 1, dtype=logits.dtype, device=logits.device)
+
+
+def compute_value_loss(
+    values: Tensor, returns: Tensor, loss: ValueLoss, value_range: Sequence[float] | None = None
+) -> Tensor:
+    """0.5 * (V - G)^2; or -(y log p + (1 - y) log(1 - p)), p and y being V and G on the scale of value_range, from 0 to
+    1, as a probability of the larger return and its target (2403.03950, section 4); float [R].
+    """
+    if loss is ValueLoss.squared:
+        return 0.5 * (values - returns).square()
+    if value_range is None:
+        raise ValueError("value_range: none found; algo.value_loss=cross_entropy needs critic.value_range")
+    low, high = value_range
+    p = ((values - low) / (high - low)).clamp(SMALLEST, 1 - SMALLEST)
+    y = ((returns - low) / (high - low)).clamp(0.0, 1.0)
+    return -(y * p.log() + (1 - y) * (-p).log1p())
+
+
+def critic_loss(
+    out: Tensor,
+    targets: TokenTargets,
+    config: AlgoConfig,
+    counts: LossCounts,
+    value_range: Sequence[float] | None = None,
+) -> LossOutput:
+    """l(V, G) of `compute_value_loss`, or max(l(V, G), l(clip(V, V_old +- value_clip), G)), or `compute_class_loss`,
+    aggregated.
+
+    out: the head's output, float [R] values or [R, N] logits; the loss has its dtype. value_range: critic.value_range.
+    Samples without a policy loss keep theirs here unless overlong.filter_critic. Raises as `policy_loss` does.
+    """
+    values = find_values(out, config.value_loss, value_range)
     check_finite("values", values.detach(), targets.mask, targets.rows)
     returns = targets.require("returns", targets.returns, values.dtype)
     filtered = config.overlong.filter_critic
@@ -254,15 +325,19 @@ def critic_loss(values: Tensor, targets: TokenTargets, config: AlgoConfig, count
     num_tokens = counts.num_tokens if filtered else counts.num_critic_tokens
     num_sequences = counts.num_sequences if filtered else counts.num_critic_sequences
     v = torch.where(mask, values, 0.0)
-    squares = (v - returns).square()
+    if config.value_loss is ValueLoss.classes:
+        losses = compute_class_loss(torch.where(mask[:, None], out, 0.0), returns, value_range)
+    else:
+        losses = compute_value_loss(v, returns, config.value_loss, value_range)
     sums: dict[str, Tensor] = {}
     if config.value_clip is not None:
         old = targets.require("old_values", targets.old_values, values.dtype)
-        clipped = (v.clamp(old - config.value_clip, old + config.value_clip) - returns).square()
-        sums["critic/clip_frac"] = _token_mean(clipped > squares, mask, num_tokens)
-        squares = torch.maximum(squares, clipped)
+        near = v.clamp(old - config.value_clip, old + config.value_clip)
+        clipped = compute_value_loss(near, returns, config.value_loss, value_range)
+        sums["critic/clip_frac"] = _token_mean(clipped > losses, mask, num_tokens)
+        losses = torch.maximum(losses, clipped)
     loss = aggregate(
-        torch.where(mask, 0.5 * squares, 0.0),
+        torch.where(mask, losses, 0.0),
         config.value_loss_agg_mode,
         targets.rows,
         targets.row_lengths,

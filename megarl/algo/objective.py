@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megarl.algo.advantages import ADVANTAGES
+from megarl.algo.advantages import ADVANTAGES, name_gae
 from megarl.algo.declarations import AdvantageEstimator, LossTerm, PolicyLoss
 from megarl.algo.policy_losses import POLICY_LOSSES
 from megarl.config.errors import ConfigError, find_nearest_key, load_named
@@ -23,6 +23,7 @@ from megarl.config.schema.algo import (
     PositiveLMMean,
     RatioLevel,
     ToprConfig,
+    ValueLoss,
     needs_entropy,
     needs_reference,
     uses_topr,
@@ -336,10 +337,14 @@ def format_objective(
     return "\n".join(lines)
 
 
-def format_critic(policy: PolicyConfig, critic: CriticConfig) -> str | None:
+def format_critic(policy: PolicyConfig, critic: CriticConfig, algo: AlgoConfig) -> str | None:
     """A line of what the critic's values are and what is trained when; None where all of it is as usual."""
     parts = []
-    if critic.value_range is not None:
+    if critic.value_range is not None and algo.value_loss is ValueLoss.classes:
+        low, high = critic.value_range
+        bins = f"the {algo.value_bins} bins of [{low:g}, {high:g}]"
+        parts.append(f"V = sum_k softmax(z)_k (centre of bin k) of the value head's z over {bins}")
+    elif critic.value_range is not None:
         low, high = critic.value_range
         parts.append(f"V = {low:g} + {high - low:g} (1/2 + atan(z)/pi) of the value head's z")
     if critic.trainable is Trainable.mlp:
@@ -421,15 +426,24 @@ def _format_reward(algo: AlgoConfig, wrong: float, has_turns: bool) -> str:
 
 
 def _format_critic_loss(algo: AlgoConfig) -> str:
-    squares = "(V - G)^2"
+    values, is_squared = ["V"], algo.value_loss is ValueLoss.squared
     if algo.value_clip is not None:
-        squares = f"max((V - G)^2, (clip(V, V_old +- {algo.value_clip:g}) - G)^2)"
-    text = f"{_format_aggregation(algo.value_loss_agg_mode)}[ 0.5 {squares} ] with G = V + GAE(lambda = "
+        values.append(f"clip(V, V_old +- {algo.value_clip:g})")
+    losses = [f"({v} - G)^2" if is_squared else f"H(G, {v})" for v in values]
+    if algo.value_loss is ValueLoss.classes:
+        losses = ["H_k(p(G), softmax(z))"]
+    text = ("0.5 " if is_squared else "") + (losses[0] if len(losses) == 1 else f"max({', '.join(losses)})")
+    text = f"{_format_aggregation(algo.value_loss_agg_mode)}[ {text} ] with G = V + {name_gae(algo)}(lambda = "
     text += f"{algo.lambda_critic:g})"
+    if algo.value_loss is ValueLoss.classes:
+        text += ", H_k(p, q) = -sum_k p_k log q_k, p_k(G) the part of N(G, (0.75 bins)^2) in bin k"
+    elif not is_squared:
+        text += ", H(y, p) = -(y log p + (1 - y) log(1 - p)) of both on the scale of critic.value_range, 0 to 1"
     if algo.overlong.filter_critic:
         text += " without the responses cut at the limit"
     if algo.value_pretrain.num_steps:
-        text += f"; first {algo.value_pretrain.num_steps} iterations of it alone (lambda = 1)"
+        passes = f", in up to {algo.value_pretrain.passes} passes" if algo.value_pretrain.passes > 1 else ""
+        text += f"; first {algo.value_pretrain.steps} iterations of it alone{passes} (lambda = 1)"
     return text
 
 

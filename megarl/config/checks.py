@@ -17,6 +17,7 @@ from megarl.config.schema.algo import (
     LossAggMode,
     MismatchCorrection,
     NormScope,
+    ValueLoss,
     needs_full_kl,
     uses_topr,
 )
@@ -303,12 +304,16 @@ def find_nearest_divisor(number: int, wanted: int) -> int:
 
 
 def check_critic(config: Config) -> Iterator[str]:
-    """One message per problem of critic.value_range and policy.frozen_iterations."""
+    """One message per problem of the critic's keys and policy.frozen_iterations."""
     frozen, iterations, algo = config.policy.frozen_iterations, config.train.num_iterations, config.algo
     if frozen >= iterations > 0:
         right = f"it must be below {iterations}. To train a critic alone: train.num_iterations=0"
         yield f"policy.frozen_iterations: found {frozen}; the policy would never learn: {right}"
-    value_range = config.critic.value_range if objective.needs_critic(algo) else None
+    if not objective.needs_critic(algo):
+        return
+    yield from _check_critic_replay(config)
+    value_range = config.critic.value_range
+    yield from _check_value_loss(config)
     if value_range is None:
         return
     found = f"critic.value_range: found {_show(*value_range)}"
@@ -326,6 +331,27 @@ def check_critic(config: Config) -> Iterator[str]:
             by = f"(reward.wrong={config.reward.wrong:g}, algo.overlong.penalty={algo.overlong.penalty:g})"
             returns_are = f"the returns that the critic learns are from {low:g} to {high:g} {by}"
             yield f"{found}; {returns_are}, and others can never be learned: it must contain them, as {right} does"
+
+
+def _check_value_loss(config: Config) -> Iterator[str]:
+    algo = config.algo
+    if config.critic.value_range is None and algo.value_loss is not ValueLoss.squared:
+        right = "it needs the range of the returns, as critic.value_range=[0,1], or squared"
+        yield f"algo.value_loss: {algo.value_loss.name} found with critic.value_range=null; {right}"
+    if algo.value_loss is ValueLoss.classes and algo.value_clip is not None:
+        found = f"{algo.value_clip:g} found with algo.value_loss=classes"
+        yield f"algo.value_clip: {found}, whose loss is of logits and not of the value: it must be null"
+
+
+def _check_critic_replay(config: Config) -> Iterator[str]:
+    num, algo = config.critic.replay_iterations, config.algo
+    where = f"found with critic.replay_iterations={num}"
+    if num and algo.lambda_critic != 1:
+        why = "returns of past iterations would have their values in them"
+        yield f"algo.lambda_critic: {algo.lambda_critic:g} {where}; {why}: it must be 1"
+    if num and algo.value_clip is not None:
+        why = "values of past iterations are no bound for the present ones"
+        yield f"algo.value_clip: {algo.value_clip:g} {where}; {why}: it must be null"
 
 
 def find_return_range(config: Config) -> tuple[float, float] | None:

@@ -66,8 +66,8 @@ class _GatherResponses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: ResponseShare) -> Tensor:
         ctx.mine = share.mine
-        padded = F.pad(x, (0, share.width - x.numel()))
-        gathered = padded.new_empty(share.context.size * share.width)
+        padded = F.pad(x, (*(0, 0) * (x.dim() - 1), 0, share.width - len(x)))
+        gathered = padded.new_empty((share.context.size * share.width, *x.shape[1:]))
         dist.all_gather_into_tensor(gathered, padded, group=share.context.group)
         return gathered.index_select(0, share.order)
 

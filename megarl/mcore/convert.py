@@ -294,8 +294,8 @@ def compute_outputs(source: Source, tokens: Tensor) -> Tensor:
             if not is_critic:
                 logits: Tensor = model(tokens[None, :-1]).logits[0]
                 return logits
-            values: Tensor = model.base_model(tokens[None, :-1]).last_hidden_state[0] @ model.score.weight[0]
-            return values
+            values: Tensor = model.base_model(tokens[None, :-1]).last_hidden_state[0] @ model.score.weight.T
+            return values.squeeze(1)
         with load_model(source, Dtype.float32) as chunks:
             (stage,) = wrap_chunks(chunks, chunks[0].config, None)
             sequences = Sequences(tokens, torch.tensor([len(tokens)]), torch.tensor([1]))

@@ -6,6 +6,7 @@ A plain class without Ray. Every rank of a role is called with the same argument
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megarl.algo.losses import LossCounts, LossOutput, TokenTargets, count_minibatch, critic_loss, policy_loss
+from megarl.algo.losses import (
+    LossCounts,
+    LossOutput,
+    TokenTargets,
+    count_minibatch,
+    critic_loss,
+    find_values,
+    policy_loss,
+)
 from megarl.config.schema.algo import KLEstimator, needs_full_kl
 from megarl.mcore import process_groups, state
 from megarl.mcore.batch import ContextGroup, PackedBatch, build_batch
@@ -222,7 +231,7 @@ class MegatronWorker:
         machine = find_processor()
         machine.prepare(spec.dtype, deterministic=spec.deterministic, num_threads=spec.num_threads)
         self.spec = spec = choose_overlap(spec)
-        self.arch = read_architecture(Path(spec.checkpoint))
+        self.arch = replace(read_architecture(Path(spec.checkpoint)), num_values=spec.num_values)
         problems = list(check_role_fields(self.arch, spec, in_worker=True))
         if problems:
             raise ValueError("; ".join(problems))
@@ -236,7 +245,7 @@ class MegatronWorker:
             replay_routes(self.chunks)
         freeze(self.chunks, spec.trainable)
         self.peft_config = attach_adapters(self.chunks, spec.lora, spec.seed, spec.checkpoint)
-        if spec.value_range is not None and self.chunks[-1].post_process:
+        if spec.value_range is not None and spec.num_values == 1 and self.chunks[-1].post_process:
             self.chunks[-1].output_layer.value_range = spec.value_range
         self.model: list[Any] = wrap_chunks(self.chunks, self.config, spec.optimizer)
         sum_gradients(self.config, self.model)
@@ -286,7 +295,8 @@ class MegatronWorker:
         """float32 [b, T] values of the states in which the response tokens are chosen; else as `logprobs`."""
         if self.spec.role is not Role.critic:
             raise ValueError(f"a {self.spec.role.value} has no values")
-        return self._evaluate(sequences, lambda values, batch: batch.gather(values))
+        algo, bounds = self.spec.algo, self.spec.value_range
+        return self._evaluate(sequences, lambda out, batch: find_values(batch.gather(out), algo.value_loss, bounds))
 
     @uses_weights
     def reference_kl(self, sequences: Sequences, temperature: float) -> RowsResult | None:
@@ -445,7 +455,7 @@ class MegatronWorker:
     def _loss(self, out: Tensor, batch: PackedBatch, samples: TrainingSamples, counts: LossCounts) -> LossOutput:
         targets, algo = build_targets(samples, batch), self.spec.algo
         if self.spec.role is Role.critic:
-            return critic_loss(batch.gather(out), targets, algo, counts)
+            return critic_loss(batch.gather(out), targets, algo, counts, self.spec.value_range)
         logprobs, entropy = self._logprobs(out, batch, self.spec.temperature, True)
         full = algo.kl.in_loss and algo.kl.loss_estimator is KLEstimator.full
         full_kl = self._full_kl(out, batch, self.spec.temperature) if full else None

@@ -61,6 +61,8 @@ class Architecture:
     """Share of each head's numbers that its position turns; the first ones"""
     output_norms: bool = False
     """The outputs of attention and of the MLP are normalized before they are added to the residual stream."""
+    num_values: int = 1
+    """Of a critic: outputs of its value head"""
 
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and layer >= self.experts.num_dense_layers
@@ -274,6 +276,7 @@ class ConfigJson:
             "qkv_bias": False,
             "qk_norm": False,
             "tied": self.read_flag("tie_word_embeddings", False),
+            "num_values": self.read_size("megarl_value_bins", 1),
         }
         if "rotary_share" not in changes and (share := self.read_rotary_share(1.0)) != 1:
             raise ValueError(f"{self.path}: partial_rotary_factor is {share:g}; only 1 is supported in this family")

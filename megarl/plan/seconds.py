@@ -378,7 +378,7 @@ def estimate_seconds(
     settings = config.algo.value_pretrain
     if "critic" in jobs and settings.num_steps > 0:
         pretraining = Seconds(
-            generation=generation if settings.rollouts is None else 0.0,
+            generation=generation / settings.passes if settings.rollouts is None else 0.0,
             scoring=scoring if config.algo.kl.in_reward else forward["critic"],
             update=updates["critic"],
         )
@@ -401,7 +401,8 @@ def scores_rollouts(config: Config, job: m.RoleJob) -> bool:
 
 def count_updates(config: Config, job: m.RoleJob) -> int:
     """Passes of a role over an iteration's samples in its update."""
-    repeats = config.critic.updates_per_policy_update if job.has_value_head else 1
+    critic = config.critic
+    repeats = critic.updates_per_policy_update * (1 + critic.replay_iterations) if job.has_value_head else 1
     return config.train.epochs_per_iteration * repeats
 
 

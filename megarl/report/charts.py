@@ -88,7 +88,8 @@ CRITIC = (
           {"advantage/lambda_mean": "mean lambda", "advantage/lambda_at_min_frac": "share at algo.lambda_min"},
           "Responses at the lower bound are too short for the formula 1 - 1/(alpha l)."),
     Chart("Weight of the value", "in the baseline",
-          {"advantage/tether_rho": "rho", "advantage/tether_rho_batch": "best of the batch"}),
+          {"advantage/tether_rho": "rho", "advantage/tether_rho_batch": "best of the batch",
+           "advantage/control_variate_weight": "control variate"}),
 )
 ENGINES = (
     Chart("Gap between the log-probs", "trainer and rollout engine, per token",

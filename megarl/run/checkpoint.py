@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megarl import files
 from megarl.algo.statistics import RunningMoments
 from megarl.config.schema.root import CheckpointConfig
@@ -26,10 +28,10 @@ from megarl.report.tokens import TOKENS_FILE
 from megarl.rollout.rollout_file import ROLLOUTS_FILE, load_samples, save_samples
 from megarl.rollout.source import GroupState, SourceState
 from megarl.signals import Stopped, deferring_stops
-from megarl.types import Metrics
+from megarl.types import Metrics, Sequences, TrainingSamples
 
 STATE = "state.json"
-REPLAY = "replay.samples"
+REPLAY, POOL, CRITIC_REPLAY = "replay.samples", "pool.samples", "critic_replay.pt"
 TRACKED = (METRICS_FILE, ROLLOUTS_FILE, TOKENS_FILE)
 """Files that a run appends to; a resumed run truncates them to their size at the checkpoint"""
 
@@ -58,29 +60,41 @@ class TrainerState:
     """What a reward of the user's keeps, JSON; None: nothing"""
     explained: tuple[float, ...] = ()
     """Explained variance of each step of value pretraining so far"""
+    heldout_errors: tuple[float, ...] = ()
+    """The critic's error on its held-out prompts in each of them"""
+    critic_replay: tuple[TrainingSamples, ...] = ()
+    """What the critic learns from again, the newest iteration first"""
 
 
 def save_trainer_state(directory: Path, state: TrainerState) -> None:
-    """Write state.json, whose numbers are read back bit for bit, and replay.samples where groups are kept."""
-    content = dataclasses.asdict(dataclasses.replace(state, source=dataclasses.replace(state.source, replay=())))
-    del content["source"]["replay"]
+    """Write state.json, whose numbers are read back bit for bit, and the groups that are kept."""
+    source = dataclasses.replace(state.source, replay=(), pool=())
+    content = dataclasses.asdict(dataclasses.replace(state, source=source, critic_replay=()))
+    del content["source"]["replay"], content["source"]["pool"], content["critic_replay"]
     files.write_atomically(directory / STATE, json.dumps(content, indent=1, allow_nan=False))
-    if any(state.source.replay):
-        save_samples(directory / REPLAY, state.source.replay)
+    for name, kept in ((REPLAY, state.source.replay), (POOL, state.source.pool)):
+        if any(kept):
+            save_samples(directory / name, kept)
+    if state.critic_replay:
+        parts = [vars(part) | {"sequences": vars(part.sequences)} for part in state.critic_replay]
+        torch.save(parts, directory / CRITIC_REPLAY)
 
 
 def load_trainer_state(directory: Path) -> TrainerState:
     """Read what `save_trainer_state` wrote. Raises CheckpointError where it is not valid."""
     try:
         content = files.parse_json((directory / STATE).read_text(encoding="utf-8"))
-        replay: tuple[Any, ...] = ()
-        if (directory / REPLAY).is_file():
-            replay = tuple(load_samples(directory / REPLAY))
+        replay, pool = (
+            tuple(load_samples(path)) if (path := directory / name).is_file() else () for name in (REPLAY, POOL)
+        )
         sampler, groups = content["source"]["sampler"], content.pop("source")["groups"]
-        source = SourceState(sampler, replay, GroupState(groups["first"], tuple(groups["taken"]), groups["next_place"]))
+        of_groups = GroupState(groups["first"], tuple(groups["taken"]), groups["next_place"])
+        source = SourceState(sampler, replay, pool, of_groups)
         moments = RunningMoments(**content.pop("reward_moments"))
-        explained = tuple(content.pop("explained"))
-        return TrainerState(**content, reward_moments=moments, source=source, explained=explained)
+        parts = torch.load(path, weights_only=True) if (path := directory / CRITIC_REPLAY).is_file() else ()
+        again = tuple(TrainingSamples(**(part | {"sequences": Sequences(**part["sequences"])})) for part in parts)
+        curves: dict[str, Any] = {name: tuple(content.pop(name)) for name in ("explained", "heldout_errors")}
+        return TrainerState(**content, **curves, reward_moments=moments, source=source, critic_replay=again)
     except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
         raise files.CheckpointError(f"{directory / STATE}: is not the state of a run: {error!r}") from error
 

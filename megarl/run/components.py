@@ -4,7 +4,8 @@ learn from it (Roles), and the servers with the current weights, restarted where
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +30,7 @@ from megarl.rollout.source import GroupSource, SavedPretraining, SavedSource, jo
 from megarl.run.inputs import Inputs
 from megarl.task.data import PromptSampler
 from megarl.task.render import CriticPrompt
-from megarl.types import Experience, Metrics, Rollout, TrainingSamples
+from megarl.types import Experience, Metrics, Rollout, Sequences, TrainingSamples
 
 T = TypeVar("T")
 
@@ -246,6 +247,16 @@ class Roles:
     reference: TrainBackend | None
     critic_prompt: CriticPrompt | None = None
     """With data.critic_prompt"""
+    kept: tuple[TrainingSamples, ...] = ()
+    """Of the last critic.replay_iterations, the newest first: what the critic has learned from"""
+
+    def state(self) -> dict[str, Any]:
+        """The field of a `TrainerState` that is the roles'."""
+        return {"critic_replay": self.kept}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Resume from what `state` gave; other names are ignored."""
+        self.kept = state["critic_replay"]
 
     def score(self, rollout: Rollout, iteration: int, *, reuses_logprobs: bool = False) -> tuple[Experience, Metrics]:
         """The responses with log-probs and values of policy, reference and critic, as far as the algorithm needs them,
@@ -281,8 +292,12 @@ class Roles:
         minibatches = split_minibatches(self.config, samples.sequences.num_samples, number)
         running: list[Pending[list[Metrics]]] = []
         if self.critic is not None:
-            repeats = self.config.critic.updates_per_policy_update
-            running.append(self.critic.update(samples.for_critic(), minibatches * repeats))
+            of_critic, own, num_kept = samples.for_critic(), minibatches, self.config.critic.replay_iterations
+            if num_kept:
+                parts = (strip_for_replay(of_critic), *self.kept)
+                own = add_replayed(self.config, minibatches, [len(part.positive) for part in parts], number)
+                of_critic, self.kept = join_samples(parts), parts[:num_kept]
+            running.append(self.critic.update(of_critic, own * self.config.critic.updates_per_policy_update))
         if self.policy is not None and not self.config.policy.is_frozen(iteration):
             running.append(self.policy.update(samples.for_policy(), minibatches))
         wait_all(running)
@@ -304,6 +319,54 @@ def split_minibatches(config: Config, num_samples: int, iteration: int) -> list[
         for _ in range(config.train.epochs_per_iteration)
         for rows in torch.split(torch.randperm(num_samples, generator=generator), size)
     ]
+
+
+def strip_for_replay(samples: TrainingSamples) -> TrainingSamples:
+    """What the critic's loss reads of samples for the critic; the rest is zeros that take no memory."""
+    unused = torch.zeros(()).expand(samples.mask.shape)
+    return TrainingSamples(
+        sequences=replace(samples.sequences, routed_experts=None),
+        mask=samples.mask,
+        loss_mask=samples.loss_mask,
+        positive=samples.positive,
+        advantages=unused,
+        rollout_logprobs=unused,
+        **dict.fromkeys(("old_logprobs", "sampling_logprobs", "ref_logprobs", "old_values")),
+        returns=samples.returns,
+        critic_mask=samples.mask if samples.critic_mask is None else samples.critic_mask,
+    )
+
+
+def join_samples(parts: Sequence[TrainingSamples]) -> TrainingSamples:
+    """All rows of these, which have the same fields, in order, padded to the longest response."""
+    longest = max(part.mask.shape[1] for part in parts)
+
+    def join(name: str) -> Any:
+        found = [getattr(part, name) for part in parts]
+        if isinstance(found[0], Sequences):
+            names = ("tokens", "lengths", "prompt_lengths")
+            return Sequences(*(torch.cat([getattr(each, name) for each in found]) for name in names))
+        if found[0] is None:
+            return None
+        return torch.cat([torch.nn.functional.pad(x, (0, longest - x.shape[1])) if x.dim() == 2 else x for x in found])
+
+    return TrainingSamples(**{each.name: join(each.name) for each in fields(TrainingSamples)})
+
+
+def add_replayed(config: Config, minibatches: Sequence[Tensor], sizes: Sequence[int], iteration: int) -> list[Tensor]:
+    """The minibatches of the first `sizes[0]` rows, each with its share of the rows of every further part: in an epoch
+    each row once, in a new order, the same for the same seed."""
+    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + iteration)
+    num_steps = len(minibatches) // config.train.epochs_per_iteration
+    starts, found = list(accumulate(sizes)), []
+    for step, rows in enumerate(minibatches):
+        if step % num_steps == 0:
+            orders = [
+                start + torch.randperm(n, generator=generator) for start, n in zip(starts, sizes[1:], strict=False)
+            ]
+        shares = [order.tensor_split(num_steps)[step % num_steps] for order in orders]
+        found.append(torch.cat([rows, *shares]))
+    return found
 
 
 def average_steps(steps: Sequence[Metrics]) -> Metrics:

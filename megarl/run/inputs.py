@@ -10,7 +10,7 @@ from megarl.algo.objective import needs_critic
 from megarl.config.checks import describe_iteration_size
 from megarl.config.errors import ConfigError
 from megarl.config.overrides import name_choice
-from megarl.config.schema.algo import needs_reference
+from megarl.config.schema.algo import count_values, needs_reference
 from megarl.config.schema.root import Config
 from megarl.files import load_json_object
 from megarl.interfaces import Sampling, Truncation
@@ -198,6 +198,10 @@ def load_models(config: Config) -> Models:
         raise ConfigError([f"critic.init: {problem}" for problem in problems])
     if problem := checkpoints.check_value_range(critic_checkpoint, config.critic.value_range):
         raise ConfigError([f"critic.value_range: {problem}"])
+    if (wanted := count_values(config.algo)) != critic_architecture.num_values:
+        found = f"{wanted} outputs with algo.value_loss={config.algo.value_loss.name}"
+        what = f"the value head of {critic_checkpoint} (critic.init) has {critic_architecture.num_values}"
+        raise ConfigError([f"algo.value_bins: found {wanted}, {found}; {what}, with which alone it has learned"])
     return Models(checkpoint, architecture, critic_checkpoint, critic_architecture)
 
 
@@ -342,16 +346,17 @@ def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None
 
 def describe_start(config: Config, critic: WorkerSpec, saved: SavedGroups | None) -> str:
     """What the critic starts from and what value pretraining learns from, as one sentence."""
-    start, steps = "the policy's weights, with a new value head", config.algo.value_pretrain.num_steps
+    start, settings = "the policy's weights, with a new value head", config.algo.value_pretrain
     if config.critic.init is not None:
         start = f"{critic.checkpoint}, its value head included"
     text = f"critic: starts from {start}; "
-    if steps == 0:
+    if settings.num_steps == 0:
         return text + "no value pretraining"
     given = "freshly sampled"
     if saved is not None:
         given = f"out of the {saved.num_rollouts} ({saved.num_samples} responses) in {saved.path}"
-    return text + f"value pretraining of up to {steps} rollouts, {given}"
+    passes = f", in up to {settings.passes} passes" if settings.passes > 1 else ""
+    return text + f"value pretraining of up to {settings.steps} rollouts, {given}{passes}"
 
 
 def _read_architecture(checkpoint: Path, key: str) -> Architecture:

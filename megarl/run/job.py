@@ -345,7 +345,7 @@ def _describe_run(config: Config, inputs: Inputs, run_dir: Path, report: Report)
     has_turns = isinstance(config.environment, MultiTurnEnvironmentConfig) if saved is None else saved.has_turns
     sizes, data = describe_sizes(config), describe_data(config, inputs)
     objective = format_objective(algo, config.train.responses_per_prompt, config.reward.wrong, has_turns=has_turns)
-    if needs_critic(algo) and (critic := format_critic(config.policy, config.critic)) is not None:
+    if needs_critic(algo) and (critic := format_critic(config.policy, config.critic, algo)) is not None:
         objective += f"\n{critic}"
     groups = [group for group in placement.list_groups(config) if group.num_processes]
     counts = ", ".join(f"{group.name} {group.num_processes}" for group in groups)

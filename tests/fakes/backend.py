@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from megarl.algo.losses import LossOutput, TokenTargets, count_minibatch, critic_loss, policy_loss
+from megarl.algo.losses import LossOutput, TokenTargets, count_minibatch, critic_loss, find_values, policy_loss
 from megarl.config.schema.algo import needs_entropy, needs_full_kl
 from megarl.config.schema.roles import LrDecay, OptimizerConfig
 from megarl.mcore.spec import Role, WorkerSpec, read_architecture
@@ -97,9 +97,9 @@ def build_policy(vocab_size: int) -> TableModel:
     return model
 
 
-def build_critic(vocab_size: int) -> TableModel:
+def build_critic(vocab_size: int, num_values: int) -> TableModel:
     """A new value head: 0 everywhere."""
-    return TableModel(vocab_size, 1, std=0.0)
+    return TableModel(vocab_size, num_values, std=0.0)
 
 
 class FakeBackend:
@@ -108,7 +108,9 @@ class FakeBackend:
     def __init__(self, spec: WorkerSpec, watch: Callable[[str, str], None] = lambda _role, _verb: None):
         self.spec, self.role, self._watch = spec, spec.role.value, watch
         self.vocab_size = read_architecture(Path(spec.checkpoint)).vocab_size
-        self.model = (build_critic if spec.role is Role.critic else build_policy)(self.vocab_size)
+        self.model = build_policy(self.vocab_size)
+        if spec.role is Role.critic:
+            self.model = build_critic(self.vocab_size, spec.num_values)
         self.reference = build_policy(self.vocab_size) if needs_full_kl(spec.algo) else None
         self.optimizer = None
         if spec.optimizer is not None:
@@ -139,7 +141,12 @@ class FakeBackend:
         return self.logprobs(sequences, temperature)
 
     def values(self, sequences: Sequences) -> Done[Tensor]:
-        return self._evaluate("values", sequences, lambda tokens: self.model(tokens.before, tokens.first)[:, 0])
+        loss, bounds = self.spec.algo.value_loss, self.spec.value_range
+        return self._evaluate("values", sequences, lambda tokens: find_values(self._head(tokens), loss, bounds))
+
+    def _head(self, tokens: ResponseTokens) -> Tensor:
+        out: Tensor = self.model(tokens.before, tokens.first)
+        return out if self.spec.num_values > 1 else out[:, 0]
 
     def reference_kl(self, sequences: Sequences, temperature: float) -> Done[Tensor]:
         return self._evaluate("reference_kl", sequences, lambda tokens: self._full_kl(tokens, temperature))
@@ -237,7 +244,7 @@ class FakeBackend:
         tokens, algo, counts = list_response_tokens(samples.sequences), self.spec.algo, count_minibatch(samples)
         targets = build_targets(samples, tokens)
         if self.spec.role is Role.critic:
-            return critic_loss(self.model(tokens.before, tokens.first)[:, 0], targets, algo, counts)
+            return critic_loss(self._head(tokens), targets, algo, counts, self.spec.value_range)
         log_p = self._log_softmax(self.model, tokens, self.spec.temperature)
         entropy = -(log_p.exp() * log_p).sum(-1) if needs_entropy(algo) else None
         full_kl = self._full_kl(tokens, self.spec.temperature) if needs_full_kl(algo) and algo.kl.in_loss else None

@@ -321,12 +321,13 @@ def _start_with_value_head(spec: WorkerSpec, scratch: Path) -> WorkerSpec:
     source = Path(spec.checkpoint).resolve()
     if spec.role is not Role.critic or VALUE_HEAD in (tensors := read(source)):
         return spec
-    directory = scratch / f"critic-{source.name}"
+    directory = scratch / f"critic-{source.name}-{spec.num_values}"
     if not directory.exists():
         skipped = shutil.ignore_patterns("*.safetensors*")
         shutil.copytree(source, directory, ignore=skipped)
         size = read_architecture(source).hidden_size
-        tensors[VALUE_HEAD] = torch.randn(1, size, generator=torch.Generator().manual_seed(spec.seed)) / size**0.5
+        generator = torch.Generator().manual_seed(spec.seed)
+        tensors[VALUE_HEAD] = torch.randn(spec.num_values, size, generator=generator) / size**0.5
         write_safetensors(directory, tensors.items())
     return replace(spec, checkpoint=str(directory))
 

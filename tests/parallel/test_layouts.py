@@ -33,6 +33,7 @@ from megarl.config.schema.algo import (
     MismatchCorrection,
     RatioLevel,
     ToprConfig,
+    ValueLoss,
 )
 from megarl.config.schema.roles import (
     LoraConfig,
@@ -76,6 +77,7 @@ WHOLE_RESPONSES = replace(
 FULL_KL = {"algo": AlgoConfig(kl=KLConfig(in_loss=True, loss_estimator=KLEstimator.full, loss_coef=0.3))}
 PARTLY = {"algo": ALGO, "trainable": Trainable.mlp, "value_range": (-1.0, 2.0)}
 """SAO's frozen attention and BPCO's bounded values"""
+CLASSES = {"algo": AlgoConfig(value_loss=ValueLoss.classes, value_bins=5), "value_range": (-1.0, 2.0)}
 TERMS = {"algo": ALGO, "megatron": {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}}
 OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-5, weight_decay=0.1)
 TWO = ("tp2-sp", "pp2", "pp2-vpp2", "dp2", "cp2")
@@ -95,6 +97,7 @@ ROWS: dict[str, tuple[Role, str, dict[str, Any], tuple[str, ...]]] = {
     "policy_tied": (Role.policy, "qwen2", {"algo": WHOLE_RESPONSES}, LAYOUTS),
     "critic": (Role.critic, "qwen3", {"algo": ALGO}, LAYOUTS),
     "critic_partly": (Role.critic, "qwen3", PARTLY, TWO),
+    "critic_classes": (Role.critic, "qwen3", CLASSES, ("tp2-sp", "cp2", "dp2")),
     "full_kl": (Role.policy, "qwen3", FULL_KL, ("tp2", "tp2-sp", "dp2", "cp2")),
     "full_kl_small": (Role.policy, "small", FULL_KL, ("tp2",)),
     "experts": (Role.policy, "qwen3_moe", TERMS, OF_EXPERTS),

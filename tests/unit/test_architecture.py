@@ -13,26 +13,26 @@ PACKAGE = ROOT / "megarl"
 
 ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "cli": (8, 871, ("cli", "train", "api", "plan.command", "plan.doctor")),
-    "run": (7, 2570, ("run", "trainer", "sweep")),
+    "run": (7, 2650, ("run", "trainer", "sweep")),
     "cluster": (6, 1720, ("cluster",)),
     "plan": (6, 1937, ("plan",)),
     "sync": (5, 2150, ("sync",)),
-    "mcore": (4, 4390, ("mcore",)),
-    "rollout": (4, 3680, ("rollout",)),
-    "config": (3, 2190, ("config",)),
+    "mcore": (4, 4410, ("mcore",)),
+    "rollout": (4, 3690, ("rollout",)),
+    "config": (3, 2220, ("config",)),
     "cpu": (3, 1560, ("cpu",)),
-    "algo": (2, 2940, ("algo",)),
+    "algo": (2, 3220, ("algo",)),
     "models": (2, 1020, ("models",)),
-    "report": (2, 3280, ("report",)),
+    "report": (2, 3290, ("report",)),
     "task": (2, 4555, ("task",)),
     "files": (1, 750, ("files", "signals")),
-    "schema": (1, 1760, ("config.schema", "config.errors")),
+    "schema": (1, 1790, ("config.schema", "config.errors")),
     "types": (1, 720, ("types", "interfaces", "environment")),
 }
 """Floor, most lines and modules of every room. A room imports itself and rooms of lower floors, never one of its own
 floor. Raising a budget is a line that a reviewer sees, with its reason in the commit."""
-MOST_LINES, MOST_FILES = 36_040, 120
-MOST_BESIDE = {"tests": 30_600, "tools": 5_610, "examples": 1_600, "slurm": 661}
+MOST_LINES, MOST_FILES = 36_500, 120
+MOST_BESIDE = {"tests": 30_700, "tools": 5_610, "examples": 1_600, "slurm": 661}
 """Lines of the other folders; of tools/ those of programs alone"""
 ROOM_OF = {module: room for room, (_, _, modules) in ROOMS.items() for module in modules}
 CONFIG_MAY_IMPORT = {"algo", "files", "schema"}

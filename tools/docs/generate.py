@@ -93,10 +93,10 @@ An entry reads `KEY=DEFAULT` (type): meaning. A type is given if the default doe
 unless its text says otherwise. Keys that end in `_s` are in seconds.
 """
 ROLES = """\
-`policy` is the model that is trained to answer, `critic` the model that estimates values (only with algo.advantage=gae
-or tether), and `reference` the frozen model that KL terms compare with. The critic has the same keys and defaults under
-`critic`, but no {without}, and {other}. The reference has `reference.dtype`, `reference.offload` (null or all) and
-`reference.parallel`.
+`policy` is the model that is trained to answer, `critic` the model that estimates values (only with algo.advantage=gae,
+tether or control_variate), and `reference` the frozen model that KL terms compare with. The critic has the same keys
+and defaults under `critic`, but no {without}, and {other}. The reference has `reference.dtype`, `reference.offload`
+(null or all) and `reference.parallel`.
 """
 
 

@@ -16,6 +16,8 @@ RatioLevel = Enum(
     "RatioLevel", {"token": "token", "sequence": "sequence", "geometric": "geometric", "sequence_mean": "geometric"}
 )
 MismatchCorrection = Enum("MismatchCorrection", {"none": "none", "tis": "tis", "mis": "mis"})
+ValueLoss = Enum("ValueLoss", {"squared": "squared", "cross_entropy": "cross_entropy", "classes": "classes"})
+LambdaLevel = Enum("LambdaLevel", {"token": "token", "turn": "turn"})
 SamplingBy = Enum("SamplingBy", {"correct": "correct", "reward": "reward"})
 LossAggMode = StrEnum(
     "LossAggMode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -33,6 +35,7 @@ HAS_SURROGATE = Effect(
     lambda it: it.config.algo.rl_loss_coef != 0, "with algo.rl_loss_coef=0; it counts with a weight above 0"
 )
 CLIPS = with_choice("surrogate", "clip", "gspo", "cispo", "dis", "dppo")
+HAS_LAMBDA_CRITIC = with_choice("advantage", "gae", "tether", "control_variate")
 OF_GROUP = with_choice("advantage", "group")
 IS_ADAPTIVE = (with_choice("advantage", "gae"), needs("lambda_policy", ADAPTIVE))
 MEAN_STAYS = Effect(
@@ -51,6 +54,7 @@ MISMATCH_KNOWN = Effect(
 )
 DYNAMIC = needs("enabled", "true")
 PRETRAINS = (WITH_CRITIC, needs("enabled", "true"), needs("steps"))
+ONE_PASS = needs("passes", "1")
 
 
 @dataclass
@@ -172,24 +176,31 @@ class ValuePretrainConfig:
     """Whether the critic is pretrained. Presets of algorithms set this, presets of models set `steps`."""
     steps: int = key(50, low=0, off=0, when=(WITH_CRITIC, needs("enabled", "true")))
     """Maximum iterations of value pretraining, each a rollout and the critic's minibatches; 0: off."""
+    passes: int = key(1, low=1, high=1000, when=PRETRAINS)
+    """Maximum passes over the `steps` rollouts. With more than 1 a tenth of their prompts is held out, and after a pass
+    that does not lower the critic's error on it there is no other."""
     rollouts: str | None = key(None, when=PRETRAINS)
     """A rollouts.jsonl of an earlier run (logger.save_rollouts), used instead of fresh responses."""
-    patience: int | None = key(20, low=3, when=PRETRAINS)
+    patience: int | None = key(20, low=3, when=(*PRETRAINS, ONE_PASS))
     """End early if a line fitted to the explained variance of this many iterations rises by less than
     `min_improvement`, with a margin of 1.5 standard errors; null: do not."""
-    min_improvement: float = key(0.02, low=0, high=1, when=(*PRETRAINS, needs("patience")))
+    min_improvement: float = key(0.02, low=0, high=1, when=(*PRETRAINS, ONE_PASS, needs("patience")))
     """Minimum rise over `patience` iterations that is needed to continue."""
-    stop_at_explained_variance: float | None = key(None, high=1, when=PRETRAINS)
+    stop_at_explained_variance: float | None = key(None, high=1, when=(*PRETRAINS, ONE_PASS))
     """End once the explained variance of a new rollout reaches this."""
 
     @property
     def num_steps(self) -> int:
         """Maximum number of iterations of value pretraining; 0 where there is none."""
-        return self.steps if self.enabled else 0
+        return self.steps * self.passes if self.enabled else 0
 
     def count_step(self, iteration: int) -> int:
         """The number, from 1, of the step that is in this iteration, which is 0 or less."""
         return self.num_steps + iteration
+
+    def count_rollout(self, iteration: int) -> int:
+        """The number, from 1 to `steps`, of the rollout that it learns from."""
+        return (self.count_step(iteration) - 1) % self.steps + 1
 
 
 @dataclass
@@ -197,19 +208,23 @@ class AlgoConfig:
     name: str = key("custom", names_folder=True)
     """The preset's name, in the run's directory and the printed objective."""
     advantage: str = "gae"
-    """The advantage estimator: `gae`, `group`, `reinforce`, `rloo`, `tether` (docs/algorithms.md), or FILE.py:NAME of
-    your own."""
+    """The advantage estimator: `gae`, `group`, `reinforce`, `rloo`, `tether`, `control_variate` (docs/algorithms.md),
+    or FILE.py:NAME of your own."""
     gamma: float = key(1.0, low=0, high=1, when=with_choice("advantage", "gae", "reinforce"), strict=True)
     """Discount of later rewards."""
     lambda_policy: float | int | str = key(0.95, low=0, high=1, why="or adaptive", when=with_choice("advantage", "gae"))
     """GAE's lambda for the policy: a number, or `adaptive` = clip(1 - 1/(length_alpha * length), lambda_min, 1)."""
-    lambda_critic: float = key(1.0, low=0, high=1, when=with_choice("advantage", "gae", "tether"))
+    lambda_critic: float = key(1.0, low=0, high=1, when=HAS_LAMBDA_CRITIC)
     """GAE's lambda for the critic's returns; 1 gives Monte-Carlo returns."""
+    lambda_level: LambdaLevel = key(LambdaLevel.token, when=with_choice("advantage", "gae"), strict=True)
+    """Where lambda and gamma count: at each token, or once after each turn, where the environment answers."""
     length_alpha: float = key(0.05, above=0, when=IS_ADAPTIVE)
     """alpha of the adaptive lambda; a larger one brings lambda closer to 1 (VAPO: 0.05)."""
     lambda_min: float = key(0.5, low=0, high=1, when=IS_ADAPTIVE)
     """Lower bound of the adaptive lambda."""
     tether: TetherConfig = key(factory=TetherConfig, when=with_choice("advantage", "tether"))
+    control_variate_by_position: bool = key(False, when=with_choice("advantage", "control_variate"), strict=True)
+    """With advantage=control_variate: a weight of the critic's value for each power of two of a token's position."""
     advantage_std: AdvantageStd = key(AdvantageStd.none, when=OF_GROUP, strict=True)
     """With advantage=group: divide by nothing, by the standard deviation of the group (GRPO) or of the batch
     (LitePPO)."""
@@ -253,6 +268,12 @@ class AlgoConfig:
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     loss_agg_mode: LossAggMode = LossAggMode["token-mean"]
     """How the token losses of a minibatch become one number (formulas: docs/algorithms.md)."""
+    value_loss: ValueLoss = key(ValueLoss.squared, when=WITH_CRITIC, strict=True)
+    """The critic's loss: half the squared error, or with critic.value_range the cross-entropy, for returns that are
+    mostly at its ends: value and return as probabilities of the upper one; or classes, the cross-entropy over bins of
+    that range, around the return (HL-Gauss 2403.03950), of which the value is the mean."""
+    value_bins: int = key(51, low=2, high=1001, when=(WITH_CRITIC, needs("value_loss", "classes")))
+    """With value_loss=classes: number of bins, the outputs of the value head."""
     value_clip: float | None = key(None, above=0, when=WITH_CRITIC, strict=True)
     """Largest change of the critic's value from its value before the update."""
     value_loss_agg_mode: LossAggMode = key(LossAggMode["token-mean"], when=WITH_CRITIC)
@@ -271,6 +292,11 @@ def needs_full_kl(config: AlgoConfig) -> bool:
     """Whether the reference's whole distribution is needed, which the policy's own workers then hold."""
     kl, full = config.kl, KLEstimator.full
     return (kl.in_reward and kl.reward_estimator is full) or (kl.in_loss and kl.loss_estimator is full)
+
+
+def count_values(config: AlgoConfig) -> int:
+    """Outputs of the critic's value head."""
+    return config.value_bins if config.value_loss is ValueLoss.classes else 1
 
 
 def needs_entropy(config: AlgoConfig) -> bool:

@@ -124,5 +124,6 @@ NOT_ALONE = Effect(
 )
 WITH_CRITIC = Effect(
     lambda place: place.objective.needs_critic(place.config.algo),
-    "under algo.advantage={config.algo.advantage}, which has no critic; it counts with algo.advantage=gae or tether",
+    "under algo.advantage={config.algo.advantage}, which has no critic; it counts with algo.advantage=gae, tether or"
+    " control_variate",
 )

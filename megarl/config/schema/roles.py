@@ -160,6 +160,9 @@ class CriticConfig(TrainedRoleConfig):
     """AdamW and its learning rate, by default twice the policy's."""
     updates_per_policy_update: int = key(1, low=1, high=1000, why="an iteration ends after them only")
     """Passes of the critic over the minibatches for each pass of the policy."""
+    replay_iterations: int = key(0, low=0, high=100, why="their samples are kept in memory and in checkpoints")
+    """Past iterations whose samples, with their returns, the critic learns from again: each minibatch of its has the
+    same share of every one of them. 0: off."""
     init: str | None = None
     """Checkpoint of a critic (RUN_DIR/critic) or of a reward model; null: the policy's with a new value head."""
     value_range: list[float] | None = None

@@ -21,15 +21,17 @@ def std(xs):
     return math.sqrt(math.fsum((x - mu) ** 2 for x in xs) / len(xs))
 
 
-def gae_row(rewards, values, m, gamma, lam):
-    """Backwards over the generated tokens only."""
+def gae_row(rewards, values, m, gamma, lam, by_turn=False):
+    """Backwards over the generated tokens only. by_turn: a token that follows at once is no step."""
     out = [0.0] * len(m)
     next_advantage = next_value = 0.0
     for t in reversed(range(len(m))):
         if not m[t]:
             continue
-        delta = rewards[t] + gamma * next_value - values[t]
-        out[t] = delta + gamma * lam * next_advantage
+        within = by_turn and t + 1 < len(m) and m[t + 1]
+        discount, decay = (1.0, 1.0) if within else (gamma, lam)
+        delta = rewards[t] + discount * next_value - values[t]
+        out[t] = delta + discount * decay * next_advantage
         next_advantage, next_value = out[t], values[t]
     return out
 
@@ -175,8 +177,9 @@ def gae_targets(token_rewards, batch, algo):
     advantages, returns = [], []
     for r, v, m in zip(token_rewards, batch.values, batch.mask, strict=True):
         x = adaptive_lambda(sum(m), algo.length_alpha, algo.lambda_min) if lam == "adaptive" else lam
-        advantages.append(gae_row(r, v, m, algo.gamma, x))
-        to_critic = gae_row(r, v, m, algo.gamma, algo.lambda_critic)
+        by_turn = algo.lambda_level.name == "turn"
+        advantages.append(gae_row(r, v, m, algo.gamma, x, by_turn))
+        to_critic = gae_row(r, v, m, algo.gamma, algo.lambda_critic, by_turn)
         returns.append([to_critic[t] + v[t] if m[t] else 0.0 for t in range(len(m))])
     return advantages, returns
 
@@ -197,6 +200,8 @@ def targets(batch, algo, kl_coef, response_length=None, wrong=0.0):
         advantages, returns = gae_targets(token_rewards, batch, algo)
     elif kind == "tether":
         advantages, returns, fitted = tether_targets(token_rewards, total, batch, algo)
+    elif kind == "control_variate":
+        advantages, returns = control_variate_targets(token_rewards, total, batch, algo)
     elif kind == "reinforce":
         rows = zip(token_rewards, batch.mask, strict=True)
         advantages = [reward_to_go_row(r, m, algo.gamma) for r, m in rows]
@@ -336,8 +341,31 @@ def policy_loss(lp, entropy, s, algo, response_length, full=None):
     return total
 
 
-def critic_loss(values, s, algo):
-    """values: float64 [B, T]; s: lists mask, loss_mask, returns, old_values."""
+def class_loss(z, g, value_range):
+    """z: a torch vector of logits; g: a number."""
+    low, high = value_range
+    g, width = min(max(g, low), high), (high - low) / len(z)
+
+    def normal(x):
+        return 0.5 * (1 + math.erf((x - g) / (0.75 * width) / math.sqrt(2)))
+
+    inside, log_q = normal(high) - normal(low), z - torch.log(torch.exp(z).sum())
+    parts = [normal(low + (k + 1) * width) - normal(low + k * width) for k in range(len(z))]
+    return -sum(part / inside * log_q[k] for k, part in enumerate(parts))
+
+
+def value_loss(v, g, algo, value_range):
+    """Of a torch scalar and a number."""
+    if algo.value_loss.name == "squared":
+        return 0.5 * (v - g) ** 2
+    low, high = value_range
+    p, y = (v - low) / (high - low), min(max((g - low) / (high - low), 0.0), 1.0)
+    p = torch.clamp(p, 1e-6, 1 - 1e-6)
+    return -torch.log(p**y * (1 - p) ** (1 - y))
+
+
+def critic_loss(values, s, algo, value_range=None):
+    """values: float64 [B, T], or logits [B, T, N]; s: lists mask, loss_mask, returns, old_values."""
     mask = s.loss_mask if algo.overlong.filter_critic else s.mask
     factor = weights(algo.value_loss_agg_mode.value, mask, s.mask, None)
     total = torch.zeros((), dtype=torch.float64)
@@ -346,11 +374,12 @@ def critic_loss(values, s, algo):
             if not counted:
                 continue
             v, g = values[i, t], s.returns[i][t]
-            square = (v - g) ** 2
+            loss = class_loss(v, g, value_range) if v.dim() else value_loss(v, g, algo, value_range)
             if algo.value_clip is not None:
                 old = s.old_values[i][t]
-                square = torch.maximum(square, (v.clamp(old - algo.value_clip, old + algo.value_clip) - g) ** 2)
-            total = total + factor[i] * 0.5 * square
+                near = v.clamp(old - algo.value_clip, old + algo.value_clip)
+                loss = torch.maximum(loss, value_loss(near, g, algo, value_range))
+            total = total + factor[i] * loss
     return total
 
 
@@ -379,6 +408,46 @@ def tether_targets(token_rewards, total, batch, algo):
         to_critic = gae_row(r, v, m, 1.0, algo.lambda_critic)
         returns.append([to_critic[t] + v[t] if m[t] else 0.0 for t in range(len(m))])
     return mix(algo.tether.initial), returns, fitted
+
+
+def control_variate_targets(token_rewards, total, batch, algo):
+    """R - V with the weight of least squares over the other prompts, R - mean of the others with the rest of it."""
+    n, groups, to_go = len(total), batch.groups, []
+    peers = [[total[j] for j in members(groups, i) if j != i] for i in range(n)]
+    for r, m in zip(token_rewards, batch.mask, strict=True):
+        to_go.append(reward_to_go_row(r, m, 1.0))
+
+    def tokens(i):
+        """(place, R - mean of the others, R - V) of each generated token."""
+        number, out = 0, []
+        for t, generated in enumerate(batch.mask[i]):
+            if generated:
+                number += 1
+                place = int(math.log2(number)) if algo.control_variate_by_position else 0
+                out.append((place, total[i] - mean(peers[i]) if peers[i] else 0.0, to_go[i][t] - batch.values[i][t]))
+        return out
+
+    def fit(i, place=None):
+        pairs = [
+            (a, a - v)
+            for j in range(n)
+            if groups[j] != groups[i] and peers[j]
+            for at, a, v in tokens(j)
+            if place in (None, at)
+        ]
+        square = math.fsum(d * d for _, d in pairs)
+        if not square:
+            return 0.0 if place is None else fit(i)
+        return min(max(math.fsum(a * d for a, d in pairs) / square, 0.0), 1.0)
+
+    advantages, returns = [], []
+    for i, m in enumerate(batch.mask):
+        found = iter([(a, v, fit(i, place) if peers[i] else 1.0) for place, a, v in tokens(i)])
+        row = [next(found) if generated else (0.0, 0.0, 0.0) for generated in m]
+        advantages.append([(1 - w) * a + w * v for a, v, w in row])
+        to_critic = gae_row(token_rewards[i], batch.values[i], m, 1.0, algo.lambda_critic)
+        returns.append([to_critic[t] + batch.values[i][t] if m[t] else 0.0 for t in range(len(m))])
+    return advantages, returns
 
 
 def explained_variance(values, returns):

@@ -22,7 +22,15 @@ from omegaconf import OmegaConf
 from megarl.algo.algorithm import compute_targets
 from megarl.algo.losses import count_minibatch, policy_loss
 from megarl.algo.objective import format_objective
-from megarl.config.schema.algo import AdvantageStd, AlgoConfig, KLEstimator, LossAggMode, MismatchCorrection, StdOf
+from megarl.config.schema.algo import (
+    AdvantageStd,
+    AlgoConfig,
+    KLEstimator,
+    LambdaLevel,
+    LossAggMode,
+    MismatchCorrection,
+    StdOf,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:length-adaptive")
 
@@ -88,6 +96,11 @@ CONTRADICTIONS = [
     ({"advantage_std": AdvantageStd.group}, (4, 1), "algo.advantage_std: group found"),
     ({"advantage": "group", "std_of": StdOf.centered}, (4, 1), "algo.std_of: centered found"),
     ({"lambda_policy": "0.9x"}, (1, 1), "algo.lambda_policy: '0.9x' found; must be a number from 0 to 1, or adaptive"),
+    (
+        {"lambda_policy": "adaptive", "lambda_level": LambdaLevel.turn},
+        (1, 1),
+        "algo.lambda_policy: adaptive found with",
+    ),
     ({"lambda_critic": -0.1}, (1, 1), "algo.lambda_critic: found -0.1; it must be 0 or more and at most 1"),
     ({"gamma": float("nan")}, (1, 1), "algo.gamma: found nan"),
     ({"dual_clip": 1.0}, (1, 1), "algo.dual_clip: found 1.0; it must be above 1"),

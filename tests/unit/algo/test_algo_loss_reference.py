@@ -25,7 +25,14 @@ from hypothesis import strategies as st
 
 from megarl.algo.losses import count_minibatch, critic_loss, policy_loss
 from megarl.algo.policy_losses import POLICY_LOSSES
-from megarl.config.schema.algo import KLEstimator, LossAggMode, MismatchCorrection, PositiveLMMean, RatioLevel
+from megarl.config.schema.algo import (
+    KLEstimator,
+    LossAggMode,
+    MismatchCorrection,
+    PositiveLMMean,
+    RatioLevel,
+    ValueLoss,
+)
 
 AGGREGATIONS = list(LossAggMode)
 
@@ -101,22 +108,43 @@ def test_the_policy_loss_and_its_gradient_equal_the_reference(e, config, seed):
     st.sampled_from(AGGREGATIONS[:3]),
     st.sampled_from([None, 0.1]),
     st.sampled_from([(False, False), (True, False), (True, True)]),
+    st.sampled_from([(ValueLoss.squared, None), (ValueLoss.cross_entropy, (-2.0, 3.0))]),
     st.integers(0, 1000),
 )
-def test_the_critic_loss_and_its_gradient_equal_the_reference(e, mode, clip, filters, seed):
-    config = configure(value_loss_agg_mode=mode, value_clip=clip)
+def test_the_critic_loss_and_its_gradient_equal_the_reference(e, mode, clip, filters, loss, seed):
+    config = configure(value_loss_agg_mode=mode, value_clip=clip, value_loss=loss[0])
     config.overlong.filter, config.overlong.filter_critic = filters
     samples, rows, targets = whole(e, config)
     g = torch.Generator().manual_seed(seed)
     found = (e.values + torch.randn(e.mask.shape, generator=g, dtype=torch.float64) * 0.3).requires_grad_()
-    out = critic_loss(at_responses(samples, rows, found), targets, config, count_minibatch(samples))
+    out = critic_loss(at_responses(samples, rows, found), targets, config, count_minibatch(samples), loss[1])
     out.loss.backward()
     other = found.detach().clone().requires_grad_()
-    expected = reference.critic_loss(other, samples_as_lists(samples), config)
+    expected = reference.critic_loss(other, samples_as_lists(samples), config, loss[1])
     assert out.loss.item() == pytest.approx(expected.item(), abs=1e-9)
     if expected.requires_grad:
         expected.backward()
         torch.testing.assert_close(found.grad, other.grad, rtol=1e-9, atol=1e-9)
+
+
+@few
+@given(experiences(), st.sampled_from([2, 7]), st.integers(0, 1000))
+def test_the_loss_of_classes_and_its_gradient_equal_the_reference(e, num_bins, seed):
+    config = configure(value_loss=ValueLoss.classes, value_bins=num_bins)
+    samples, rows, targets = whole(e, config)
+    found = torch.randn(*e.mask.shape, num_bins, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    found[~e.mask] = torch.nan
+    other = found.clone().requires_grad_()
+    out = critic_loss(
+        at_responses(samples, rows, found.requires_grad_()), targets, config, count_minibatch(samples), (-2.0, 3.0)
+    )
+    out.loss.backward()
+    expected = reference.critic_loss(other, samples_as_lists(samples), config, (-2.0, 3.0))
+    assert out.loss.item() == pytest.approx(expected.item(), abs=1e-9)
+    if expected.requires_grad:
+        expected.backward()
+        torch.testing.assert_close(found.grad[e.mask], other.grad[e.mask], rtol=1e-9, atol=1e-9)
+        assert not found.grad[~e.mask].any()
 
 
 @few

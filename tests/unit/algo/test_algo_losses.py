@@ -8,6 +8,7 @@ from algo_cases import (
     LIMIT,
     at_responses,
     build_targets,
+    close,
     configure,
     f64,
     loss_of,
@@ -17,11 +18,20 @@ from algo_cases import (
     whole,
 )
 
-from megarl.algo.losses import LossCounts, compute_mismatch_weight, count_minibatch, critic_loss, policy_loss
+from megarl.algo.losses import (
+    LossCounts,
+    compute_class_loss,
+    compute_mismatch_weight,
+    compute_value_loss,
+    count_minibatch,
+    critic_loss,
+    find_values,
+    policy_loss,
+)
 from megarl.algo.objective import reads_old_logprobs
 from megarl.algo.policy_losses import POLICY_LOSSES, compute_cispo, compute_dis, compute_dppo
 from megarl.algo.statistics import NonFiniteError
-from megarl.config.schema.algo import KLEstimator, MismatchCorrection, PositiveLMMean, RatioLevel
+from megarl.config.schema.algo import KLEstimator, MismatchCorrection, PositiveLMMean, RatioLevel, ValueLoss
 
 
 def test_the_clipped_surrogate_by_hand():
@@ -98,6 +108,35 @@ def test_inputs_that_are_not_finite_are_refused_with_name_count_and_row(name, ba
         compute, given = critic_loss, [inputs["values"], targets, config, counts]
     with pytest.raises(NonFiniteError, match=rf"{name}: 2 of 5 entries are not finite, first in row 1"):
         compute(*given)
+
+
+def test_the_cross_entropy_of_a_value_by_hand():
+    # Of [-1, 1]: V = 0, 0.5, -1 are p = 1/2, 3/4 and, kept off its end, 1e-6; G = 1, -1, 0 and y = 1, 0, 1/2.
+    values = f64([0.0, 0.5, -1.0]).requires_grad_()
+    losses = compute_value_loss(values, f64([1.0, -1.0, 0.0]), ValueLoss.cross_entropy, (-1.0, 1.0))
+    close(losses, [math.log(2), math.log(4), -0.5 * (math.log(1e-6) + math.log1p(-1e-6))])
+    # Its gradient in p is (p - y) / (p (1 - p)), and p moves by half of what V does.
+    losses[:2].sum().backward()
+    close(values.grad, [-1.0, 2.0, 0.0])
+    # A return beyond the range counts as its end.
+    close(compute_value_loss(f64([0.0]), f64([7.0]), ValueLoss.cross_entropy, (-1.0, 1.0)), [math.log(2)])
+
+
+def test_the_classes_of_a_value_by_hand():
+    # Bins [0, 1] and [1, 2] with logits 0 and log 3: probabilities 1/4 and 3/4 of the centres 0.5 and 1.5.
+    logits = f64([[0.0, math.log(3)], [0.0, math.log(3)]])
+    close(find_values(logits, ValueLoss.classes, (0.0, 2.0)), [1.25, 1.25])
+    # Around 1 both bins have a half; around 2 it is half a normal distribution, of which 1/0.75 and 2/0.75 standard
+    # deviations lie above 1 and 0.
+    above = [0.5 * math.erf(x / 0.75 / math.sqrt(2)) for x in (1.0, 2.0)]
+    share = above[0] / above[1]
+    expected = [
+        -0.5 * math.log(1 / 4) - 0.5 * math.log(3 / 4),
+        -(1 - share) * math.log(1 / 4) - share * math.log(3 / 4),
+    ]
+    close(compute_class_loss(logits, f64([1.0, 2.0]), (0.0, 2.0)), expected)
+    # A return beyond the range counts as its end.
+    close(compute_class_loss(logits[:1], f64([9.0]), (0.0, 2.0)), expected[1:])
 
 
 def test_a_ratio_that_overflows_is_an_error_and_not_an_infinite_loss():

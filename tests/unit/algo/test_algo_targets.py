@@ -23,11 +23,19 @@ from algo_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algo.advantages import ADVANTAGES, compute_gae, compute_group_relative, compute_rloo, fit_rho, update_rho
+from megarl.algo.advantages import (
+    ADVANTAGES,
+    compute_gae,
+    compute_group_relative,
+    compute_rloo,
+    fit_rho,
+    sum_turn_gae,
+    update_rho,
+)
 from megarl.algo.algorithm import compute_targets, measure_learned
 from megarl.algo.diagnostics import compute_batch_metrics
-from megarl.algo.statistics import NonFiniteError, compute_discounted_sums
-from megarl.config.schema.algo import AdvantageStd, KLEstimator, StdOf, TetherConfig
+from megarl.algo.statistics import NonFiniteError, compute_discounted_sums, split_blocks
+from megarl.config.schema.algo import AdvantageStd, KLEstimator, LambdaLevel, StdOf, TetherConfig
 
 LIMIT = 20
 BATCH_RHO = "advantage/tether_rho_batch"
@@ -66,7 +74,14 @@ COMMON = {
 }
 GAMMAS = st.sampled_from([0.9, 0.97, 1.0])
 ESTIMATORS = {
-    "gae": {"gamma": GAMMAS, "lambda_policy": st.sampled_from([0.0, 0.95, 1, "adaptive"])},
+    "control_variate": {
+        **{"surrogate": st.just("logprob"), "lambda_critic": st.sampled_from([0.9, 1.0])},
+        "control_variate_by_position": st.booleans(),
+    },
+    "gae": {
+        **{"gamma": GAMMAS, "lambda_policy": st.sampled_from([0.0, 0.95, 1, "adaptive"])},
+        **{"lambda_critic": st.sampled_from([0.9, 1.0]), "lambda_level": st.sampled_from(LambdaLevel)},
+    },
     "reinforce": {"gamma": GAMMAS},
     "rloo": {},
     "group": {"advantage_std": st.sampled_from(AdvantageStd), "std_of": st.sampled_from(StdOf)},
@@ -217,6 +232,38 @@ def test_a_group_of_one_has_no_fit_and_tether_refuses_gamma_and_groups_of_one():
     assert find_problems(configure(**tether), 4, 1) == []
 
 
+def test_the_control_variate_by_hand():
+    # Two prompts of two responses with one token each; R - mean of the others: 1, -1, 2, -2.
+    e = make_experience([0, 0, 1, 1], [1] * 4, [1.0, 0.0, 2.0, 0.0], [False] * 4, 0, holes=False)
+    e = dataclasses.replace(e, values=f64([[0.5], [0.5], [1.0], [2.0]]))
+    # D = V - mean of the others = 0.5, -0.5; 1, 0: of the first prompt 1/0.5 = 2, so 1 for the second; of the second
+    # 2/1 = 2, so 1 for the first.
+    samples, metrics = compute_targets(e, configure(advantage="control_variate"), 0.0)
+    close(samples.advantages, [[0.5], [-0.5], [1.0], [-2.0]])
+    assert metrics["advantage/control_variate_weight"] == 1
+    # D = 2, -2; 4, -4: (2 + 2) / 8 = 1/2 for the second prompt, (8 + 8) / 32 for the first.
+    e = dataclasses.replace(e, values=f64([[2.0], [-1.0], [4.0], [-2.0]]))
+    samples, metrics = compute_targets(e, configure(advantage="control_variate"), 0.0)
+    close(samples.advantages, [[0.0], [0.0], [0.0], [0.0]])
+    assert metrics["advantage/control_variate_weight"] == 0.5
+    # One response to each prompt: R - V; one prompt alone: R - mean of the others.
+    for groups, expected in (([0, 1, 2, 3], [-1.0, 1.0, -2.0, 2.0]), ([0, 0, 0, 0], [1 / 3, -1.0, 5 / 3, -1.0])):
+        one = dataclasses.replace(e, groups=torch.tensor(groups))
+        close(compute_targets(one, configure(advantage="control_variate"), 0.0)[0].advantages.flatten(), expected)
+
+
+def test_the_weight_of_a_prompt_does_not_depend_on_its_own_rewards():
+    e = make_experience([0, 0, 1, 1], [9, 3, 20, 5], [1.0, 0.0, 0.3, 1.0], [False] * 4, 0, holes=False)
+    for by_position in (False, True):
+        algo = configure(advantage="control_variate", control_variate_by_position=by_position)
+        found = [
+            compute_targets(dataclasses.replace(e, rewards=f64(rewards)), algo, 0.0)[0].advantages[:2]
+            for rewards in ([0.0, 0.0, 0.3, 1.0], [1.0, 0.0, 0.3, 1.0], [2.0, 0.0, 0.3, 1.0])
+        ]
+        # So the advantages are linear in them.
+        close(found[2] - found[1], (found[1] - found[0]).tolist())
+
+
 def test_topr_refuses_advantages_that_change_within_a_response():
     e = with_turn_rewards(make_experience([0, 0], [6, 6], [1.0, 0.0], [False] * 2, 0, holes=False), 1)
     with pytest.raises(ValueError, match=r"algo\.advantage: reinforce found with an environment's rewards at the ends"):
@@ -232,6 +279,29 @@ def test_gae_by_hand():
     # A_3 = -2; A_2 = 0.7 - 0.45*2 = -0.2; A_1 = 0.8 - 0.45*0.2 = 0.71
     found = compute_gae(f64([[0, 0, 1]]), f64([[1, 2, 3]]), ALL, 0.9, 0.5)
     close(found, [[0.71, -0.2, -2.0]])
+
+
+def test_gae_over_turns_by_hand():
+    # Two turns of two tokens, gamma and lambda 0.5. The second: rewards to come 2, so A = 2 - 3, 2 - 4. The first:
+    # delta = 1 - 1 + 0.5*3 = 1.5, A_1 = 1.5 + 0.25*(2 - 3) = 1.25; at its second token 1.25 + 1 - 2.
+    mask = torch.tensor([[True, True, False, True, True]])
+    rewards, values = f64([[0, 1, 9, 0, 2]]), f64([[1, 2, 9, 3, 4]])
+    (block,) = split_blocks(mask)
+    found = sum_turn_gae(block.flatten(rewards), block.flatten(values), block, 0.5, 0.5)
+    close(found, [1.25, 0.25, -1.0, -2.0])
+    # Of one turn it is the reward less the value, whatever gamma and lambda are.
+    close(sum_turn_gae(f64([0, 0, 1]), f64([1, 2, 3]), next(split_blocks(ALL)), 0.9, 0.5), [0.0, -1.0, -2.0])
+
+
+def test_gae_over_turns_of_one_token_is_gae():
+    e = make_experience([0, 0], [9, 15], [1.0, 0.0], [False] * 2, 0, holes=False)
+    e = dataclasses.replace(e, mask=e.mask & (torch.arange(15) % 2 == 0), scored=e.mask & (torch.arange(15) % 2 == 0))
+    found = [
+        compute_targets(e, configure(gamma=0.9, lambda_policy=0.8, lambda_critic=0.7, lambda_level=level), 0.0)[0]
+        for level in LambdaLevel
+    ]
+    close(found[1].advantages, found[0].advantages.tolist())
+    close(found[1].returns, found[0].returns.tolist())
 
 
 @pytest.mark.parametrize("positions", [1, 31, 32, 33, 64, 1025, 2100])

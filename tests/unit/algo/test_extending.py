@@ -127,7 +127,7 @@ def test_the_guides_policy_loss_is_what_its_formula_says(folder):
     [
         (
             "algo.advantage=gaee",
-            r"found 'gaee', did you mean gae\?; it must be one of gae, group, reinforce, rloo, tether, or",
+            r"found 'gaee', did you mean gae\?; it must be one of control_variate, gae, .*reinforce, rloo, tether, or",
         ),
         (
             "algo.surrogate=reinforce",

@@ -37,6 +37,7 @@ pytestmark = [pytest.mark.filterwarnings(f"ignore:{name}") for name in ("length-
 LIMIT = 10_000
 """Far off: the overlong penalty counts every token, as the limit does."""
 POISON = [float("nan"), float("inf"), 1e9]
+MIXTURES = ("control_variate", "tether")
 SUM = "seq-mean-token-sum"
 PER_TOKEN = ("old_logprobs", "rollout_logprobs", "sampling_logprobs", "ref_logprobs", "ref_kl", "values")
 
@@ -130,9 +131,9 @@ def test_environment_tokens_change_nothing_under_any_preset(name, poison):
 
 
 @some
-@given(experiences(), st.sampled_from([*NAMES, "tether"]), st.data())
+@given(experiences(), st.sampled_from([*NAMES, *MIXTURES]), st.data())
 def test_targets_losses_and_metrics_with_failed_samples_are_those_of_the_others_under_any_preset(e, name, data):
-    algo = configure(advantage=name, surrogate="logprob") if name == "tether" else load_preset(name)[0]
+    algo = configure(advantage=name, surrogate="logprob") if name in MIXTURES else load_preset(name)[0]
     failed = [True for _ in e.groups] if data.draw(st.booleans()) else [data.draw(st.booleans()) for _ in e.groups]
     lost = with_failures(e, failed)
     kept = torch.tensor([i for i, f in enumerate(failed) if not f], dtype=torch.int64)

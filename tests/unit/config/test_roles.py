@@ -33,7 +33,7 @@ def test_a_frozen_policy_keeps_its_version_and_the_objective_says_what_the_criti
     config = load_config(["algo=ppo", "reward.wrong=-1", *keys])
     assert [config.policy.is_frozen(iteration) for iteration in (1, 3, 4)] == [True, True, False]
     assert [config.policy.count_versions(iteration) for iteration in (0, 3, 4, 6)] == [0, 0, 1, 3]
-    text = format_critic(config.policy, config.critic)
+    text = format_critic(config.policy, config.critic, config.algo)
     assert text is not None
     assert "V = -1 + 2 (1/2 + atan(z)/pi)" in text
     assert "frozen in the first 3 iterations" in text

@@ -21,9 +21,9 @@ FILTERED = {"dapo", "cispo"}
 GROUPED = {"grpo", "dapo", "lite_ppo", "topr", "reinforce_pp_baseline", "gspo", "cispo", "dr_grpo"}
 LIVE = {
     "mismatch.level mismatch.low mismatch.high": set(PRESETS) - {"sao", "bpco"},
-    "lambda_policy lambda_critic value_clip value_loss_agg_mode value_pretrain.enabled": CRITIC,
+    "lambda_policy lambda_critic lambda_level value_loss value_clip value_loss_agg_mode value_pretrain.enabled": CRITIC,
     "value_pretrain.steps value_pretrain.patience value_pretrain.min_improvement value_pretrain.rollouts": PRETRAINED,
-    "value_pretrain.stop_at_explained_variance": PRETRAINED,
+    "value_pretrain.stop_at_explained_variance value_pretrain.passes": PRETRAINED,
     "length_alpha lambda_min": ADAPTIVE,
     "gamma reward_norm.mean": CRITIC | {"reinforce_pp"},
     "advantage_std": GROUPED,
@@ -36,19 +36,22 @@ LIVE = {
     "dual_clip": set(PRESETS) - {"topr", "rloo", "cispo", "sao", "bpco"},
     "positive_lm_mean_over": {"vapo"},
     "topr.ratio_level": {"topr"},
-    "tether.decay tether.initial overlong.filter_critic kl.horizon replay.frac": set(),
+    "value_bins tether.decay tether.initial control_variate_by_position kl.horizon replay.frac": set(),
+    "overlong.filter_critic": set(),
 }
 """The presets under which a key counts; under all of them where it is not named."""
 VALUES = {
     "name": "x", "advantage": "gae", "surrogate": "clip", "advantage_std": "batch", "std_of": "centered",
     "value_pretrain.rollouts": "x.jsonl", "value_pretrain.patience": "3", "value_pretrain.steps": "3",
+    "value_pretrain.passes": "3", "value_bins": "3",
     "mismatch.level": "sequence", "mismatch.correction": "tis", "dual_clip": "3", "topr.ratio_level": "token",
     "kl.reward_estimator": "k1", "kl.loss_estimator": "k2", "positive_lm_mean_over": "all_tokens",
     "dynamic_sampling.by": "reward", "dynamic_sampling.max_rounds": "3", "replay.num_iterations": "2",
     "reward_norm.mean": "batch", "reward_norm.std": "batch", "loss_agg_mode": "token-mean",
-    "value_loss_agg_mode": "token-mean", "mismatch.high": "3",
+    "value_loss_agg_mode": "token-mean", "value_loss": "cross_entropy", "lambda_level": "turn", "mismatch.high": "3",
     **dict.fromkeys(("overlong.filter", "overlong.filter_critic", "kl.in_reward", "kl.in_loss"), "true"),
     **dict.fromkeys(("dynamic_sampling.enabled", "value_pretrain.enabled", "whiten_advantages"), "true"),
+    "control_variate_by_position": "true",
 }  # fmt: skip
 """What is set; 0.5 for the others."""
 KEYS = [key for key, value in list_values(AlgoConfig()) if not str(value).endswith("Config")]

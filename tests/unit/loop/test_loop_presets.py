@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 from data_cases import build_byte_tokenizer
+from fakes.backend import FakeBackend
 from fakes.disturbed import add_engine_noise
 from fakes.run import World, load_untimed, reward_length
+from fakes.run import load as load_run
 from generation import load_rollouts
 from metric_table import find_metric
+from torch import Tensor
 
 from megarl.algo.objective import needs_critic, reuses_logprobs
 from megarl.algo.statistics import NonFiniteError
@@ -22,14 +25,26 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import list_options, load_config
 from megarl.config.schema.algo import needs_reference
 from megarl.interfaces import Sampling, Truncation
+from megarl.mcore.spec import Role
 from megarl.report.record import load_metrics
 from megarl.rollout.collector import EvalSet
 from megarl.rollout.source import NoSignalError
+from megarl.run.components import join_samples, strip_for_replay
 from megarl.run.inputs import build_eval_sets
 from megarl.task.data import PromptSampler
 from megarl.task.scorer import Scorer
 from megarl.trainer import Trainer
-from megarl.types import Experience, Metrics, Prompt, Response, RewardFunction, Rollout, Score
+from megarl.types import (
+    Experience,
+    Metrics,
+    Prompt,
+    Response,
+    RewardFunction,
+    Rollout,
+    Score,
+    Sequences,
+    TrainingSamples,
+)
 
 CRITICS = ("ppo", "vc_ppo", "vapo", "sao", "bpco")
 PRETRAINED = ("vc_ppo", "vapo", "sao")
@@ -133,6 +148,55 @@ def test_the_critic_takes_its_own_number_of_passes_and_both_roles_every_epoch(tm
     # 2 minibatches x 2 epochs: the mean of 0.09 ... 0.06; the critic's 8 steps: of 0.09 ... 0.02.
     assert metrics["policy/lr"] == pytest.approx(0.075)
     assert metrics["critic/lr"] == pytest.approx(0.055)
+
+
+def test_a_critic_that_replays_learns_its_last_iterations_again_with_the_returns_that_they_had(tmp_path: Path) -> None:
+    given = ["algo=ppo", "algo.lambda_critic=1", "critic.replay_iterations=2", "train.num_iterations=4"]
+    seen: dict[str, list[tuple[TrainingSamples, list[Tensor]]]] = {"policy": [], "critic": []}
+    with World().open_trainer(tmp_path, given) as trainer:
+        for name, backend in (("policy", trainer.roles.policy), ("critic", trainer.roles.critic)):
+
+            def update(samples: Any, minibatches: Any, name: str = name, stock: Any = backend.update) -> Any:
+                seen[name].append((samples, minibatches))
+                return stock(samples, minibatches)
+
+            backend.update = update
+        trainer.run()
+    fresh = [trainer_samples for trainer_samples, _ in seen["policy"]]
+    for n, (samples, minibatches) in enumerate(seen["critic"]):
+        parts = fresh[max(n - 2, 0) : n + 1][::-1]
+        assert samples.sequences.tokens.tolist() == [x for part in parts for x in part.sequences.tokens.tolist()]
+        assert sorted(torch.cat(minibatches).tolist()) == list(range(24 * len(parts)))
+        for own, rows in zip(seen["policy"][n][1], minibatches, strict=True):
+            assert rows[:12].tolist() == own.tolist()
+            assert [(rows // 24 == age).sum() for age in range(len(parts))] == [12] * len(parts)
+        # The newest part is what this iteration gave, the others what theirs did.
+        start = 0
+        for part, (then, _) in zip(parts, seen["critic"][n::-1], strict=False):
+            width = part.mask.shape[1]
+            assert torch.equal(samples.returns[start : start + 24, :width], then.returns[:24, :width])
+            assert torch.equal(samples.mask[start : start + 24, :width], part.mask)
+            assert not samples.mask[start : start + 24, width:].any()
+            start += 24
+
+
+def test_the_critics_loss_of_joined_samples_is_that_of_all_their_tokens() -> None:
+    def build(lengths: list[int], values: list[float]) -> TrainingSamples:
+        mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        returns, n = torch.tensor(values)[:, None] * mask, len(lengths)
+        prompts = torch.ones(n, dtype=torch.int64)
+        total = torch.tensor(lengths) + 1
+        sequences = Sequences(torch.arange(int(total.sum())), total, prompts)
+        unused = dict.fromkeys(("old_logprobs", "sampling_logprobs", "ref_logprobs"))
+        zeros = torch.zeros(mask.shape)
+        given = {"advantages": zeros, "rollout_logprobs": zeros, "old_values": zeros, "returns": returns}
+        return TrainingSamples(sequences, mask, mask, torch.ones(n, dtype=torch.bool), **given, **unused)
+
+    joined = join_samples([strip_for_replay(build([2, 1], [1.0, 2.0])), strip_for_replay(build([3], [4.0]))])
+    # Values 0: (2 * 1 + 1 * 4 + 3 * 16) / 2 / 6 tokens.
+    spec = load_run(["algo=ppo"])[1].specs[Role.critic]
+    assert FakeBackend(spec)._compute_loss(joined).loss.item() == pytest.approx(54 / 12)
+    assert joined.sequences.select(torch.tensor([2])).tokens.tolist() == [0, 1, 2, 3]
 
 
 def test_dynamic_sampling_trains_on_groups_of_right_and_wrong_responses_only(tmp_path: Path) -> None:

@@ -147,6 +147,10 @@ KEPT = {
     "adaptive KL": ["algo=reinforce_pp", "algo.kl.target=0.1", "train.num_minibatches=1"],
     "running reward moments": ["algo=ppo", "algo.reward_norm.mean=running", "algo.reward_norm.std=running"],
     "tether": ["algo=ppo", "algo.advantage=tether", "algo.tether.decay=0.5", "critic.optimizer.lr=0.2"],
+    "critic's replay": [
+        *("algo=vapo", "algo.value_pretrain.steps=1", "critic.replay_iterations=2", "critic.optimizer.lr=0.1"),
+        "train.epochs_per_iteration=2",
+    ],
     "critic's prompt": [
         *("algo=vapo", "algo.value_pretrain.steps=1", "algo.dynamic_sampling.enabled=true", "reward=exact"),
         *("data=guess", "data.prompt_length=8", "data.critic_prompt='{answer}|'"),
