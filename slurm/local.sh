@@ -1,47 +1,49 @@
 # shellcheck shell=bash disable=SC2016,SC2034,SC2154 # the variables are train.sh's or a step's own
 # Sourced by train.sh for what is typed outside of a job: --local, --submit and --attach.
 
-# What a job would do, as text, and what it takes.
+# What a job would do, as text, and what it takes; the exit code is the plan's.
 local_job() {
-  local limit time_limit planner
   read_submission "$@"
   compose_job
   echo "This is what the job would do; nothing is started. A look at nodes and configuration, Ray, the run:"
   submission=(sbatch "${options[@]}" slurm/train.sh "${rest[@]}")
   for each in submission check_nodes check_job start_ray start_driver; do
     declare -n words=$each
-    printf '   '
-    printf ' %q' "${words[@]}"
-    echo
+    printf '   %s\n' "$(printf ' %q' "${words[@]}")"
   done
   echo "environment ($site):"
   env | grep -E '^(MEGARL|RAY|NCCL|HF|FI|CUDA|GLOO|PYTHONPATH|SLURM_(JOB_NUM|GPUS_ON))' | sort | sed 's/^/    /'
   "${doctor[@]}" --job "${what[@]}" | sed 's/^/    /'
-  [[ $command == train && " ${arguments[*]}" != *' resume='* ]] || return 0
-  # What it costs, and the signal that it needs.
-  time_limit=$(read_option '--time[ =]|-t ?')
-  limit=$(count_seconds "$time_limit") || fail "--time: found $time_limit; MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS"
-  planner=("${inside[@]}" "$MEGARL_PYTHON" -m megarl.plan.command)
-  ((limit == 0)) || planner+=("--hours=$(awk "BEGIN { print $limit / 3600 }")")
   echo "The plan, of which \`megarl plan\` prints all:"
-  "${planner[@]}" "${arguments[@]}" 2>&1 |
-    sed -nE 's/^error: (cluster.hardware.gpu: found null).*/none (\1)/; /^(Total|none|error|does not fit)/,$s/^/    /p' || true
+  plan_job
 }
 
-# Check the configuration and the signal's time, then sbatch.
+# Check the configuration, the plan and the signal's time, then sbatch.
 submit_job() {
-  local lead limit signal time_limit
+  local code=0 lead=0 plan signal
   read_submission "$@"
-  signal=$(read_option '--signal[ =]') time_limit=$(read_option '--time[ =]|-t ?')
-  lead=${signal##*@}
-  limit=$(count_seconds "$time_limit") || fail "--time: found $time_limit; MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS"
-  [[ $lead =~ ^[0-9]+$ ]] || lead=0
+  signal=$(read_option '--signal[ =]')
+  [[ ! $signal =~ @([0-9]+)$ ]] || lead=${BASH_REMATCH[1]}
   if ((limit > 0 && 2 * lead > limit)); then
     fail "--signal: found $signal, $lead s before the time limit of $limit s (--time=$time_limit): less than half of it is" \
       "left to train; --time=$(((2 * lead + 59) / 60)) at least, or --signal=B:USR1@SECONDS, at most $((limit / 2))"
   fi
-  (compose_job && "${doctor[@]}" --job "${what[@]}") >/dev/null
+  plan=$(compose_job && "${doctor[@]}" --job "${what[@]}" >/dev/null && plan_job) || code=$?
+  sed '/^$/d' <<<"$plan" >&2; ((code == 0)) || exit "$code"
+  [[ ! $plan =~ --signal=B:USR1@([0-9]+) ]] || ((lead >= BASH_REMATCH[1])) ||
+    fail "--signal: found $signal; the plan asks for ${BASH_REMATCH[0]} (sbatch slurm/train.sh takes any)"
   exec sbatch "${options[@]}" "$MEGARL_HOME/slurm/train.sh" "${rest[@]}"
+}
+
+# The end of the job's plan, and its exit code; 0 without a plan.
+plan_job() {
+  local code=0 said planner=("${inside[@]}" "$MEGARL_PYTHON" -m megarl.plan.command)
+  [[ $command == train && " ${arguments[*]}" != *' resume='* ]] || return 0
+  ((limit == 0)) || planner+=("--hours=$(awk "BEGIN { print $limit / 3600 }")")
+  said=$("${planner[@]}" "${arguments[@]}" 2>&1) || code=$?
+  sed -nE 's/^error: (cluster.hardware.gpu: found null).*/none (\1)/
+    /^(Total|none|error|does not fit|Module)/,$s/^/    /p' <<<"$said"
+  [[ $said =~ gpu:\ found\ null|ModuleNotFoundError ]] || return "$code"
 }
 
 # A command (bash) beside a running job's driver: --attach JOBID [COMMAND ...]. Ray's own commands find its Ray.
@@ -63,12 +65,11 @@ attach_job() {
 read_submission() {
   options=()
   until (($# == 0)) || [[ $1 =~ ^(-m|--multirun|--config-dir=.*|--command=.*|~.*|[^-].*=.*)$ ]]; do
-    options+=("$1")
-    shift
+    options+=("$1") && shift
   done
-  rest=("$@")
-  num_nodes=$(read_option '--nodes[ =]|-N ?') gpus_per_node=$(read_option '--gpus-per-node[ =]')
-  gpus_per_node=${gpus_per_node##*:} # h100:8
+  rest=("$@") num_nodes=$(read_option '--nodes[ =]|-N ?') gpus_per_node=$(read_option '--gpus-per-node[ =]')
+  gpus_per_node=${gpus_per_node##*:} time_limit=$(read_option '--time[ =]|-t ?') # h100:8
+  limit=$(count_seconds "$time_limit") || fail "--time: found $time_limit; MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS"
   [[ $num_nodes =~ ^[1-9][0-9]*$ && $gpus_per_node =~ ^[0-9]+$ ]] ||
     fail "--local: found --nodes=$num_nodes --gpus-per-node=$gpus_per_node; numbers are needed"
 }

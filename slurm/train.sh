@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# sbatch --signal=B:USR1@3000 slurm/train.sh algo=vapo model=qwen32b [overrides]   train; `megarl plan` says how early
-# docs/slurm.md has --submit, --local, --attach, --command=evaluate and resume=, and says when a job is requeued and how
-# it resumes. What differs from site to site is in slurm/site.sh.
+# sbatch --signal=B:USR1@3000 slurm/train.sh [--command=evaluate] [--config-dir=DIR] algo=vapo model=qwen32b [OVERRIDES]
+# slurm/train.sh --local|--submit [OPTIONS OF SBATCH] OVERRIDES   print what the job would do | check its plan, then sbatch
+# slurm/train.sh --attach JOBID [COMMAND]   a shell, or COMMAND, in a running job. Sites: slurm/site.sh; all: docs/slurm.md
 #SBATCH --job-name=megarl
 #SBATCH --nodes=8
 #SBATCH --gpus-per-node=8
@@ -252,13 +252,13 @@ MEGARL_HOME=${MEGARL_HOME:-$(dirname "$(dirname "$(realpath "${BASH_SOURCE[0]}")
 [[ -f $MEGARL_HOME/slurm/node.sh ]] || MEGARL_HOME=${SLURM_SUBMIT_DIR:-$MEGARL_HOME}
 [[ -f $MEGARL_HOME/slurm/node.sh ]] ||
   fail "MEGARL_HOME: found '$MEGARL_HOME', which has no slurm/node.sh; name megarl's directory"
+[[ ${1:-} != --help ]] || exec sed -n '2,4s/^# //p' "$MEGARL_HOME/slurm/train.sh"
 # shellcheck source=slurm/clean.sh
 source "$MEGARL_HOME/slurm/clean.sh"
 if [[ ${1:-} == --local || ${1:-} == --submit || ${1:-} == --attach ]]; then
   # shellcheck source=slurm/local.sh
   source "$MEGARL_HOME/slurm/local.sh"
-  "${1#--}_job" "${@:2}"
-  exit
+  "${1#--}_job" "${@:2}"; exit
 fi
 [[ -n ${SLURM_JOB_ID:-} ]] || fail "SLURM_JOB_ID: not set; sbatch slurm/train.sh ... starts a job, slurm/train.sh --local ... prints what it would do"
 stop='' ray=''

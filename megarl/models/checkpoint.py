@@ -253,7 +253,11 @@ def _find_on_hub(name: str, directory: Path, key: str, may_download: bool) -> Pa
     how = f"where there is a network, `hf download {name}` does it (HF_TOKEN for a model that asks for consent);"
     how += " HF_HOME or HF_HUB_CACHE name the cache to be carried over"
     if HF_HUB_OFFLINE or not may_download:
-        why = "HF_HUB_OFFLINE forbids to download it" if HF_HUB_OFFLINE else "a run would download it"
+        why = (
+            "HF_HUB_OFFLINE forbids to download it"
+            if HF_HUB_OFFLINE
+            else "a run would download it (a Slurm job does not)"
+        )
         raise ConfigError([f"{nowhere}, and {why}; {how}"])
     print(f"{key}: {name} is not in the Hugging Face cache {HF_HUB_CACHE}; downloading it", flush=True)
     try:

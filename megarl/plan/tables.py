@@ -201,7 +201,8 @@ def describe_total(config: Config, plan: JobPlan, hours: float | None = None) ->
             raise ConfigError([f"--hours: found {hours:g}; {least}: the signal comes {lead:,} s before its end"])
         starts = max(1, ceil((before + then) / (hours - lead / 3600)))
         again = "no requeue" if starts == 1 else f"{starts - 1:,} requeue{'s' * (starts > 2)}"
-        yield f"In Slurm jobs of {hours:g} hours: {upper}{again}; each trains until {lead:,} s before its end"
+        again = f"{upper * (starts > 1)}{again}"
+        yield f"In Slurm jobs of {hours:g} hours: {again}; each trains until {lead:,} s before its end"
 
 
 def describe_losses(config: Config, plan: JobPlan) -> Iterator[str]:

@@ -63,9 +63,15 @@ def test_the_docs_have_the_plan_of_every_preset(label: str, arguments: str) -> N
     assert describe(label, arguments) in PARALLELISM.read_text().splitlines(), describe(label, arguments)
 
 
-LADDER = [("none", 16384, {}), ("none", 9216, {}), ("selective", 9216, {}), ("full", 9216, {})]
+LADDER: list[tuple[str, int, dict[str, int]]] = [
+    ("none", 16384, {}),
+    ("none", 9216, {}),
+    ("selective", 9216, {}),
+    ("full", 9216, {}),
+]
 LADDER += [("full", 9216, sizes) for sizes in ({"pp": 2}, {"tp": 4}, {"tp": 8})]
-"""Recomputation, tokens of a micro-batch, and what differs from the preset's layout"""
+LADDER += [(recompute, 8704, {}) for recompute in ("none", "selective", "full")]
+"""Recomputation, tokens of a micro-batch (8704: of qwen32b), and what differs from the preset's layout"""
 
 
 def describe_step(recompute: str, tokens: int, sizes: dict[str, int]) -> str:
@@ -73,7 +79,8 @@ def describe_step(recompute: str, tokens: int, sizes: dict[str, int]) -> str:
     keys = [f"recompute={recompute}", *(f"parallel.{axis}={size}" for axis, size in sizes.items())]
     words = [f"{role}.{key}" for role in ("policy", "critic") for key in keys]
     words += ["model.megatron.recompute_modules=[mlp]"] * (recompute == "selective")
-    config = load_config(["algo=vapo", "model=qwen3_8b", f"train.tokens_per_microbatch={tokens}", *words])
+    model = "qwen32b" if tokens == 8704 else "qwen3_8b"
+    config = load_config(["algo=vapo", f"model={model}", f"train.tokens_per_microbatch={tokens}", *words])
     plan = build_plan(config, find_models(config))
     most = max(gpus.phases["update"] for gpus in plan.gpus) / GIB
     return f" | {most:.1f} | {plan.seconds.iteration:,.0f} |"
@@ -86,12 +93,12 @@ def test_the_ladder_of_memory_is_planned(recompute: str, tokens: int, sizes: dic
 
 
 @pytest.mark.parametrize(
-    "arguments", [f"algo={algo} model={model}" for algo in ("grpo", "vapo") for model in MODELS[::2]]
+    "arguments", [f"algo={algo} model={model}" for algo in ("grpo", "vapo", "bpco") for model in MODELS[::2]]
 )
 def test_the_slurm_page_has_the_cost_of_its_jobs(arguments: str) -> None:
     config = load_config(arguments.split())
     plan = build_plan(config, find_models(config))
-    lines = " ".join(describe_total(config, plan, 24))
+    lines = " ".join(describe_total(config, plan, 24)).replace("no requeue", "0 requeue")
     hours, gpu_hours, requeues = re.findall(r"((?:up to )?[\d.,]+) (?=hours on|GPU-hours|requeue)", lines)
     nodes = f"{config.cluster.num_nodes} node{'s' * (config.cluster.num_nodes > 1)}"
     hours = f"{'up to ' * hours.startswith('up')}{float(hours.split()[-1]):,.0f}"

@@ -59,6 +59,7 @@ PRETRAINING_ALONE = ("train.num_iterations=0", "algo.value_pretrain.rollouts=r.j
                 "hours: no requeue; each trains until 600 s",
             ),
         ),
+        (("algo=sao", "model=qwen3_8b", "--hours=24"), ("Total: up to 11.4 hours", "of 24 hours: no requeue;")),
         (
             (*PRESET, "checkpoint.save_every=1", "checkpoint.keep_last=1", "algo.value_pretrain.patience=null"),
             ("Total: 176.0 hours", "(value pretraining 26.6, 200", "1,689 for 2: those"),
