@@ -26,14 +26,16 @@ from megarl.plan.tables import LONGEST_UNSAVED_S, SIGNAL_S, describe_losses, des
 
 ROOT = Path(__file__).resolve().parents[2]
 PARALLELISM = ROOT / "docs" / "parallelism.md"
+ALGOS = ("vapo", "dapo", "grpo")
 SPLIT = (
     "cluster=h100x16 cluster.placement=split rollout.transport=split rollout.max_staleness=1"
     " algo.mismatch.correction=tis"
 )
 MODELS = ("qwen32b", "qwen3_235b_a22b", "qwen3_8b")
+OTHERS = ("qwen2_5_7b", "llama3_8b")
 PLANS = [
-    *((f"`algo={algo} model={model}`", f"algo={algo} model={model}") for model in MODELS for algo in ("vapo", "grpo")),
-    *((f"`algo={algo}`", f"algo={algo}") for algo in ("dapo model=qwen3_8b", "vapo model=qwen2_5_7b")),
+    *((f"`algo={algo} model={model}`", f"algo={algo} model={model}") for model in MODELS for algo in ALGOS),
+    *((f"`algo=vapo model={model}`", f"algo=vapo model={model}") for model in OTHERS),
     ("`algo=vapo model=qwen3_8b cluster=h200x8`", "algo=vapo model=qwen3_8b cluster=h200x8"),
     ("`algo=vapo model=qwen3_8b`, SPLIT", f"algo=vapo model=qwen3_8b {SPLIT}"),
 ]
@@ -151,10 +153,9 @@ ONE_GPU = (
     " 32, network_gb_s: 3, host_memory_gib: 64}"
 )
 """As in docs/one-node.md"""
-OTHERS = [("vapo", "qwen2_7b"), ("vapo", "llama3_8b"), ("dapo", "qwen32b"), ("dapo", "qwen3_235b_a22b")]
 SAVED = [
     *(arguments.split() for _, arguments in PLANS),
-    *([f"algo={algo}", f"model={model}"] for algo, model in OTHERS),
+    ["algo=vapo", "model=qwen2_7b"],
     ["algo=vapo", "model=qwen3_0_6b", "cluster=gpu", ONE_GPU],
 ]
 """The presets on the clusters that they name"""
