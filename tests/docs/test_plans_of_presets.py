@@ -63,12 +63,7 @@ def test_the_docs_have_the_plan_of_every_preset(label: str, arguments: str) -> N
     assert describe(label, arguments) in PARALLELISM.read_text().splitlines(), describe(label, arguments)
 
 
-LADDER: list[tuple[str, int, dict[str, int]]] = [
-    ("none", 16384, {}),
-    ("none", 9216, {}),
-    ("selective", 9216, {}),
-    ("full", 9216, {}),
-]
+LADDER = [("none", 16384, {}), ("none", 9216, {}), ("selective", 9216, {}), ("full", 9216, {})]
 LADDER += [("full", 9216, sizes) for sizes in ({"pp": 2}, {"tp": 4}, {"tp": 8})]
 LADDER += [(recompute, 8704, {}) for recompute in ("none", "selective", "full")]
 """Recomputation, tokens of a micro-batch (8704: of qwen32b), and what differs from the preset's layout"""
@@ -79,8 +74,8 @@ def describe_step(recompute: str, tokens: int, sizes: dict[str, int]) -> str:
     keys = [f"recompute={recompute}", *(f"parallel.{axis}={size}" for axis, size in sizes.items())]
     words = [f"{role}.{key}" for role in ("policy", "critic") for key in keys]
     words += ["model.megatron.recompute_modules=[mlp]"] * (recompute == "selective")
-    model = "qwen32b" if tokens == 8704 else "qwen3_8b"
-    config = load_config(["algo=vapo", f"model={model}", f"train.tokens_per_microbatch={tokens}", *words])
+    model = "model=qwen32b" if tokens == 8704 else "model=qwen3_8b"
+    config = load_config(["algo=vapo", model, f"train.tokens_per_microbatch={tokens}", *words])
     plan = build_plan(config, find_models(config))
     most = max(gpus.phases["update"] for gpus in plan.gpus) / GIB
     return f" | {most:.1f} | {plan.seconds.iteration:,.0f} |"

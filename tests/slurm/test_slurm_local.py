@@ -26,32 +26,24 @@ def test_local_prints_every_command_of_the_complete_preset_and_does_nothing(tmp_
     assert done.returncode == 0, done.stderr
     assert "    sbatch slurm/train.sh algo=vapo model=qwen32b\n" in done.stdout
     assert "--nodes=8" in done.stdout
-    assert (
-        f"-m megarl.train cluster=slurm algo=vapo model=qwen32b hydra.run.dir=\\'{tmp_path}/runs/slurm" in done.stdout
-    )
+    assert f"-m megarl.train cluster=slurm algo=vapo model=qwen32b hydra.run.dir=\\'{tmp_path}/runs" in done.stdout
+    assert "--attach JOBID" in call(tmp_path, "--help").stdout
     assert done.stdout.count("srun ") == 4
-    for line in ("allocation: 8 nodes x 8 GPUs", "policy: 64 processes on nodes 1 to 8, 64 GPUs"):
+    for line in ("8 nodes x 8 GPUs", "policy: 64 processes on nodes 1 to 8, 64 GPUs", "servers: 8 processes on"):
         assert line in done.stderr
-    assert "servers: 8 processes on nodes 1 to 8, 64 GPUs" in done.stderr
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     ("words", "code", "lines"),
     [
-        (
-            ("--time=0-12", *COMPLETE),
-            0,
-            ("Total: up to 176.0 hours on 64 GPUs", "jobs of 12 hours: up to 15 requeues;", "@3000"),
-        ),
+        (("--time=0-12", *COMPLETE), 0, ("Total: up to 176.0 hours on 64", "12 hours: up to 15 requeues;", "@3000")),
         (("--time=1:30:00", *COMPLETE), 2, ("error: --hours: found 1.5; with 1.7 half of it is left to train",)),
         ((*ONE_NODE, "cluster.hardware.gpu=null"), 0, ("none (cluster.hardware.gpu: found null)",)),
         ((*ONE_NODE, "train.tokens_per_microbatch=99999"), 1, ("does not fit:", "nearest change: ")),
     ],
 )
-def test_local_says_what_the_job_takes(
-    tmp_path: Path, words: tuple[str, ...], code: int, lines: tuple[str, ...]
-) -> None:
+def test_local_has_the_plan(tmp_path: Path, words: tuple[str, ...], code: int, lines: tuple[str, ...]) -> None:
     done = call(tmp_path, "--local", *words)
     assert done.returncode == code, done.stderr
     said = done.stdout[done.stdout.index("The plan, of which") :]
@@ -99,18 +91,15 @@ def test_submit_refuses_before_the_queue_and_calls_sbatch_otherwise(tmp_path: Pa
         "--time=soon": "--time: found soon",
         "--nodes=1 --time=1-0": "need 8 nodes of 8 GPUs",
         "--time=2:00:00": "found B:USR1@600; the plan asks for --signal=B:USR1@3000",
-        "--time=1:30:00 --signal=B:USR1@1000": "error: --hours: found 1.5",
     }.items():
         done = call(tmp_path, "--submit", *options.split(), *COMPLETE, PATH=path)
         assert (done.returncode, done.stdout) == (2, ""), options
         assert message in done.stderr
     done = call(tmp_path, "--submit", *ONE_NODE, "train.tokens_per_microbatch=99999", PATH=path)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "does not fit:" in done.stderr
+    assert (done.returncode, done.stdout, "does not fit:" in done.stderr) == (1, "", True)
     taken = call(tmp_path, "--submit", "--time=2:00:00", "--signal=B:USR1@3000", *COMPLETE, PATH=path)
-    assert "fits: 64 GPUs" in taken.stderr
-    assert taken.stdout.startswith("sbatch --time=2:00:00 --signal=B:USR1@3000 ")
-    assert taken.stdout.endswith("/slurm/train.sh algo=vapo model=qwen32b\n")
+    script = f"{ROOT}/slurm/train.sh algo=vapo model=qwen32b"
+    assert taken.stdout == f"sbatch --time=2:00:00 --signal=B:USR1@3000 {script}\n"
 
 
 def test_another_command_is_run_and_checked_by_its_own_rules(tmp_path: Path) -> None:
@@ -119,11 +108,6 @@ def test_another_command_is_run_and_checked_by_its_own_rules(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     assert "-m megarl.cli evaluate cluster=slurm data=gsm8k" in done.stdout
     assert "doctor --node --command=evaluate" in done.stdout
-
-
-def test_help_names_the_ways_to_call_it(tmp_path: Path) -> None:
-    said = call(tmp_path, "--help").stdout
-    assert all(word in said for word in ("--local|--submit", "--attach JOBID", "--command=evaluate", "docs/slurm.md"))
 
 
 def test_what_a_job_cannot_do_is_refused_with_what_to_type(tmp_path: Path) -> None:
