@@ -200,8 +200,7 @@ def describe_total(config: Config, plan: JobPlan, hours: float | None = None) ->
             least = f"with {2 * lead / 3600:.1f} half of it is left to train"
             raise ConfigError([f"--hours: found {hours:g}; {least}: the signal comes {lead:,} s before its end"])
         starts = max(1, ceil((before + then) / (hours - lead / 3600)))
-        again = "no requeue" if starts == 1 else f"{starts - 1:,} requeue{'s' * (starts > 2)}"
-        again = f"{upper * (starts > 1)}{again}"
+        again = "no requeue" if starts == 1 else f"{upper}{starts - 1:,} requeue{'s' * (starts > 2)}"
         yield f"In Slurm jobs of {hours:g} hours: {again}; each trains until {lead:,} s before its end"
 
 

@@ -98,8 +98,7 @@ def test_submit_refuses_before_the_queue_and_calls_sbatch_otherwise(tmp_path: Pa
     done = call(tmp_path, "--submit", *ONE_NODE, "train.tokens_per_microbatch=99999", PATH=path)
     assert (done.returncode, done.stdout, "does not fit:" in done.stderr) == (1, "", True)
     taken = call(tmp_path, "--submit", "--time=2:00:00", "--signal=B:USR1@3000", *COMPLETE, PATH=path)
-    script = f"{ROOT}/slurm/train.sh algo=vapo model=qwen32b"
-    assert taken.stdout == f"sbatch --time=2:00:00 --signal=B:USR1@3000 {script}\n"
+    assert taken.stdout.endswith(f"--signal=B:USR1@3000 {ROOT}/slurm/train.sh algo=vapo model=qwen32b\n")
 
 
 def test_another_command_is_run_and_checked_by_its_own_rules(tmp_path: Path) -> None:
