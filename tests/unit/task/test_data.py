@@ -89,7 +89,7 @@ def test_what_cannot_be_read_names_its_key_or_its_line(tmp_path: Path) -> None:
         (jsonl_config(""), "data.path: found nothing"),
         (jsonl_config(path, heldout_path=str(tmp_path / "no")), "data.heldout_path: .*no does not exist"),
         (HuggingFaceDataConfig(), "data.path: found nothing"),
-        (HuggingFaceDataConfig(path="nobody/nothing"), "data.path: nobody/nothing: .*hub was not reached.*data=jsonl"),
+        (HuggingFaceDataConfig(path="nobody/nothing"), "data.path: nobody/nothing: .*hub was not reached.*hf download"),
         (ParquetDataConfig(path=str(path)), "expected a parquet file"),
     ]
     for number, (content, expected) in enumerate([

@@ -127,6 +127,8 @@ def test_the_numbers_are_those_of_autograd_on_transformers_model(place: Path) ->
     lines = done.stdout.splitlines()
     assert [line[: len(name)] for line, name in zip(lines[-len(rows) :], rows, strict=True)] == list(rows)
     assert lines[-len(rows) - 1].split("  ")[0] == "baseline"
+    # Its weight is of a whole iteration; tests/unit/algo holds its formula.
+    del rows["control_variate"]
     assert abs(found["kl"]) < 1e-6
     assert "warning" not in done.stdout
 
