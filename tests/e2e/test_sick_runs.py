@@ -31,4 +31,5 @@ def test_a_sick_run_prints_its_warning(short_path: Path, arguments: str, warning
     command = [sys.executable, "-m", "megarl.cli", "train", *words]
     done = subprocess.run(command, cwd=short_path, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert mask(warning) in mask((short_path / "run" / "train.log").read_text())
+    shown = mask(warning.strip().removesuffix("..."))
+    assert shown in mask((short_path / "run" / "train.log").read_text())
