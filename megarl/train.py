@@ -19,7 +19,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.overrides import CONF_DIR, take_config_dirs
 from megarl.config.schema.root import Config, register
 from megarl.files import CheckpointError
-from megarl.report.record import HELDOUT
+from megarl.report.record import HELDOUT, HELDOUT_PAIRS
 from megarl.run import command
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _run_composed(composed: DictConfig) -> float | None:
         results = run_one()
     else:
         results = command.run_composed(composed, _train)
-    return results.get(HELDOUT) if results is not None else None
+    return next((found[name] for name in (HELDOUT, HELDOUT_PAIRS) if name in (found := results or {})), None)
 
 
 def _train(config: Config, run_dir: Path) -> command.Results:
@@ -70,7 +70,7 @@ def _train(config: Config, run_dir: Path) -> command.Results:
         if line := next((line.strip() for line in str(error).splitlines() if FULL in line), None):
             raise ConfigError([f"{line}; once there is space, resume={run_dir} resumes the run"]) from error
         raise
-    return {"iterations": summary.num_iterations, HELDOUT: summary.heldout_reward}
+    return summary.results
 
 
 class _CallableModule(ModuleType):

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 from megarl.algo.algorithm import Algorithm, describe_end
 from megarl.algo.objective import reuses_logprobs
+from megarl.config.schema.algo import compares_pairs
 from megarl.config.schema.root import Config, TrainConfig
 from megarl.mcore.spec import Role
-from megarl.report.record import HELDOUT
+from megarl.report.record import HELDOUT, HELDOUT_PAIRS
 from megarl.run.checkpoint import LoopSaver, TrainerState
 from megarl.run.components import Fleet, Roles, Source, TrainerComponents
 from megarl.signals import deferring_stops
@@ -35,12 +36,20 @@ class Limit:
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended. num_iterations: without value pretraining's. heldout_reward: NaN where no server evaluates."""
+    """How a run ended. num_iterations: without value pretraining's. heldout_reward: NaN where no server evaluates; of a
+    reward model, its accuracy on held-out pairs."""
 
     num_iterations: int
     heldout_reward: float
     limit: Limit | None = None
     """What ended it before train.num_iterations; None: nothing did"""
+    measured: str = HELDOUT
+    """The metric that heldout_reward is"""
+
+    @property
+    def results(self) -> dict[str, float]:
+        """What the last line of a run says, by name."""
+        return {"iterations": self.num_iterations, self.measured: self.heldout_reward}
 
 
 class Trainer:
@@ -60,6 +69,7 @@ class Trainer:
         self.source = Source(config, components, self.fleet)
         policy, critic, reference = map(components.roles.get, (Role.policy, Role.critic, Role.reference))
         self.roles = Roles(config, policy, critic, reference, components.inputs.critic_prompt)
+        self.measured = HELDOUT_PAIRS if compares_pairs(config.algo) else HELDOUT
         self.algorithm = Algorithm(config)
         self.heldout_reward = float("nan")
         self.published: int | None = None
@@ -91,7 +101,8 @@ class Trainer:
         if num_dropped:
             self.report.message(f"{num_dropped} responses that ran ahead of iteration {self.iteration} are dropped")
         is_complete = self.iteration >= self.config.train.num_iterations
-        return Summary(max(self.iteration, 0), self.heldout_reward, None if is_complete else self.find_limit())
+        limit = None if is_complete else self.find_limit()
+        return Summary(max(self.iteration, 0), self.heldout_reward, limit, self.measured)
 
     def train(self, iteration: int) -> None:
         """One iteration up to its update; `publish_and_evaluate` does the rest.
@@ -134,8 +145,8 @@ class Trainer:
             if self.iteration == self.first or not self.config.policy.is_frozen(self.iteration):
                 metrics = metrics | found
         if (self.iteration >= 0 and self.iteration % self.config.train.eval_every == 0) or self.is_last():
-            evaluated = self.fleet.evaluate(self.iteration)
-            self.heldout_reward = evaluated.get(HELDOUT, self.heldout_reward)
+            evaluated = self.fleet.evaluate(self.iteration) | self.roles.compare_pairs(self.components.inputs.pairs)
+            self.heldout_reward = evaluated.get(self.measured, self.heldout_reward)
             metrics = metrics | evaluated
         self.report.log(self.iteration, metrics)
         self.saver.score(metrics.get(self.config.checkpoint.best_metric))

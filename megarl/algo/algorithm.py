@@ -31,12 +31,13 @@ from megarl.config.schema.algo import (
     OverlongConfig,
     RewardNormConfig,
     ValuePretrainConfig,
+    compares_pairs,
     needs_reference,
     needs_reward_moments,
     uses_topr,
 )
 from megarl.config.schema.root import Config
-from megarl.types import Experience, Metrics, TrainingSamples, check_score
+from megarl.types import Experience, Metrics, RolloutTensors, TrainingSamples, check_score
 
 EXPLAINED = "critic/explained_variance"
 HELDOUT_ERROR = "critic/heldout_squared_error"
@@ -80,6 +81,8 @@ class Algorithm:
 
         has_old_logprobs: False where the update computes them. Metrics of the critic are those before it learns.
         """
+        if compares_pairs(self.config.algo):
+            return build_pair_samples(experience), {}
         if iteration <= 0:
             samples, metrics = self._compute(experience, build_pretraining_algo(self.config.algo), True)
             assert experience.values is not None
@@ -146,6 +149,13 @@ class Algorithm:
         )
         warn_of_returns(samples, self.config.critic.value_range)
         return samples, metrics
+
+
+def build_pair_samples(pairs: RolloutTensors) -> TrainingSamples:
+    """What the loss of a reward model reads: which sample of each pair is the better one, by a reward above 0."""
+    unused: dict[str, Any] = dict.fromkeys(("advantages", "rollout_logprobs"), torch.zeros(()).expand(pairs.mask.shape))
+    unused |= dict.fromkeys(("old_logprobs", "sampling_logprobs", "ref_logprobs", "old_values", "returns"))
+    return TrainingSamples(pairs.sequences, pairs.mask, pairs.mask, pairs.rewards > 0, **unused)
 
 
 # Value pretraining (VC-PPO 2503.01491 section 3, VAPO 2504.05118): the critic learns the frozen policy's returns, in

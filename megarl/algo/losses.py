@@ -21,6 +21,7 @@ from megarl.config.schema.algo import (
     MismatchCorrection,
     RatioLevel,
     ValueLoss,
+    compares_pairs,
 )
 from megarl.types import TrainingSamples
 
@@ -56,6 +57,8 @@ class TokenTargets:
     """float [R]"""
     critic_mask: Tensor | None = None
     """bool [R]; None: that of `mask`"""
+    samples: Tensor | None = None
+    """int64 [R], sample index in the minibatch"""
 
     def require(self, name: str, tensor: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The tensor (float [R]) in this dtype with 0 where not generated.
@@ -314,8 +317,11 @@ def critic_loss(
     aggregated.
 
     out: the head's output, float [R] values or [R, N] logits; the loss has its dtype. value_range: critic.value_range.
-    Samples without a policy loss keep theirs here unless overlong.filter_critic. Raises as `policy_loss` does.
+    Samples without a policy loss keep theirs here unless overlong.filter_critic. With algo.value_loss=bradley_terry it
+    is `_pair_loss`. Raises as `policy_loss` does.
     """
+    if compares_pairs(config):
+        return _pair_loss(out, targets, counts)
     values = find_values(out, config.value_loss, value_range)
     check_finite("values", values.detach(), targets.mask, targets.rows)
     returns = targets.require("returns", targets.returns, values.dtype)
@@ -346,6 +352,30 @@ def critic_loss(
     )
     sums["critic/loss"] = loss.detach()
     sums["critic/abs_error"] = _token_mean((v - returns).abs(), mask, num_tokens)
+    return LossOutput(loss, sums)
+
+
+def compute_pair_losses(margins: Tensor) -> Tensor:
+    """-log sigmoid(r(x, y_w) - r(x, y_l)) of each pair of a better and a worse response to x (Bradley-Terry;
+    InstructGPT 2203.02155, equation 1). margins: the difference, float [pairs]."""
+    return torch.nn.functional.softplus(-margins)
+
+
+def measure_pairs(margins: Tensor, num_pairs: int) -> tuple[Tensor, Tensor, Tensor]:
+    """These pairs' part of the means over `num_pairs` of loss, accuracy (r_w > r_l; a tie is half right) and margin."""
+    right = margins.detach().heaviside(torch.full_like(margins, 0.5))
+    loss, accuracy, margin = (x.sum() / max(num_pairs, 1) for x in (compute_pair_losses(margins), right, margins))
+    return loss, accuracy, margin.detach()
+
+
+def _pair_loss(out: Tensor, targets: TokenTargets, counts: LossCounts) -> LossOutput:
+    """`compute_pair_losses` over the pairs of the minibatch. Each sample has one token, whose value is its score;
+    samples 2i and 2i + 1 are a pair, of which the better one is `positive`."""
+    assert targets.samples is not None
+    check_finite("values", out.detach(), targets.mask, targets.rows)
+    signed = torch.where(targets.positive, out, -out)[targets.samples.argsort()]
+    loss, accuracy, margin = measure_pairs(signed.view(-1, 2).sum(1), counts.num_critic_sequences // 2)
+    sums = {"critic/loss": loss.detach(), "critic/pair_accuracy": accuracy, "critic/pair_margin": margin}
     return LossOutput(loss, sums)
 
 

@@ -24,6 +24,7 @@ from megarl.config.schema.algo import (
     RatioLevel,
     ToprConfig,
     ValueLoss,
+    compares_pairs,
     needs_entropy,
     needs_reference,
     uses_topr,
@@ -109,7 +110,7 @@ def reuses_logprobs(config: Config, num_samples: int | None = None, iteration: i
     """Whether old_logprobs are the update's own, and the policy does not score the responses before it. num_samples: of
     the iteration, which replayed groups may make more than one minibatch. iteration: in some the policy is frozen.
     """
-    if num_samples is not None and num_samples > config.train.minibatch_size:
+    if config.has_critic_alone or (num_samples is not None and num_samples > config.train.minibatch_size):
         return False
     if iteration is not None and config.policy.is_frozen(iteration):
         return False
@@ -326,6 +327,9 @@ def format_objective(
 
     wrong: reward.wrong. has_turns: an environment answers the policy, and may give rewards for its turns.
     """
+    if compares_pairs(algo):
+        formula = "mean over pairs[ -log sigmoid(V(better) - V(worse)) ] of V after the last token"
+        return f"algorithm   = {algo.name}\ncritic loss = {formula}"
     lines = [
         f"algorithm   = {algo.name}",
         f"policy loss = {_format_policy_loss(algo)}",

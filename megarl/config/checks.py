@@ -18,6 +18,7 @@ from megarl.config.schema.algo import (
     MismatchCorrection,
     NormScope,
     ValueLoss,
+    compares_pairs,
     needs_full_kl,
     uses_topr,
 )
@@ -184,6 +185,7 @@ def check_config(config: Config) -> list[str]:
         *check_critic(config),
         *_check_rollout(config),
         *_check_saved(config),
+        *_check_pairs(config),
         *_check_environment(config),
         *check_algo(config.algo, config.train.responses_per_prompt, config.train.num_optimizer_steps),
     ]
@@ -244,7 +246,8 @@ def _check_model(config: Config) -> Iterator[str]:
 
 def _check_roles(config: Config) -> Iterator[str]:
     steps, num_iterations = config.train.num_optimizer_steps, config.train.num_iterations
-    yield from _check_role("policy", config.policy, steps, num_iterations)
+    if not config.has_critic_alone:
+        yield from _check_role("policy", config.policy, steps, num_iterations)
     if objective.needs_critic(config.algo):
         steps *= config.critic.updates_per_policy_update
         yield from _check_role("critic", config.critic, steps, num_iterations)
@@ -335,7 +338,7 @@ def check_critic(config: Config) -> Iterator[str]:
 
 def _check_value_loss(config: Config) -> Iterator[str]:
     algo = config.algo
-    if config.critic.value_range is None and algo.value_loss is not ValueLoss.squared:
+    if config.critic.value_range is None and algo.value_loss in (ValueLoss.cross_entropy, ValueLoss.classes):
         right = "it needs the range of the returns, as critic.value_range=[0,1], or squared"
         yield f"algo.value_loss: {algo.value_loss.name} found with critic.value_range=null; {right}"
     if algo.value_loss is ValueLoss.classes and algo.value_clip is not None:
@@ -425,6 +428,35 @@ def _check_environment(config: Config) -> Iterator[str]:
     if config.data.response_prefix is not None:
         why = "tool calls are read in what the policy generates, which does not have it"
         yield f"data.response_prefix: found a text with environment=tools; {why}: leave it null"
+
+
+def _check_pairs(config: Config) -> Iterator[str]:
+    """One message per key that asks a reward model for what pairs do not have."""
+    algo, train, critic = config.algo, config.train, config.critic
+    if not compares_pairs(algo):
+        return
+    why = "with algo.value_loss=bradley_terry, which learns from pairs of responses alone"
+    asked: tuple[tuple[str, Any, Any], ...] = (
+        ("train.responses_per_prompt", train.responses_per_prompt, 2),
+        ("critic.value_range", critic.value_range, None),
+        ("critic.replay_iterations", critic.replay_iterations, 0),
+        ("algo.value_clip", algo.value_clip, None),
+        ("algo.value_pretrain.enabled", algo.value_pretrain.num_steps > 0, False),
+        ("algo.kl.in_reward", algo.kl.in_reward, False),
+        ("algo.kl.in_loss", algo.kl.in_loss, False),
+        ("data.critic_prompt", config.data.critic_prompt, None),
+        ("rollout.file", config.rollout.file, None),
+    )
+    for key, found, right in asked:
+        if found != right:
+            yield f"{key}: found {show(found)} {why}: it must be {show(right)}"
+    if train.minibatch_size % 2:
+        key = "samples_per_minibatch" if train.num_minibatches is None else "num_minibatches"
+        yield f"train.{key}: found minibatches of {train.minibatch_size} samples {why}: it must be an even number"
+    if not isinstance(config.data, task.FileDataConfig):
+        right = "it must be jsonl, parquet or huggingface, with the columns prompt, chosen and rejected"
+        kind = next((name for name, schema in task.SCHEMAS["data"].items() if type(config.data) is schema), "none")
+        yield f"data: found {kind} {why}: {right}"
 
 
 def _check_saved(config: Config) -> Iterator[str]:

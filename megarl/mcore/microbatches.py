@@ -6,6 +6,7 @@ It needs no Megatron: the driver plans as the ranks do.
 import heapq
 from collections.abc import Sequence
 
+from megarl.config.schema.algo import compares_pairs
 from megarl.mcore.spec import Role, WorkerSpec
 from megarl.models.architecture import Architecture
 from megarl.types import Metrics, Sequences
@@ -76,9 +77,16 @@ def _fill(
 def plan_microbatches(
     spec: WorkerSpec, arch: Architecture, sequences: Sequences, num_ranks: int
 ) -> list[list[list[int]]]:
-    """Data-parallel rank -> micro-batch -> row numbers, as `pack` finds them; tokens may be missing in `sequences`."""
+    """Data-parallel rank -> micro-batch -> row numbers, as `pack` finds them; tokens may be missing in `sequences`.
+
+    Under algo.value_loss=bradley_terry rows 2i and 2i + 1 are a pair, and are in one micro-batch.
+    """
+    size = 2 if compares_pairs(spec.algo) else 1
     costs = compute_row_costs(arch, sequences, with_value_head=spec.role is Role.critic)
-    return pack(sequences.lengths.tolist(), spec.tokens_per_microbatch * spec.parallel.cp, num_ranks, costs)
+    given = (sequences.lengths.tolist(), costs)
+    lengths, costs = ([sum(x[i : i + size]) for i in range(0, len(x), size)] for x in given)
+    planned = pack(lengths, spec.tokens_per_microbatch * spec.parallel.cp, num_ranks, costs)
+    return [[[size * i + j for i in units for j in range(size)] for units in own] for own in planned]
 
 
 def compute_row_costs(arch: Architecture, sequences: Sequences, with_value_head: bool = False) -> list[float]:

@@ -86,6 +86,7 @@ def build_targets(samples: TrainingSamples, batch: PackedBatch) -> TokenTargets:
         old_values=flat(samples.old_values),
         returns=flat(samples.returns),
         critic_mask=flat(samples.critic_mask),
+        samples=batch.rows[batch.token_rows].to(device),
         num_rows=batch.num_rows,
         row_lengths=samples.mask[batch.rows].sum(1).to(device),
     )

@@ -17,6 +17,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load
 from megarl.config.overrides import check_words, take_config_dirs
 from megarl.config.placement import list_contradictions
+from megarl.config.schema.algo import compares_pairs
 from megarl.config.schema.root import Config
 from megarl.run.command import EXIT_BAD_CONFIG, end_with_closed_pipe
 
@@ -70,8 +71,11 @@ def main(arguments: Sequence[str]) -> int:
 
 def check_hardware_is_known(config: Config) -> None:
     if config.has_critic_alone:
-        text = "a plan is of policy and servers, and the critic alone learns: plan it with train.num_iterations above 0"
-        raise ConfigError([f"train.num_iterations: 0 found with algo.value_pretrain.rollouts; {text}"])
+        text = "a plan is of policy and servers, and the critic alone learns"
+        if compares_pairs(config.algo):
+            raise ConfigError([f"algo.value_loss: bradley_terry found; {text}"])
+        found = "0 found with algo.value_pretrain.rollouts"
+        raise ConfigError([f"train.num_iterations: {found}; {text}: plan it with train.num_iterations above 0"])
     if config.cluster.hardware.gpu is None:
         known = "cluster=h100x8, h100x16, h100x64, h100x256 or h200x8, or the numbers under cluster.hardware"
         text = f"found null; a plan needs a cluster whose GPU is known: {known} (docs/one-node.md has an example)"

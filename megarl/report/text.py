@@ -40,6 +40,8 @@ KEY_METRICS = (
     ("policy/entropy", "entropy"),
     ("policy/clip_frac", "clip"),
     ("critic/explained_variance", "ev"),
+    ("critic/pair_accuracy", "accuracy"),
+    ("heldout/pair_accuracy", "held-out accuracy"),
     ("mismatch/kl", "mismatch kl"),
     ("replay/logprob_above", "log-prob above mean reward"),
     ("replay/logprob_below", "below"),

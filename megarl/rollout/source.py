@@ -598,7 +598,7 @@ class SavedSource:
     def __init__(self, saved: SavedGroups, num_groups: int, seed: int):
         """num_groups: of an iteration."""
         self._path, self._num_groups, self._num_saved = saved.path, num_groups, len(saved.groups)
-        self._sampler = PromptSampler(saved.groups, seed)
+        self._sampler: PromptSampler[Any] = PromptSampler(saved.groups, seed)
 
     def state(self) -> SourceState:
         """The state after the last iteration taken."""
@@ -617,12 +617,16 @@ class SavedSource:
         groups = [read_group(self._path, group) for group in self._sampler.next_batch(self._num_groups)]
         # What another run's trainer said of them is left out.
         aged = [tuple(replace(sample, age=iteration, group_number=None) for sample in group) for group in groups]
-        state = self._sampler.state()
-        metrics = {"saved/epoch": int(state["epoch"]) + int(state["position"]) / self._num_saved}
+        metrics = {"saved/epoch": self.count_passes()}
         if scores := [s.score for group in groups for s in group if s.score.failure is None]:
             metrics["saved/reward_mean"] = sum(score.reward for score in scores) / len(scores)
             metrics["saved/correct_frac"] = sum(score.correct for score in scores) / len(scores)
         return IterationBatch(replayed=aged, metrics=metrics)
+
+    def count_passes(self) -> float:
+        """Passes over the file so far."""
+        state = self._sampler.state()
+        return int(state["epoch"]) + int(state["position"]) / self._num_saved
 
     def keep_logprobs(self, old_logprobs: Tensor) -> None:
         """Nothing is kept: log mu stays what the file recorded."""

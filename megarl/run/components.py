@@ -13,8 +13,9 @@ from torch import Tensor
 
 from megarl.algo.algorithm import build_pretraining_algo, measure_old_logprobs
 from megarl.algo.diagnostics import compute_batch_metrics
+from megarl.algo.losses import measure_pairs
 from megarl.algo.objective import reads_old_logprobs
-from megarl.config.schema.algo import KLEstimator, needs_reference
+from megarl.config.schema.algo import KLEstimator, compares_pairs, needs_reference
 from megarl.config.schema.root import Config
 from megarl.config.schema.task import MultiTurnEnvironmentConfig
 from megarl.interfaces import DeadlineError, Pending, RolloutServers, TrainBackend, WeightSync, wait_all
@@ -25,6 +26,7 @@ from megarl.report.tokens import TokenFile
 from megarl.rollout.client import ServerOffloader, wait_left_over
 from megarl.rollout.collector import Collector, build_tensors
 from megarl.rollout.engine import SGLangEngine
+from megarl.rollout.pairs import Pairs, PairSource, build_group
 from megarl.rollout.rollout_file import RolloutWriter
 from megarl.rollout.source import GroupSource, SavedPretraining, SavedSource, join_groups
 from megarl.run.inputs import Inputs
@@ -185,7 +187,9 @@ class Source:
         if inputs.saved_rollouts is not None:
             self._pretraining = SavedPretraining(config.algo.value_pretrain, inputs.saved_rollouts, it.report.message)
         self.groups: GroupSource | SavedSource
-        if inputs.saved_groups is not None:
+        if inputs.pairs is not None:
+            self.groups = PairSource(inputs.pairs, config.train.num_prompts, config.seed)
+        elif inputs.saved_groups is not None:
             self.groups = SavedSource(inputs.saved_groups, config.train.num_prompts, config.seed)
         else:
             assert it.engine
@@ -265,6 +269,7 @@ class Roles:
         reuses_logprobs: old_logprobs are then the rollout engine's, until `add_old_logprobs`.
         """
         algo = self.config.algo if iteration > 0 else build_pretraining_algo(self.config.algo)
+        is_pairs = compares_pairs(algo)
         reads_policy = reads_old_logprobs(algo) and not reuses_logprobs if iteration > 0 else algo.kl.in_reward
         policy, critic, reference = self.policy, self.critic, self.reference
         tensors = build_tensors(rollout, self.critic_prompt, self.config.rollout.max_staleness)
@@ -273,7 +278,7 @@ class Roles:
         old = policy.logprobs(sequences, temperature) if policy and reads_policy else None
         ref_kl = policy.reference_kl(sequences, temperature) if policy and full_kl else None
         ref = reference.logprobs(sequences, temperature) if reference and needs_reference(algo) else None
-        values = critic.values(tensors.critic_input) if critic else None
+        values = critic.values(tensors.critic_input) if critic and not is_pairs else None
         wait_all([call for call in (old, ref_kl, ref, values) if call])
         experience = tensors.build_experience(
             old.result() if old else tensors.rollout_logprobs,
@@ -303,6 +308,15 @@ class Roles:
         wait_all(running)
         return {name: value for call in running for name, value in average_steps(call.result()).items()}
 
+    def compare_pairs(self, pairs: Pairs | None) -> Metrics:
+        """heldout/pair_accuracy, pair_margin and loss on train.num_eval_prompts held-out pairs; nothing without any."""
+        if pairs is None or self.critic is None:
+            return {}
+        rollout = join_groups(list(map(build_group, pairs.heldout[: self.config.train.num_eval_prompts])), 0)
+        scores = self.critic.values(build_tensors(rollout).sequences).result()[:, 0].double()
+        loss, accuracy, margin = map(float, measure_pairs(scores[0::2] - scores[1::2], len(scores) // 2))
+        return {"heldout/loss": loss, "heldout/pair_accuracy": accuracy, "heldout/pair_margin": margin}
+
     def add_old_logprobs(self, experience: Experience) -> tuple[Experience, Metrics]:
         """The experience with the old_logprobs that the update on it has computed, and their metrics."""
         assert self.policy is not None
@@ -311,13 +325,14 @@ class Roles:
 
 
 def split_minibatches(config: Config, num_samples: int, iteration: int) -> list[Tensor]:
-    """Row numbers (int64) of each optimizer step: a new order in every epoch, the same for the same seed."""
+    """Row numbers (int64) of each optimizer step: a new order in every epoch, the same for the same seed. Pairs stay
+    together."""
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + iteration)
-    size = config.train.minibatch_size
+    size, unit = config.train.minibatch_size, 2 if compares_pairs(config.algo) else 1
     return [
-        rows
+        (unit * units[:, None] + torch.arange(unit)).flatten()
         for _ in range(config.train.epochs_per_iteration)
-        for rows in torch.split(torch.randperm(num_samples, generator=generator), size)
+        for units in torch.split(torch.randperm(num_samples // unit, generator=generator), size // unit)
     ]
 
 

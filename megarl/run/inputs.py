@@ -10,7 +10,7 @@ from megarl.algo.objective import needs_critic
 from megarl.config.checks import describe_iteration_size
 from megarl.config.errors import ConfigError
 from megarl.config.overrides import name_choice
-from megarl.config.schema.algo import count_values, needs_reference
+from megarl.config.schema.algo import compares_pairs, count_values, needs_reference
 from megarl.config.schema.root import Config
 from megarl.files import load_json_object
 from megarl.interfaces import Sampling, Truncation
@@ -21,6 +21,7 @@ from megarl.models.checkpoint import default_cache_dir, find_checkpoint, load_to
 from megarl.models.families import list_unknown_keys
 from megarl.rollout.collector import EvalSet
 from megarl.rollout.conversation import Conversation, add_turn_end, build_conversation, check_conversation
+from megarl.rollout.pairs import Pairs, build_pairs
 from megarl.rollout.rollout_file import NO_GROUPS, Limits, SavedGroups, find_groups
 from megarl.rollout.server import build_command, load_generation_spec
 from megarl.sync.pieces import check_serving_layout
@@ -50,6 +51,8 @@ class Inputs:
     """The responses that value pretraining learns from, if not from fresh ones"""
     saved_groups: SavedGroups | None = None
     """What rollout.file has; None: responses are generated. Else all below is empty."""
+    pairs: Pairs | None = None
+    """What a reward model learns from"""
     data: DataSplits = field(default_factory=lambda: DataSplits((), (), 0))
     conversation: Conversation | None = None
     """What answers the policy; None with environment=single_turn"""
@@ -104,15 +107,32 @@ def load_inputs(config: Config) -> Inputs:
         # Raises for unknown options; the real command is built where the server starts.
         build_command(config.rollout, models.checkpoint, host=config.cluster.listen_host, port=0, seed=config.seed)
     specs, tokenizer = load_specs(config, models), load_tokenizer(models.checkpoint)
-    if config.has_servers:
+    if config.has_servers or compares_pairs(config.algo):
         use_chat_template(config.data, tokenizer)
     own = build_critic_prompt(config, models, tokenizer)
     saved = load_saved_rollouts(config, models, own)
     inputs = Inputs(models.checkpoint, models.architecture, tokenizer, specs, own, saved)
     if config.has_servers:
         return _add_prompts(config, inputs)
+    if compares_pairs(config.algo):
+        return replace(inputs, saved_groups=NO_GROUPS, pairs=load_pairs(config, models, tokenizer))
     groups = NO_GROUPS if config.has_critic_alone else load_saved_groups(config, models, tokenizer, own)
     return replace(inputs, saved_groups=groups)
+
+
+def load_pairs(config: Config, models: Models, tokenizer: "PreTrainedTokenizerBase") -> Pairs:
+    """The pairs of a reward model. Raises ConfigError that says where, and where an iteration takes more than there
+    are."""
+    vocab_size, longest = (
+        models.critic_architecture.vocab_size,
+        config.data.prompt_length + config.rollout.response_length,
+    )
+    data = build_data(config.data, tokenizer, config.seed, vocab_size=vocab_size)
+    pairs = build_pairs(data, Renderer(config.data, tokenizer, vocab_size=vocab_size), longest)
+    if len(pairs.train) < config.train.num_prompts:
+        size = f"{config.train.num_prompts} pairs of an iteration; the data have {len(pairs.train)}"
+        raise ConfigError([f"{describe_iteration_size(config.train)}, which is {size}, and it takes none twice"])
+    return pairs
 
 
 def _add_prompts(config: Config, inputs: Inputs) -> Inputs:

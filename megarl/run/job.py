@@ -79,6 +79,8 @@ client after 90 s and Lustre's after 100 s, unless set otherwise"""
 
 def describe_data(config: Config, inputs: Inputs) -> str:
     """What the run learns from, in a line or more; empty where `describe_start` says it."""
+    if (pairs := inputs.pairs) is not None:
+        return f"data: {len(pairs.train)} pairs to train on, {len(pairs.heldout)} held out; {'; '.join(pairs.notes)}"
     if config.has_critic_alone:
         return ""
     if (saved := inputs.saved_groups) is not None:
@@ -312,7 +314,7 @@ def run_job(config: Config, run_dir: Path, overrides: Sequence[str] = (), *, is_
             why = str(error) if plain else f"{type(error).__name__}: {error}"
             write_outcome(run_dir, Outcome(State.stopped if isinstance(error, Stopped) else State.failed, why))
             raise
-        results = {"iterations": summary.num_iterations, HELDOUT: summary.heldout_reward}
+        results = summary.results
         limit, total = summary.limit, config.train.num_iterations
         why = "" if limit is None else format_limit(limit, summary.num_iterations, total)
         write_outcome(run_dir, Outcome(State.done, why, results))
@@ -429,7 +431,10 @@ class _Attempts:
             report.message(format_heldout(rewards))
         where = run_dir / Role.policy.value
         use = f"trained model: {where} (megarl evaluate model=checkpoint model.path={where})"
-        if total == 0:
+        if self.inputs.pairs is not None:
+            where = run_dir / Role.critic.value
+            use = f"reward model: {where} (megarl serve {where}; or critic.init={where})"
+        elif total == 0:
             where = run_dir / Role.critic.value
             use = f"trained critic: {where} (megarl train critic.init={where} algo.value_pretrain.enabled=false)"
         report.message(f"{use}; report: megarl report {run_dir}")
@@ -455,6 +460,7 @@ class _Attempts:
         try:
             saved = self.inputs.saved_groups
             drawn: Sequence[Any] = self.inputs.data.train if saved is None else saved.groups
+            drawn = drawn if self.inputs.pairs is None else self.inputs.pairs.train
             PromptSampler(drawn, self.config.seed).restore(state.source.sampler)
         except ValueError as error:
             raise CheckpointError(f"{self.run_dir}: the data have changed: {error}") from error

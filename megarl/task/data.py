@@ -98,7 +98,7 @@ def read_problems(
     prompt_field, answer_field, others = find_fields(located, config)
     chats = [_read_chat(where, record, prompt_field, answer_field) for where, record in located]
     values = [
-        get_field(record, answer_field) if answer_field else last and last.content
+        read_response(get_field(record, answer_field)) if answer_field else last and last.content
         for (_, record), (_, last) in zip(located, chats, strict=True)
     ]
     part = config.answer_part or _choose_part(located, values)
@@ -202,6 +202,13 @@ def _decode_chat(value: Any) -> Any:
         return value
     is_chat = all(isinstance(item, dict) and item.keys() & {"role", "from"} for item in decoded)
     return decoded if decoded and is_chat else value
+
+
+def read_response(value: Any) -> Any:
+    """The text of the last message where the value is a chat; else the value."""
+    chat = _decode_chat(value)
+    last = chat[-1] if isinstance(chat, list) and chat else None
+    return last.get("content", last.get("value")) if isinstance(last, Mapping) else value
 
 
 def extract_answer(value: Any, part: AnswerPart = AnswerPart.whole) -> str:

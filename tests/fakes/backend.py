@@ -299,5 +299,10 @@ def compute_lr(config: OptimizerConfig, step: int) -> float:
 def build_targets(samples: TrainingSamples, tokens: ResponseTokens) -> TokenTargets:
     found: dict[str, Any] = {each.name: getattr(samples, each.name, None) for each in fields(TokenTargets)}
     found |= {name: x[tokens.rows, tokens.columns] for name, x in found.items() if x is not None and x.ndim == 2}
-    found |= {"rows": tokens.rows, "num_rows": len(samples.mask), "row_lengths": samples.mask.sum(1)}
+    found |= {
+        "rows": tokens.rows,
+        "samples": tokens.rows,
+        "num_rows": len(samples.mask),
+        "row_lengths": samples.mask.sum(1),
+    }
     return TokenTargets(**found | {"positive": samples.positive[tokens.rows]})

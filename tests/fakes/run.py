@@ -58,6 +58,7 @@ def _load(overrides: tuple[str, ...]) -> tuple[Config, Inputs]:
     # What evaluates has no effect on saved responses, and what trains the policy none where there is none.
     is_saved = any(text.startswith("rollout.file=") for text in overrides)
     is_alone = "train.num_iterations=0" in overrides and any("value_pretrain.rollouts=" in text for text in overrides)
+    is_alone |= "experiment=reward_model" in overrides
     dead = ("eval",) * is_saved + ("policy.",) * is_alone
     config = load_config([*(text for text in SMALL if not any(name in text for name in dead)), *overrides])
     return config, load_inputs(config)

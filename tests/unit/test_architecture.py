@@ -12,27 +12,27 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megarl"
 
 ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
-    "cli": (8, 871, ("cli", "train", "api", "plan.command", "plan.doctor")),
-    "run": (7, 2650, ("run", "trainer", "sweep")),
+    "cli": (8, 880, ("cli", "train", "api", "plan.command", "plan.doctor")),
+    "run": (7, 2710, ("run", "trainer", "sweep")),
     "cluster": (6, 1720, ("cluster",)),
     "plan": (6, 1937, ("plan",)),
     "sync": (5, 2150, ("sync",)),
-    "mcore": (4, 4410, ("mcore",)),
-    "rollout": (4, 3690, ("rollout",)),
-    "config": (3, 2220, ("config",)),
+    "mcore": (4, 4415, ("mcore",)),
+    "rollout": (4, 3820, ("rollout",)),
+    "config": (3, 2245, ("config",)),
     "cpu": (3, 1560, ("cpu",)),
-    "algo": (2, 3220, ("algo",)),
+    "algo": (2, 3275, ("algo",)),
     "models": (2, 1020, ("models",)),
     "report": (2, 3290, ("report",)),
-    "task": (2, 4555, ("task",)),
+    "task": (2, 4565, ("task",)),
     "files": (1, 750, ("files", "signals")),
-    "schema": (1, 1790, ("config.schema", "config.errors")),
+    "schema": (1, 1800, ("config.schema", "config.errors")),
     "types": (1, 720, ("types", "interfaces", "environment")),
 }
 """Floor, most lines and modules of every room. A room imports itself and rooms of lower floors, never one of its own
 floor. Raising a budget is a line that a reviewer sees, with its reason in the commit."""
-MOST_LINES, MOST_FILES = 36_500, 120
-MOST_BESIDE = {"tests": 31_000, "tools": 5_610, "examples": 1_600, "slurm": 661}
+MOST_LINES, MOST_FILES = 37_000, 120
+MOST_BESIDE = {"tests": 31_500, "tools": 5_610, "examples": 1_600, "slurm": 661}
 """Lines of the other folders; of tools/ those of programs alone"""
 ROOM_OF = {module: room for room, (_, _, modules) in ROOMS.items() for module in modules}
 CONFIG_MAY_IMPORT = {"algo", "files", "schema"}

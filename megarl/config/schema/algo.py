@@ -16,7 +16,15 @@ RatioLevel = Enum(
     "RatioLevel", {"token": "token", "sequence": "sequence", "geometric": "geometric", "sequence_mean": "geometric"}
 )
 MismatchCorrection = Enum("MismatchCorrection", {"none": "none", "tis": "tis", "mis": "mis"})
-ValueLoss = Enum("ValueLoss", {"squared": "squared", "cross_entropy": "cross_entropy", "classes": "classes"})
+ValueLoss = Enum(
+    "ValueLoss",
+    {
+        "squared": "squared",
+        "cross_entropy": "cross_entropy",
+        "classes": "classes",
+        "bradley_terry": "bradley_terry",
+    },
+)
 LambdaLevel = Enum("LambdaLevel", {"token": "token", "turn": "turn"})
 SamplingBy = Enum("SamplingBy", {"correct": "correct", "reward": "reward"})
 LossAggMode = StrEnum(
@@ -271,7 +279,8 @@ class AlgoConfig:
     value_loss: ValueLoss = key(ValueLoss.squared, when=WITH_CRITIC, strict=True)
     """The critic's loss: half the squared error, or with critic.value_range the cross-entropy, for returns that are
     mostly at its ends: value and return as probabilities of the upper one; or classes, the cross-entropy over bins of
-    that range, around the return (HL-Gauss 2403.03950), of which the value is the mean."""
+    that range, around the return (HL-Gauss 2403.03950), of which the value is the mean. bradley_terry: the critic
+    becomes a reward model, and nothing else runs (experiment=reward_model)."""
     value_bins: int = key(51, low=2, high=1001, when=(WITH_CRITIC, needs("value_loss", "classes")))
     """With value_loss=classes: number of bins, the outputs of the value head."""
     value_clip: float | None = key(None, above=0, when=WITH_CRITIC, strict=True)
@@ -297,6 +306,11 @@ def needs_full_kl(config: AlgoConfig) -> bool:
 def count_values(config: AlgoConfig) -> int:
     """Outputs of the critic's value head."""
     return config.value_bins if config.value_loss is ValueLoss.classes else 1
+
+
+def compares_pairs(config: AlgoConfig) -> bool:
+    """Whether the critic learns which of two responses is the better one, as a reward model."""
+    return config.value_loss is ValueLoss.bradley_terry
 
 
 def needs_entropy(config: AlgoConfig) -> bool:

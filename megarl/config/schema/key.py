@@ -120,7 +120,8 @@ GENERATED = Effect(
 )
 NOT_ALONE = Effect(
     lambda place: place.command != "train" or not place.config.has_critic_alone,
-    "where the critic alone learns, from saved rollouts; it counts with train.num_iterations above 0",
+    "where the critic alone learns, from saved rollouts or pairs; it counts with train.num_iterations above 0, and with"
+    " algo.value_loss=squared",
 )
 WITH_CRITIC = Effect(
     lambda place: place.objective.needs_critic(place.config.algo),

@@ -21,7 +21,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from megarl.config.schema.algo import AlgoConfig, needs_reference
+from megarl.config.schema.algo import AlgoConfig, compares_pairs, needs_reference
 from megarl.config.schema.key import (
     DEADLINE,
     EVALUATED,
@@ -246,7 +246,7 @@ class TrainConfig:
     """Further sets by name, as in train.eval_sets='{gsm8k: {path: test.jsonl}}', each with `path`, `num_prompts` (null:
     all), `num_samples` (1), `temperature` (0), `top_p` (1) and `top_k` (-1); logged as eval/NAME/*."""
     stop_at_heldout_reward: float | None = key(None, when=GENERATED)
-    """End early once the held-out reward reaches this."""
+    """End early once the held-out reward reaches this; of a reward model, its accuracy on held-out pairs."""
     max_samples: int | None = key(None, low=1, when=(GENERATED, NOT_ALONE))
     """End after the iteration in which this many responses have been generated in all."""
     max_minutes: float | None = key(None, above=0)
@@ -419,9 +419,10 @@ class Config:
 
     @property
     def has_critic_alone(self) -> bool:
-        """Whether the critic learns from saved rollouts and nothing else runs: no policy, reward and server."""
+        """Whether the critic learns from saved rollouts or pairs and nothing else runs: no policy, reward, server."""
         pretraining = self.algo.value_pretrain
-        return self.train.num_iterations == 0 and pretraining.num_steps > 0 and pretraining.rollouts is not None
+        is_saved = self.train.num_iterations == 0 and pretraining.num_steps > 0 and pretraining.rollouts is not None
+        return is_saved or compares_pairs(self.algo)
 
     @property
     def has_servers(self) -> bool:

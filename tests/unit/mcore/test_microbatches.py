@@ -4,6 +4,7 @@ and shared among the ranks of a context-parallel group.
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from tiny_checkpoints import build_sequences, build_spec, write_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import megarl.mcore  # noqa: F401
+from megarl.config.schema.algo import AlgoConfig, ValueLoss
 from megarl.config.schema.roles import LoraConfig
 from megarl.cpu.layers import Rectangle
 from megarl.mcore.batch import ContextGroup, PackedBatch, build_batch, find_owners
-from megarl.mcore.microbatches import COMPUTED, REAL, compute_row_costs, describe_work, pack
+from megarl.mcore.microbatches import COMPUTED, REAL, compute_row_costs, describe_work, pack, plan_microbatches
 from megarl.mcore.spec import Role, read_architecture
 from megarl.models.architecture import Architecture, Experts
 from megarl.types import Sequences
@@ -54,6 +56,20 @@ def test_no_rank_costs_more_than_the_mean_and_a_share_of_the_costliest_row(
     ranks = pack([length for length, _ in rows], budget, num_ranks, costs)
     bound = sum(costs) / num_ranks + (1 - 1 / num_ranks) * max(costs, default=0.0)
     assert max(total_costs(ranks, costs)) <= bound * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("tokens", "num_ranks"), [(10_000, 1), (40, 1), (40, 3), (1, 2)])
+def test_a_pair_is_in_one_micro_batch(tokens: int, num_ranks: int, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    spec = build_spec(
+        tmp_path, Role.critic, algo=AlgoConfig(value_loss=ValueLoss.bradley_terry), tokens_per_microbatch=tokens
+    )
+    sequences = build_sequences(14)
+    planned = plan_microbatches(spec, read_architecture(tmp_path), sequences, num_ranks)
+    assert sorted(row for own in planned for rows in own for row in rows) == list(range(14))
+    for rows in (rows for own in planned for rows in own):
+        assert sorted(rows) == sorted(row ^ 1 for row in rows)
+        assert len(rows) <= 2 or int(sequences.lengths[rows].sum()) <= tokens
 
 
 @settings(max_examples=100)
