@@ -351,7 +351,10 @@ def format_critic(policy: PolicyConfig, critic: CriticConfig, algo: AlgoConfig) 
     elif critic.value_range is not None:
         low, high = critic.value_range
         parts.append(f"V = {low:g} + {high - low:g} (1/2 + atan(z)/pi) of the value head's z")
-    if critic.trainable is Trainable.mlp:
+    if critic.lora.rank:
+        layers = " and ".join(each.name for each in critic.lora.layers)
+        parts.append(f"adapters of rank {critic.lora.rank} ({layers}) and value head alone are trained")
+    elif critic.trainable is Trainable.mlp:
         parts.append("MLPs and value head alone are trained")
     if policy.frozen_iterations > 0:
         parts.append(f"the policy is frozen in the first {policy.frozen_iterations} iterations")

@@ -187,6 +187,8 @@ def compute_megatron_shape(entry: Entry, arch: Architecture, tp: int) -> Shape:
 
 ADAPTER_PREFIX = "adapters."
 """Keys of adapters in Megatron's checkpoints and names of their parameters begin so"""
+PEFT_PREFIX = "base_model.model."
+"""What PEFT puts before the names of a model's modules"""
 ADAPTER_FOLDER = "adapter"
 """Beside the weights of a Hugging Face checkpoint: what PEFT loads"""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -219,17 +221,18 @@ def to_peft(entry: Entry, a: Sequence[Tensor], b: Sequence[Tensor], arch: Archit
     else:
         pairs = [(name, a[0], part) for name, part in to_hf(entry, [shard.flatten(0, 1) for shard in b], arch)]
     for name, own_a, own_b in pairs:
-        module = f"base_model.model.{name.removesuffix('.weight')}"
+        module = f"{PEFT_PREFIX}{name.removesuffix('.weight')}"
         yield f"{module}.lora_A.weight", own_a.clone()
         yield f"{module}.lora_B.weight", own_b.clone()
 
 
-def build_peft_config(lora: LoraConfig, arch: Architecture, base: str) -> dict[str, Any]:
+def build_peft_config(lora: LoraConfig, arch: Architecture, base: str, is_critic: bool) -> dict[str, Any]:
     """PEFT's adapter_config.json, for this model. base: the checkpoint that the adapters belong to."""
     entries = [entry for entry in list_layer(arch, 0, experts=()) if has_adapter(entry, lora.layers)]
+    head = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]} if is_critic else {"task_type": "CAUSAL_LM"}
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        **head,
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,

@@ -128,8 +128,9 @@ def describe_work(metrics: Metrics, spec: WorkerSpec, arch: Architecture, sequen
     multiply_adds = sum(compute_row_costs(arch, sequences, with_value_head=role is Role.critic))
     operations = 6 * multiply_adds
     if spec.lora is not None:
-        _, per_square = count_layer_work(arch)
-        operations -= 2 * (multiply_adds - per_square * float(sequences.lengths.double().square().sum()))
+        head = 0 if role is Role.critic else arch.hidden_size * arch.vocab_size
+        tokens, responses = float(sequences.lengths.sum()), float(sequences.response_lengths.sum())
+        operations -= 2 * (count_layer_work(arch)[0] * tokens + head * responses)
     return {
         **rest,
         f"{role.value}/real_tokens_frac": metrics[REAL] / metrics[COMPUTED],

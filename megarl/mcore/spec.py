@@ -162,7 +162,7 @@ class WorkerSpec:
     trainable: Trainable = Trainable.all
     """Of the critic alone"""
     lora: LoraConfig | None = None
-    """Of the policy alone"""
+    """Of policy and critic, whose value head is trained too; None: all of `trainable` is trained"""
     value_range: tuple[float, float] | None = None
     """Of the critic alone; its checkpoints record it"""
     deterministic: bool = False
@@ -268,7 +268,7 @@ def check_role_fields(arch: Architecture, spec: WorkerSpec, in_worker: bool = Fa
     if spec.lora is not None:
         yield from _check_lora(arch, spec, spec.lora)
     experts_alone = arch.experts is not None and not arch.experts.shared_ffn_size
-    if spec.trainable is Trainable.mlp and experts_alone and spec.parallel.pp > 1:
+    if spec.trainable is Trainable.mlp and spec.lora is None and experts_alone and spec.parallel.pp > 1:
         # Megatron's optimizer of dense weights would have none on the stages before the head, and then writes no state.
         yield (
             f"{role}.parallel.pp: found {spec.parallel.pp} with {role}.trainable=mlp, which trains nothing but experts"
@@ -282,17 +282,18 @@ def check_role_fields(arch: Architecture, spec: WorkerSpec, in_worker: bool = Fa
 
 def _check_lora(arch: Architecture, spec: WorkerSpec, lora: LoraConfig) -> Iterator[str]:
     """Why these adapters cannot be trained."""
+    role = spec.role.value
     if not lora.layers:
-        yield "policy.lora.layers: found nothing; it must be attention, mlp or both"
+        yield f"{role}.lora.layers: found nothing; it must be attention, mlp or both"
     if arch.experts is not None and LoraLayers.mlp in lora.layers:
-        yield "policy.lora.layers: found mlp; experts have no adapters: policy.lora.layers=[attention]"
+        yield f"{role}.lora.layers: found mlp; experts have no adapters: {role}.lora.layers=[attention]"
     if arch.output_norms:
         yield (
-            f"policy.lora.rank: found {lora.rank}; a model with norms of its layers' outputs ({arch.family}) has no"
+            f"{role}.lora.rank: found {lora.rank}; a model with norms of its layers' outputs ({arch.family}) has no"
             " adapters; it must be 0"
         )
     if spec.fp8:
-        yield f"policy.fp8: found {spec.fp8.value} with policy.lora.rank={lora.rank}; adapters need null"
+        yield f"{role}.fp8: found {spec.fp8.value} with {role}.lora.rank={lora.rank}; adapters need null"
 
 
 def check_router_replay(arch: Architecture) -> Iterator[str]:

@@ -46,6 +46,7 @@ from megarl.mcore.checkpoints import (
     HEAD,
     HF_EMBEDDING,
     HF_HEAD,
+    PEFT_PREFIX,
     VALUE_HEAD,
     CheckpointReader,
     Entry,
@@ -303,13 +304,14 @@ class Adapters(torch.nn.ModuleDict):
 def attach_adapters(
     chunks: Sequence[PackedGPT], lora: LoraConfig | None, seed: int, checkpoint: str
 ) -> dict[str, Any] | None:
-    """Freeze all weights and put adapters beside those that `lora` names, before `wrap_chunks`; None: nothing changes.
-    Returns PEFT's adapter_config.json. checkpoint: that the adapters belong to.
+    """Freeze all weights but a value head and put adapters beside those that `lora` names, before `wrap_chunks`; None:
+    nothing changes. Returns PEFT's adapter_config.json. checkpoint: that the adapters belong to.
     """
     if lora is None:
         return None
     for chunk in chunks:
-        chunk.requires_grad_(False)
+        for name, param in chunk.named_parameters():
+            param.requires_grad_(name == HEAD and chunk.with_value_head)
         owners = {id(module.weight): module for module in chunk.modules() if hasattr(module, "weight")}
         adapters = Adapters()
         for entry, param in named_entries([chunk]):
@@ -321,13 +323,15 @@ def attach_adapters(
                 # Of decoder.layers.3.mlp.linear_fc1.weight: 3-mlp-linear_fc1
                 adapters["-".join(entry.name.split(".")[2:-1])] = adapter
         chunk.adapters = adapters
-    return build_peft_config(lora, chunks[0].arch, checkpoint)
+    return build_peft_config(lora, chunks[0].arch, checkpoint, chunks[0].with_value_head)
 
 
 def export_peft(
     chunks: Sequence[PackedGPT], arch: Architecture, config: Mapping[str, Any] | None
 ) -> PeftAdapter | None:
-    """The whole adapters, on the CPU. config: adapter_config.json; None: there are none. Every rank must call it."""
+    """The whole adapters and value head, on the CPU. config: adapter_config.json; None: there are none. Every rank must
+    call it.
+    """
     if config is None:
         return None
     group = parallel_state.get_tensor_model_parallel_group()
@@ -338,6 +342,8 @@ def export_peft(
             [x.cpu() for x in gather_shards(each.detach().contiguous(), group, is_split)] for each, is_split in splits
         )
         own |= dict(to_peft(adapter.entry, a, b, arch))
+    if chunks[-1].with_value_head and chunks[-1].post_process:
+        own[f"{PEFT_PREFIX}{VALUE_HEAD}"] = chunks[-1].output_layer.weight.detach().cpu()
     stages: list[Any] = [None] * parallel_state.get_pipeline_model_parallel_world_size()
     dist.all_gather_object(stages, own, group=parallel_state.get_pipeline_model_parallel_group())
     return PeftAdapter(config, {name: tensor for stage in stages for name, tensor in stage.items()})

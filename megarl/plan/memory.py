@@ -363,7 +363,7 @@ def count_trained(job: RoleJob, parameters: StageParameters) -> tuple[int, int]:
     if not job.is_trained:
         return 0, 0
     if adapters := count_adapters(job, parameters):
-        return adapters, 0
+        return adapters + (parameters.head if job.has_value_head else 0), 0
     if isinstance(job.node, schema.CriticConfig) and job.node.trainable is schema.Trainable.mlp:
         return parameters.mlp + parameters.head, parameters.experts
     return parameters.dense, parameters.experts
@@ -371,7 +371,7 @@ def count_trained(job: RoleJob, parameters: StageParameters) -> tuple[int, int]:
 
 def count_adapters(job: RoleJob, parameters: StageParameters) -> int:
     """The parameters of a rank's adapters."""
-    lora = job.node.lora if isinstance(job.node, schema.PolicyConfig) else None
+    lora = job.node.lora if isinstance(job.node, schema.TrainedRoleConfig) else None
     return parameters.num_layers * count_layer(job.arch, lora, job.parallel.tp) if lora and lora.rank else 0
 
 

@@ -325,6 +325,7 @@ def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None
         node = getattr(config, role.value)
         is_trained = role is not Role.reference
         own |= {name: getattr(node, name) for name in ROLE_KEYS.values()} if is_trained else {}
+        own |= {"lora": node.lora} if is_trained and node.lora.rank else {}
         return WorkerSpec(
             role=role,
             checkpoint=str(start),
@@ -346,10 +347,7 @@ def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None
 
     specs: dict[Role, WorkerSpec] = {}
     if not config.has_critic_alone:
-        lora = config.policy.lora if config.policy.lora.rank else None
-        specs[Role.policy] = build(
-            Role.policy, checkpoint, num_steps, router_replay=config.rollout.router_replay, lora=lora
-        )
+        specs[Role.policy] = build(Role.policy, checkpoint, num_steps, router_replay=config.rollout.router_replay)
     if needs_critic(config.algo):
         specs[Role.critic] = build(
             Role.critic,

@@ -90,13 +90,20 @@ def test_ranks_of_another_layout_load_what_was_converted_and_train_on_from_it(
         assert "without an optimizer's state" in run["refused"][0], name
 
 
-@pytest.mark.parametrize(("family", "layout"), [("qwen2", "pp2-vpp2"), ("qwen3_moe", "tp2-sp-ep2")])
+@pytest.mark.parametrize(
+    ("role", "family", "layout"),
+    [
+        (Role.policy, "qwen2", "pp2-vpp2"),
+        (Role.policy, "qwen3_moe", "tp2-sp-ep2"),
+        (Role.critic, "qwen2", "tp2-sp-pp2"),
+    ],
+)
 def test_a_saved_state_with_adapters_is_converted_to_what_the_ranks_export(
-    family: str, layout: str, tmp_path: Path
+    role: Role, family: str, layout: str, tmp_path: Path
 ) -> None:
     write_checkpoint(tmp_path / family, family, num_hidden_layers=4)
     lora = LoraConfig(3, 12.0, [LoraLayers.attention])
-    spec = build_spec(Role.policy, tmp_path / family, layout, lora=lora)
+    spec = build_spec(role, tmp_path / family, layout, lora=lora)
     run = run_specs(tmp_path, {"saved": spec}, "update:2 weights:after save:state")["saved"]
     convert(open_source(tmp_path / "state"), tmp_path / "hf")
     for file in ("model.safetensors", "adapter/adapter_model.safetensors"):

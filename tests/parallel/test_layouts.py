@@ -115,6 +115,8 @@ ROWS: dict[str, tuple[Role, str, dict[str, Any], tuple[str, ...]]] = {
         )
     },
     "lora": (Role.policy, "qwen2", {"lora": LORA}, ("tp2", *TWO)),
+    "lora_critic": (Role.critic, "qwen3", {"algo": ALGO, "lora": LORA}, TWO),
+    "lora_critic_experts": (Role.critic, "qwen3_moe", {"lora": OF_ATTENTION}, ("dp2-ep2", "tp2-sp-ep2", "pp2-dp2-ep2")),
     "lora_experts": (Role.policy, "qwen3_moe", {"lora": OF_ATTENTION}, ("dp2-ep2", "tp2-sp-ep2")),
     "replay": (Role.policy, "qwen3_moe", {"router_replay": True}, ("dp2-ep2", "cp2-ep2", "tp2-sp-ep2", "pp2-vpp2")),
     "replay_dense": (Role.policy, "dense_layer", {"router_replay": True}, ("pp2-vpp2",)),
@@ -144,6 +146,8 @@ WAYS: dict[str, tuple[str, str, dict[str, Any]]] = {
         for layout in ("pp2", "pp2-vpp2", "cp2")
     },
     "lora_recomputed": ("lora", "one", {"recompute": Recompute.full}),
+    "lora_critic_recomputed": ("lora_critic", "one", {"recompute": Recompute.full}),
+    "lora_critic_offloaded": ("lora_critic", "one", {"offload": Offload.all}),
 }
 CUTS = {
     f"{row}_cut{number}": (row, number) for row in ("policy", "critic", "experts", "replay") for number in (2, 4, 8)
@@ -215,7 +219,8 @@ def trains(row: str, tensor: str) -> bool:
     if row == "critic_partly":
         return ".mlp." in tensor or tensor == "score.weight"
     if row.startswith("lora"):
-        kinds = ("q_proj", "k_proj", "v_proj", "o_proj") + (("mlp",) if row == "lora" else ())
+        kinds = ("q_proj", "k_proj", "v_proj", "o_proj") + (() if row.endswith("experts") else ("mlp",))
+        kinds += ("score",) if "critic" in row else ()
         return tensor.endswith(".weight") and any(kind in tensor for kind in kinds)
     return not tensor.endswith("e_score_correction_bias")
 
@@ -294,6 +299,7 @@ def test_where_one_rank_has_nothing_to_learn_from_or_no_row_all_is_that_of_one_p
         (Role.policy, "qwen3_moe", {}, "dp2-ep2", ("one", "tp2-sp-ep2", "tp2-sp-etp2")),
         (Role.policy, "qwen2", {"lora": LORA}, "tp2-sp", ("tp2", "pp2", "dp2", "cp2")),
         (Role.policy, "qwen3_moe", {"lora": OF_ATTENTION}, "dp2-ep2", ("tp2-sp-ep2",)),
+        (Role.critic, "qwen3", {"lora": LORA}, "tp2-sp", ("one", "pp2", "dp2")),
     ],
 )
 def test_loading_continues_identically_also_under_other_layouts(

@@ -123,6 +123,11 @@ NOT_ALONE = Effect(
     "where the critic alone learns, from saved rollouts or pairs; it counts with train.num_iterations above 0, and with"
     " algo.value_loss=squared",
 )
+WITHOUT_ADAPTERS = Effect(
+    lambda place: not place.node.lora.rank,
+    "with critic.lora.rank={node.lora.rank}, which trains adapters and the value head; it counts with"
+    " critic.lora.rank=0",
+)
 WITH_CRITIC = Effect(
     lambda place: place.objective.needs_critic(place.config.algo),
     "under algo.advantage={config.algo.advantage}, which has no critic; it counts with algo.advantage=gae, tether or"

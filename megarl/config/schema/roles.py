@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from megarl.config.schema.key import TRAINED, WITH_CRITIC, key, needs
+from megarl.config.schema.key import TRAINED, WITH_CRITIC, WITHOUT_ADAPTERS, key, needs
 
 Dtype = Enum("Dtype", {"float32": "float32", "bfloat16": "bfloat16"})
 Recompute = Enum("Recompute", {"none": "none", "selective": "selective", "full": "full"})
@@ -95,6 +95,18 @@ class OptimizerConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters that are trained while the weights are frozen (LoRA 2106.09685)."""
+
+    rank: int = key(0, low=0, high=4096)
+    """Rank r of each adapter: W + alpha / r * B A, of which only B and A are trained. 0: all weights are trained."""
+    alpha: float = key(32.0, above=0, when=needs("rank"))
+    """alpha of that product."""
+    layers: list[LoraLayers] = key(factory=lambda: [LoraLayers.attention, LoraLayers.mlp], when=needs("rank"))
+    """Layers with adapters."""
+
+
+@dataclass
 class TrainedRoleConfig:
     """What policy and critic have in common."""
 
@@ -102,6 +114,8 @@ class TrainedRoleConfig:
     """The parallel layout of the role."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """AdamW and its learning rate."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Train low-rank adapters instead of all weights; a critic's value head is trained whole."""
     dtype: Dtype = Dtype.bfloat16
     """Type of weights and activations; with bfloat16, master weights and gradients are float32."""
     recompute: Recompute = Recompute.none
@@ -123,23 +137,9 @@ class TrainedRoleConfig:
 
 
 @dataclass
-class LoraConfig:
-    """Low-rank adapters that are trained while the weights are frozen (LoRA 2106.09685)."""
-
-    rank: int = key(0, low=0, high=4096)
-    """Rank r of each adapter: W + alpha / r * B A, of which only B and A are trained. 0: all weights are trained."""
-    alpha: float = key(32.0, above=0, when=needs("rank"))
-    """alpha of that product."""
-    layers: list[LoraLayers] = key(factory=lambda: [LoraLayers.attention, LoraLayers.mlp], when=needs("rank"))
-    """Layers with adapters."""
-
-
-@dataclass
 class PolicyConfig(TrainedRoleConfig):
     """The model that is trained to answer."""
 
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    """Train low-rank adapters instead of all weights."""
     frozen_iterations: int = key(0, low=0, when=WITH_CRITIC, strict=True)
     """First iterations, in which only the critic learns (SAO: 10, BPCO: 15)."""
 
@@ -168,7 +168,7 @@ class CriticConfig(TrainedRoleConfig):
     value_range: list[float] | None = None
     """[low, high] of the returns: values are low + (high - low) * (1/2 + atan(z)/pi) of the head's output z (BPCO
     2608.23566, equation 9); null: values are z."""
-    trainable: Trainable = Trainable.all
+    trainable: Trainable = key(Trainable.all, when=WITHOUT_ADAPTERS)
     """Trained weights. mlp: only MLPs or experts, and the value head (SAO 2607.07508)."""
 
 

@@ -37,6 +37,11 @@ def test_a_frozen_policy_keeps_its_version_and_the_objective_says_what_the_criti
     assert text is not None
     assert "V = -1 + 2 (1/2 + atan(z)/pi)" in text
     assert "frozen in the first 3 iterations" in text
+    # Where a preset asks for the MLPs, adapters take their place.
+    config = load_config(["algo=sao", "critic.lora.rank=8"])
+    text = format_critic(config.policy, config.critic, config.algo)
+    assert text is not None
+    assert "adapters of rank 8 (attention and mlp) and value head alone are trained" in text
 
 
 @pytest.mark.parametrize(

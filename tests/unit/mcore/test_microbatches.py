@@ -161,13 +161,14 @@ def test_an_optimizer_step_counts_three_forward_passes_of_two_operations_a_multi
     assert metrics[f"{role.value}/model_tflop_sum"] == pytest.approx(6 * multiply_adds / 1e12)
 
 
-def test_a_step_of_adapters_counts_no_products_for_the_gradients_of_frozen_weights() -> None:
-    sequences, spec = one_row(5, 3), build_spec(role=Role.policy, lora=LoraConfig(rank=2))
-    metrics = describe_work(COUNTS, spec, build_architecture(), sequences)
+@pytest.mark.parametrize(("role", "head"), [(Role.policy, 4 * 3 * 10 * 50), (Role.critic, 6 * 3 * 10)])
+def test_a_step_of_adapters_counts_no_products_for_the_gradients_of_frozen_weights(role: Role, head: int) -> None:
+    spec = build_spec(role=role, lora=LoraConfig(rank=2))
+    metrics = describe_work(COUNTS, spec, build_architecture(), one_row(5, 3))
     # Two operations for the multiply-adds of `test_the_cost_of_a_row_by_hand`: forward, and by the inputs; attention's
-    # two inputs both have gradients.
-    linear, attention = 2 * 5 * (240 + 120 + 210) + 3 * 10 * 50, 2 * 12 * 25
-    assert metrics["policy/model_tflop_sum"] == pytest.approx((4 * linear + 6 * attention) / 1e12)
+    # two inputs both have gradients, and so have a value head's.
+    linear, attention = 2 * 5 * (240 + 120 + 210), 2 * 12 * 25
+    assert metrics[f"{role.value}/model_tflop_sum"] == pytest.approx((4 * linear + 6 * attention + head) / 1e12)
 
 
 CPU = torch.device("cpu")

@@ -181,7 +181,8 @@ def test_the_keys_become_fields_of_megatron(
 
 
 ARCHS = {family: describe_random(RandomModelConfig(family=family, num_layers=6)) for family in FAMILIES}
-LORA, BLOCK = LoraConfig(rank=4), RecomputeMethod.block
+LORA, OF_ATTENTION = LoraConfig(rank=4), LoraConfig(rank=4, layers=[LoraLayers.attention])
+BLOCK = RecomputeMethod.block
 
 
 def recomputes(number: int, method: RecomputeMethod = RecomputeMethod.uniform) -> dict[str, Any]:
@@ -204,8 +205,10 @@ def recomputes(number: int, method: RecomputeMethod = RecomputeMethod.uniform) -
         ("qwen3", "critic", {"trainable": Trainable.mlp}, {"pp": 2}, []),
         ("qwen3", "policy", {"lora": LORA}, {}, []),
         ("qwen3", "policy", {"lora": LoraConfig(rank=4, layers=[])}, {}, ["policy.lora.layers: found nothing"]),
+        ("qwen3_moe", "critic", {"lora": LORA}, {}, ["found mlp; experts have no adapters: critic.lora.layers="]),
+        ("qwen3_moe", "critic", {"lora": OF_ATTENTION, "trainable": Trainable.mlp}, {"pp": 2}, []),
         ("qwen3_moe", "policy", {"lora": LORA}, {}, ["policy.lora.layers: found mlp; experts have no adapters"]),
-        ("qwen3_moe", "policy", {"lora": LoraConfig(rank=4, layers=[LoraLayers.attention])}, {}, []),
+        ("qwen3_moe", "policy", {"lora": OF_ATTENTION}, {}, []),
         ("glm4", "policy", {"lora": LORA}, {}, ["policy.lora.rank: found 4; a model with norms of its layers'"]),
         ("qwen3", "policy", {"lora": LORA, "fp8": Fp8.hybrid}, {}, ["found hybrid with policy.lora.rank=4", "fp8"]),
     ],

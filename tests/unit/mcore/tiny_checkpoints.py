@@ -101,6 +101,17 @@ def padded_reference_logprobs(model: Any, sequences: Sequences, temperature: flo
     return result
 
 
+def padded_reference_values(model: Any, sequences: Sequences) -> torch.Tensor:
+    """float32 [B, T] by a classifier of transformers, one sequence at a time."""
+    result = torch.zeros(sequences.num_samples, int(sequences.response_lengths.max()))
+    rows = sequences.tokens.split(sequences.lengths.tolist())
+    for row, (tokens, prompt) in enumerate(zip(rows, sequences.prompt_lengths.tolist(), strict=True)):
+        with torch.no_grad():
+            values = model.score(model.model(tokens[None]).last_hidden_state[0]).squeeze(1)
+        result[row, : len(tokens) - prompt] = values[prompt - 1 : -1]
+    return result
+
+
 def compute_padded_kl(model: Any, reference: Any, sequences: Sequences, temperature: float) -> torch.Tensor:
     """[B, T] KL(model, reference) where each response token is chosen, by transformers and torch; differentiable in
     the model's parameters.

@@ -158,12 +158,13 @@ def test_frozen_weights_have_neither_gradients_nor_an_optimizers_state_nor_a_cop
     assert compute_saved(partly, parameters, 0) == 14 * 1400 - 12 * 650
 
 
-def test_of_a_policy_with_adapters_only_they_have_gradients_and_an_optimizers_state() -> None:
-    arch, parameters = replace(MOE, experts=None), StageParameters(4, dense=10**6, experts=0, embedding=0, head=0)
+@pytest.mark.parametrize(("kind", "head"), [(PolicyConfig, 0), (CriticConfig, 70)])
+def test_with_adapters_only_they_and_a_value_head_have_gradients_and_an_optimizers_state(kind: type, head: int) -> None:
+    arch, parameters = replace(MOE, experts=None), StageParameters(4, dense=10**6, experts=0, embedding=0, head=70)
     parallel = ParallelConfig(num_processes=2, tp=2)
-    job = build_role(arch, parallel, lora=LoraConfig(rank=3))
+    job = build_role(arch, parallel, kind, lora=LoraConfig(rank=3))
     before, (memory,) = (
-        estimate_stages(build_role(arch, parallel), (parameters,))[0],
+        estimate_stages(build_role(arch, parallel, kind), (parameters,))[0],
         estimate_stages(job, (parameters,)),
     )
     h, heads, kv_heads = arch.hidden_size, arch.num_heads * arch.head_size, arch.num_kv_heads * arch.head_size
@@ -171,8 +172,8 @@ def test_of_a_policy_with_adapters_only_they_have_gradients_and_an_optimizers_st
     fc1, fc2 = h + 2 * arch.ffn_size // 2, arch.ffn_size // 2 + h
     count = 4 * 3 * (qkv + out + fc1 + fc2)
     assert memory.weights == before.weights + 2 * count
-    assert (memory.gradients, memory.optimizer) == (4 * count, 12 * count)
-    assert compute_saved(job, parameters, 0) == 2 * (10**6 + count) + 12 * count
+    assert (memory.gradients, memory.optimizer) == (4 * (count + head), 12 * (count + head))
+    assert compute_saved(job, parameters, 0) == 2 * (10**6 + count) + 12 * (count + head)
 
 
 def test_what_is_offloaded_is_not_resident() -> None:
