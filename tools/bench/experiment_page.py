@@ -104,6 +104,16 @@ class Run:
     """Of the tokens' advantages, where the task says which tokens are right"""
     noise_share: tuple[float, ...] = ()
     """Share of |advantage| in groups of which at least 7 in 8 responses are paid, and not all"""
+    length: tuple[float, ...] = ()
+    """Mean tokens of a response"""
+    tilt: tuple[float, ...] = ()
+    """Mean advantage of the first quarter of a response's tokens minus that of the last"""
+    advantages: tuple[float, ...] = ()
+    """By eighth of the response: mean advantage in the first iteration"""
+    values: tuple[float, ...] = ()
+    """The critic's mean value, likewise"""
+    values_before: tuple[float, ...] = ()
+    """The same before value pretraining"""
     heldout: tuple[tuple[int, float], ...] = ()
     """(responses generated, reward of greedy held-out responses) of each evaluation"""
 
@@ -169,13 +179,15 @@ MEASURES: dict[str, tuple[str, Callable[[Any], float]]] = {
     "SNR": ("snr", lambda snr: snr[0]),
     "log10 of SNR": ("snr", lambda snr: math.log10(max(1e-3, snr[0]))),
     "share in near-solved groups": ("noise_share", take_first),
+    "length at the end": ("length", take_last),
+    "first quarter's advantage": ("tilt", lambda tilt: tilt[0]),
     "held-out at half": ("heldout", take_half),
     "held-out at the end": ("heldout", lambda heldout: heldout[-1][1]),
     "rise of the held-out reward": ("heldout", lambda heldout: heldout[-1][1] - heldout[0][1]),
 }
 """Numbers by name: the field of a `Run` that they are computed from, and how. `correct`: share of correct responses;
 `at the end`: mean over the last quarter of the iterations, of the held-out reward the last evaluation; SNR: of the
-first iteration, in which the policy is untrained."""
+first iteration, in which the policy is untrained; first quarter's advantage: minus the last quarter's, likewise."""
 
 
 def measure(run: Run, name: str) -> float:

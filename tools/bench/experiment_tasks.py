@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from megarl.algo.declarations import PolicyLoss
 from megarl.config.schema.algo import AlgoConfig, RatioLevel
 from megarl.environment import Action, Environment, EpisodeSetting, Step
-from megarl.types import Prompt, Response, RewardFunction, Score
+from megarl.types import FinishReason, Prompt, Response, RewardFunction, Score
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +40,8 @@ EASY = "abcdef"
 """First letters of the prompts that `score_groups` pays whatever is answered; the others are hard"""
 LUCK = 4.0
 """What a throw of the die counts in `score_dice`; a right choice counts 1"""
+MANY = 128
+"""Right letters of which `score_whole` pays 1"""
 NEVER = -12.0
 """Added to the logit of what the policy is not to sample; 256 tokens have one in one of a hundred responses"""
 BIAS_CHANNEL, BIAS_VALUE = 0, 0.5
@@ -86,6 +88,13 @@ def score_bits_256(prompt: Prompt, response: Response) -> Score:
 def _score_bits(prompt: Prompt, response: Response, num_bits: int) -> Score:
     reward = sum(list_bits(prompt, response)) / num_bits
     return Score(reward, reward > 0.9, {"right": reward, "counted": 1.0})
+
+
+def score_whole(prompt: Prompt, response: Response) -> Score:
+    """The number of right letters, of 128, paid at the end of a response of any length: a short one is worth little."""
+    bits = list_bits(prompt, response)
+    reward = sum(bits) / MANY
+    return Score(reward, reward > 0.9, {"right": sum(bits) / max(1, len(bits)), "counted": 1.0})
 
 
 class Dice(Environment):
@@ -156,6 +165,7 @@ TASKS: dict[str, Task] = {
     "dice": Task(score_dice, 128, {"<eos>": 2.0}),
     "rare": Task(score_rare, 1, {"a": -3.0}),
     "groups": Task(score_groups, 256, {"<eos>": -2.3}),
+    "whole": Task(score_whole, 256, {"<eos>": -2.3}),
     **{
         f"frozen_{percent}": Task(score_first, 4, {KEY: math.log(7 * percent / (100 - percent))})
         for percent in (10, 50, 90)
@@ -172,6 +182,55 @@ def write_prompts(directory: Path) -> tuple[Path, Path]:
         lines = [json.dumps({"prompt": question, "answer": KEY}) for question in questions]
         (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     return directory / "train.jsonl", directory / "heldout.jsonl"
+
+
+def write_pairs(checkpoint: Path, prompts: Path, path: Path, task: Task) -> None:
+    """A jsonl file of pairs of whole responses of the untrained policy, the better one by the task's score first: of 20
+    responses to each prompt, without those that are cut, each with the next four."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from megarl.models.checkpoint import load_tokenizer
+
+    torch.manual_seed(1)
+    tokenizer, model = load_tokenizer(checkpoint), AutoModelForCausalLM.from_pretrained(checkpoint)
+    end, records = tokenizer.eos_token_id, list[dict[str, str]]()
+    texts = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()]
+    tokens = torch.tensor(tokenizer(texts, add_special_tokens=False)["input_ids"]).repeat_interleave(20, 0)
+    keys = {"max_new_tokens": task.response_length, "eos_token_id": end, "pad_token_id": tokenizer.pad_token_id}
+    out = model.generate(tokens, do_sample=True, top_k=0, **keys)[:, tokens.shape[1] :].view(len(texts), 20, -1)
+    for text, responses in zip(texts, out.tolist(), strict=True):
+        scored = []
+        for ids in (own[: own.index(end)] for own in responses if end in own):
+            arrays = ([number] * len(ids) for number in (0.0, True, 0))
+            response = Response(ids, tokenizer.decode(ids), *arrays, FinishReason.stop)
+            scored.append((task.score(Prompt("", text, (), ""), response).reward, response.text))
+        for first, second in (two for i in range(4) for two in zip(scored, scored[i + 1 :], strict=False)):
+            (worse, rejected), (better, chosen) = sorted((first, second))
+            if better > worse:
+                records.append({"prompt": text, "chosen": chosen, "rejected": rejected})
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+
+
+def centre_scores(checkpoint: Path, pairs: Path) -> None:
+    """Shift the scores of a reward model so that their mean over 512 responses of these pairs is 0 (InstructGPT
+    2203.02155, section 3.5), by a weight for channel 0, which is nearly constant."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForSequenceClassification
+
+    from megarl.models.checkpoint import load_tokenizer
+
+    tokenizer, model = load_tokenizer(checkpoint), AutoModelForSequenceClassification.from_pretrained(checkpoint)
+    records = random.Random(1).sample([json.loads(line) for line in pairs.read_text().splitlines()], 256)
+    texts = [record["prompt"] + record[name] for record in records for name in ("chosen", "rejected")]
+    with torch.no_grad():
+        rows = [torch.tensor([[*tokenizer.encode(text), tokenizer.eos_token_id]]) for text in texts]
+        states = torch.cat([model.model(row).last_hidden_state[:, -1] for row in rows])
+        score = float((states @ model.score.weight[0]).mean())
+    weights = load_file(checkpoint / "model.safetensors")
+    weights["score.weight"][0, BIAS_CHANNEL] -= score / float(states[:, BIAS_CHANNEL].mean())
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_biased_checkpoint(source: Path, target: Path, biases: Mapping[str, float]) -> None:

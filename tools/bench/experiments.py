@@ -14,6 +14,8 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
+import subprocess
 import sys
 import time
 import traceback
@@ -47,7 +49,7 @@ from experiment_page import (
     list_seeds,
     list_verdicts,
 )
-from experiment_tasks import LETTERS, TASKS, Task, write_biased_checkpoint, write_prompts
+from experiment_tasks import LETTERS, TASKS, Task, centre_scores, write_biased_checkpoint, write_pairs, write_prompts
 
 from megarl.config.load import load_config
 from megarl.config.placement import list_groups
@@ -83,6 +85,14 @@ ON_TASK = (
     "train.reuse_logprobs=false",
 )
 """Keys of every arm that has one of the tasks of experiment_tasks.py"""
+REWARD_MODEL = "critic.init=REWARD_MODEL"
+"""Key of an arm whose critic starts from a reward model of its task, which is trained once"""
+OF_REWARD_MODEL = (
+    *("data.prompt_length=8", "data.num_heldout=8", "train.samples_per_iteration=512", "train.num_iterations=12"),
+    *("critic.optimizer.lr=2e-3", "critic.optimizer.min_lr=2e-4", "train.eval_every=4", "logger.tensorboard=false"),
+)
+NUM_PLACES = 8
+"""Parts of a response of which means are kept"""
 Wanted = tuple[Experiment, str, int]
 """An experiment, one of its arms, a seed"""
 
@@ -143,7 +153,26 @@ def build_overrides(arm: Arm, seed: int, out: Path) -> list[str]:
     )
     own = [f"model.path={checkpoint}", f"data.path={train}", f"data.heldout_path={heldout}"]
     own += [f"reward.path=experiment_tasks:{task.score.__name__}", f"rollout.response_length={task.response_length}"]
-    return [*ON_TASK, *own, *arm.keys, f"seed={seed}", *QUIET]
+    keys = list(arm.keys)
+    if REWARD_MODEL in keys:
+        start = build_once(
+            out / "reward_models" / arm.task, lambda folder: train_reward_model(checkpoint, folder, task)
+        )
+        keys[keys.index(REWARD_MODEL)] = f"critic.init={start}"
+    return [*ON_TASK, *own, *keys, f"seed={seed}", *QUIET]
+
+
+def train_reward_model(checkpoint: Path, folder: Path, task: Task) -> None:
+    """Into an empty folder the reward model of pairs of the untrained policy's whole responses; its log beside it."""
+    train, _ = write_prompts(run := folder.with_name(f"{task.score.__name__}-run"))
+    write_pairs(checkpoint, train, run / "pairs.jsonl", task)
+    given = ["model=tiny", "model.name=biased", "model.source=path", f"model.path={checkpoint}", *OF_REWARD_MODEL]
+    given += [f"data.path={run / 'pairs.jsonl'}", f"rollout.response_length={task.response_length}"]
+    command = [sys.executable, "-m", "megarl.train", "experiment=reward_model", *given, f"hydra.run.dir={run}/run"]
+    with (run / "log").open("w") as log:
+        subprocess.run(command, stdout=log, stderr=log, check=True)
+    shutil.copytree(run / "run" / "critic", folder, dirs_exist_ok=True)
+    centre_scores(folder, run / "pairs.jsonl")
 
 
 class RecordingTrainer(Trainer):
@@ -159,8 +188,9 @@ class RecordingTrainer(Trainer):
         self.frozen: Rollout | None = None
         self.first_old_logprobs: Tensor | None = None
         self.series: dict[str, list[Any]] = {
-            name: [] for name in ("samples", "right", "reward", "surprise", "snr", "noise_share")
+            name: [] for name in ("samples", "right", "reward", "surprise", "snr", "noise_share", "length", "tilt")
         }
+        self.series |= {name: [] for name in ("advantages", "values", "values_before")}
 
     def _take(self, iteration: int) -> tuple[Rollout, Metrics]:
         rollout, metrics = self._parts[0](iteration)
@@ -174,6 +204,7 @@ class RecordingTrainer(Trainer):
         add["reward"].append(sum(s.score.reward for s in found) / len(found))
         surprise = -sum(float(s.response.rollout_logprobs.sum()) for s in found)
         add["surprise"].append(surprise / sum(len(s.response) for s in found))
+        add["length"].append(sum(len(s.response) for s in found) / len(found))
         if self.arm.frozen:
             self.frozen = self.frozen or rollout
             rollout = self._age(self.frozen, iteration - 1)
@@ -192,6 +223,10 @@ class RecordingTrainer(Trainer):
 
     def _score(self, rollout: Rollout, iteration: int, **keys: Any) -> tuple[Experience, Metrics]:
         experience, metrics = self._parts[1](rollout, iteration, **keys)
+        if experience.values is not None:
+            values = average_by_place(experience.values, experience.mask, NUM_PLACES)
+            self.series["values_before"] = self.series["values_before"] or values
+            self.series["values"] = values if iteration <= 1 else self.series["values"]
         if iteration <= 0:
             return experience, metrics
         if self.arm.frozen:
@@ -206,6 +241,10 @@ class RecordingTrainer(Trainer):
         if iteration <= 0:
             return samples, metrics
         self.series["noise_share"].append(measure_noise_share(experience, samples.advantages))
+        first, *_, last = average_by_place(samples.advantages, experience.mask, 4)
+        self.series["tilt"].append(first - last)
+        if iteration == 1:
+            self.series["advantages"] = average_by_place(samples.advantages, experience.mask, NUM_PLACES)
         if self.task is not None and self.task.bits is not None:
             assert self.taken is not None
             self.series["snr"].append(measure_snr(self.taken.samples, samples.advantages, self.task))
@@ -234,6 +273,16 @@ def measure_snr(samples: Sequence[Sample], advantages: Tensor, task: Task) -> fl
         if pooled > 0:
             found.append(float((good.mean() - bad.mean()) / 2 / pooled.sqrt()))
     return sum(found) / len(found) if found else 0.0
+
+
+def average_by_place(numbers: Tensor, mask: Tensor, num_places: int) -> list[float]:
+    """The mean over the tokens in each of so many equal parts of their responses; 0 where none is. numbers: float
+    [B, T]. mask: bool [B, T], True for the first tokens of each row."""
+    places = torch.arange(mask.shape[1]) * num_places // mask.sum(1, keepdim=True).clamp(min=1)
+    return [
+        float(numbers[mask & (places == i)].double().sum()) / max(1, int((mask & (places == i)).sum()))
+        for i in range(num_places)
+    ]
 
 
 def measure_noise_share(experience: Experience, advantages: Tensor) -> float:

@@ -89,6 +89,7 @@ def test_a_prediction_compares_the_same_seeds_of_two_arms_and_needs_all_of_them(
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_arm_is_a_configuration(name, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(TOOLS / "bench")
+    monkeypatch.setattr(TOOL, "train_reward_model", lambda *_given: None)
     made = {}
     for arm in EXPERIMENTS[name].arms.values():
         key = tuple(TOOL.build_overrides(arm, 1, tmp_path))
@@ -115,6 +116,22 @@ def test_the_docs_have_what_the_finished_runs_give(tmp_path):
     written = [path.relative_to(tmp_path) for path in tmp_path.rglob("*.*") if path.suffix != ".svg"]
     assert len(written) == 3
     assert [name for name in written if (tmp_path / name).read_text() != (TOOL.DOCS / name).read_text()] == []
+
+
+def test_means_by_the_place_in_a_response():
+    # Rows of 4 and 2 tokens in halves: (1 + 2 + 10) / 3 and (3 + 4 + 20) / 3; in eighths some have no token.
+    numbers = torch.tensor([[1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 9.0, 9.0]])
+    mask = torch.tensor([[True] * 4, [True, True, False, False]])
+    assert TOOL.average_by_place(numbers, mask, 2) == pytest.approx([13 / 3, 9.0])
+    assert TOOL.average_by_place(numbers, mask, 8) == pytest.approx([5.5, 0, 2, 0, 11.5, 0, 4, 0])
+
+
+def test_the_whole_response_is_paid_by_its_right_letters_and_its_length_is_measured():
+    score = tasks.score_whole(make_prompt(), make_response("abhh" * 16))
+    assert (score.reward, score.details["right"]) == (0.25, 0.5)
+    run = replace(RUN, length=(80.0, 60.0, 40.0, 20.0), tilt=(1.5, 0.0, 0.0, 0.0))
+    found = [page.measure(run, name) for name in ("length at the end", "first quarter's advantage")]
+    assert found == [20.0, 1.5]
 
 
 def make_response(text):
