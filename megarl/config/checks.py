@@ -445,6 +445,7 @@ def _check_pairs(config: Config) -> Iterator[str]:
         ("algo.kl.in_reward", algo.kl.in_reward, False),
         ("algo.kl.in_loss", algo.kl.in_loss, False),
         ("data.critic_prompt", config.data.critic_prompt, None),
+        ("data.response_prefix", config.data.response_prefix, None),
         ("rollout.file", config.rollout.file, None),
     )
     for key, found, right in asked:

@@ -114,6 +114,7 @@ def test_pairs_that_are_all_too_long_are_refused(tmp_path: Path) -> None:
         ("algo.value_pretrain.enabled=true", "algo.value_pretrain.enabled: found true .* must be false"),
         ("algo.kl.in_loss=true", "algo.kl.in_loss: found true .* must be false"),
         ("data.critic_prompt=x", "data.critic_prompt: found x .* must be null"),
+        ("data.response_prefix=x", "data.response_prefix: found x .* must be null"),
         ("policy.dtype=float32", "policy.dtype: has no effect where the critic alone learns"),
     ],
 )
