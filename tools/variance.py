@@ -87,7 +87,8 @@ def list_baselines(size: int, num_prompts: int, has_critic: bool) -> list[Baseli
     further = [name for name, it in ADVANTAGES.items() if has_critic or not it.needs_critic]
     for name in further if size > 1 else ():
         if name not in ("reinforce", "group", "rloo", "gae"):
-            found.append(Baseline(name, {"advantage": name}, scale=1.0 if name == "tether" else math.nan))
+            changes = {"advantage": name, "lambda_policy": 1}
+            found.append(Baseline(name, changes, scale=1.0 if name in ("tether", "control_variate") else math.nan))
     return found
 
 

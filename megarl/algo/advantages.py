@@ -197,9 +197,9 @@ def _estimate_gae(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages:
     estimate = sum_turn_gae if by_turn else sum_gae
     for block in split_blocks(inputs.mask_BT):
         values, rewards = block.flatten(inputs.values_BT).double(), inputs.place_rewards(block)
-        found = for_policy = estimate(rewards, values, block, algo.gamma, lambda_)
+        found = for_policy = _sum_for_policy(rewards, values, block, algo, lambda_)
         block.put(for_policy, advantages)
-        if algo.lambda_policy != algo.lambda_critic:
+        if algo.lambda_policy != algo.lambda_critic or algo.lambda_floor:
             found = estimate(rewards, values, block, algo.gamma, algo.lambda_critic)
         found = found + values
         block.put(found, returns)
@@ -211,6 +211,17 @@ def _estimate_gae(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages:
             outcomes = sum_rewards_to_go(rewards, block.lengths, algo.gamma)
         summary.add(block, values, found, outcomes, for_policy)
     return Advantages(advantages, returns, metrics | summary.compute_metrics())
+
+
+def _sum_for_policy(
+    rewards_R: Tensor, values_R: Tensor, block: Block, algo: AlgoConfig, lambda_: float | Tensor
+) -> Tensor:
+    """GAE of lambda_policy and, for its share algo.lambda_floor, of lambda 1; float64 [R] in and out."""
+    estimate = sum_turn_gae if algo.lambda_level is LambdaLevel.turn else sum_gae
+    found, floor = estimate(rewards_R, values_R, block, algo.gamma, lambda_), algo.lambda_floor
+    if floor:
+        found = (1 - floor) * found + floor * estimate(rewards_R, values_R, block, algo.gamma, 1.0)
+    return found
 
 
 HIGH_LAMBDA = 0.9
@@ -237,10 +248,15 @@ def _choose_lambda(lengths_B: Tensor, algo: AlgoConfig) -> tuple[float | Tensor,
 
 
 def _format_gae(algo: AlgoConfig, responses_per_prompt: int) -> str:
+    return f"{name_gae(algo)}(gamma = {algo.gamma:g}, {_format_lambda(algo)})"
+
+
+def _format_lambda(algo: AlgoConfig) -> str:
     lambda_ = algo.lambda_policy
     if lambda_ == ADAPTIVE:
         lambda_ = f"clip(1 - 1/({algo.length_alpha:g} l), {algo.lambda_min:g}, 1)"
-    return f"{name_gae(algo)}(gamma = {algo.gamma:g}, lambda = {lambda_})"
+    floor = f", and 1 for {algo.lambda_floor:g} of it" if algo.lambda_floor else ""
+    return f"lambda = {lambda_}{floor}"
 
 
 def name_gae(algo: AlgoConfig) -> str:
@@ -285,34 +301,44 @@ def fit_rho(product: float, square: float) -> float | None:
 
 def _estimate_tether(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages:
     rho = algo.tether.initial if inputs.tether_rho is None else inputs.tether_rho
-    found, fitted = _mix_baselines(inputs, algo, lambda block: rho)
+    found, fitted = _mix_baselines(inputs, algo, lambda block: rho, inputs.groups_B)
     metrics = {RHO: rho} if fitted is None else {RHO: rho, BATCH_RHO: fitted}
     return replace(found, metrics=metrics | dict(found.metrics))
 
 
 def _mix_baselines(
-    inputs: AdvantageInputs, algo: AlgoConfig, weigh: Callable[[Block], float | Tensor]
+    inputs: AdvantageInputs,
+    algo: AlgoConfig,
+    weigh: Callable[[Block], float | Tensor],
+    company_B: Tensor,
+    lambda_: float | Tensor = 1.0,
 ) -> tuple[Advantages, float | None]:
-    """A_t = (1 - w) (R - mean of the others' R) + w (G_t - V_t), and the one weight that fits the batch (`fit_rho`).
+    """GAE of `lambda_` with the values (1 - w) (b - the rewards before t) + w V_t, b the mean of the others' R; with
+    lambda 1 A_t = (1 - w) (R - b) + w (G_t - V_t). And the one weight that fits the batch (`fit_rho`).
 
-    weigh: w of a block's tokens, a number or float64 [R].
+    weigh: w of a block's tokens, a number or float64 [R]. company_B: int64 [B], the others have the same number.
     """
+    import torch
+
     from megarl.algo.diagnostics import CriticSummary
     from megarl.algo.statistics import allocate_zeros, count_generated, split_blocks
 
     assert inputs.values_BT is not None  # compute_targets refuses an experience without them
-    by_group_B, in_company_B = compute_rloo(inputs.returns_B, inputs.groups_B), _find_in_company(inputs.groups_B)
+    by_group_B, in_company_B = compute_rloo(inputs.returns_B, company_B), _find_in_company(company_B)
     advantages, returns = (allocate_zeros(inputs.mask_BT.shape, inputs.dtype) for _ in range(2))
     summary = CriticSummary(count_generated(inputs.mask_BT), inputs.groups_B, gamma=1.0)
+    has_lambda = isinstance(lambda_, torch.Tensor) or lambda_ != 1
     product = square = 0.0
     for block in split_blocks(inputs.mask_BT):
         values, rewards = block.flatten(inputs.values_BT).double(), inputs.place_rewards(block)
         outcomes, weight = sum_rewards_to_go(rewards, block.lengths, 1.0), weigh(block)
         by_group, by_value = block.spread(by_group_B), outcomes - values
         mixed = (1 - weight) * by_group + weight * by_value
-        block.put(mixed, advantages)
         apart = (by_group - by_value) * block.spread(in_company_B)
         product, square = product + float((by_group * apart).sum()), square + float(apart.square().sum())
+        if has_lambda:
+            mixed = _sum_for_policy(rewards, outcomes - mixed, block, algo, lambda_)
+        block.put(mixed, advantages)
         found = sum_gae(rewards, values, block, 1.0, algo.lambda_critic) + values
         block.put(found, returns)
         summary.add(block, values, found, outcomes, mixed)
@@ -355,85 +381,76 @@ def _check_mixture(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps:
 TETHER = AdvantageEstimator(_format_tether, _estimate_tether, check=_check_tether, needs_critic=True)
 
 
-# Control variate: TETHER's baseline with the weight of least variance, fitted to this batch. A baseline adds no bias as
-# long as it does not depend on what the response itself has drawn: the weight comes from the other prompts alone, and a
-# position counts the tokens before, which are known when a token is drawn; its share of the response is not.
+# Control variate: GAE (1506.02438, equation 16) with TETHER's baseline in place of the value, its weight fitted to this
+# batch. With lambda 1 a baseline adds no bias as long as it does not depend on what the response itself has drawn: the
+# weight comes from the other prompts alone. At weight 0 the critic has no part: a critic that knows nothing does no
+# harm. A lambda below 1 takes credit from what comes much later, which algo.lambda_floor bounds.
 
 CONTROL_WEIGHT = "advantage/control_variate_weight"
 _ROUNDING = 1e-12
 """Sums of squares up to this share of the whole batch's are the rounding of a difference."""
 
 
-def fit_control_weights(inputs: AdvantageInputs, by_position: bool) -> Tensor:
-    """w of each response, float64 [B, P], of the other prompts' tokens; P: 1, or the powers of two up to the longest.
+def fit_control_weights(inputs: AdvantageInputs, company_B: Tensor) -> Tensor:
+    """w of each response, float64 [B], of the other prompts' tokens.
 
     w = clip(sum A_B D / sum D^2, 0, 1), with A_B and D of `fit_rho`: the least sum of the squared advantages A_B - w D.
-    by_position: over the tokens t with floor(log2(t + 1)) = p, t from 0; over all of them where the other prompts have
-    none there. 0 where they have none at all, and 1 for a response without others to compare it with.
+    0 where the other prompts have no tokens, and 1 for a response without others to compare it with. company_B: int64
+    [B], the others have the same number.
     """
     import torch
 
     from megarl.algo.statistics import compute_group_index, split_blocks
 
     assert inputs.values_BT is not None  # compute_targets refuses an experience without them
-    by_group_B, in_company_B = compute_rloo(inputs.returns_B, inputs.groups_B), _find_in_company(inputs.groups_B)
+    by_group_B, in_company_B = compute_rloo(inputs.returns_B, company_B), _find_in_company(company_B)
     index_B, sizes = compute_group_index(inputs.groups_B)
-    num_places = (inputs.mask_BT.shape[1] + 1).bit_length() if by_position else 1
-    sums_2GP = torch.zeros(2, len(sizes), num_places, dtype=torch.float64)
+    sums_2G = torch.zeros(2, len(sizes), dtype=torch.float64)
     for block in split_blocks(inputs.mask_BT):
         outcomes = sum_rewards_to_go(inputs.place_rewards(block), block.lengths, 1.0)
         by_group = block.spread(by_group_B)
         apart = (by_group - outcomes + block.flatten(inputs.values_BT).double()) * block.spread(in_company_B)
-        place = block.spread(index_B) * num_places + (_find_places(block) if by_position else 0)
-        for sums, terms in zip(sums_2GP, (by_group * apart, apart.square()), strict=True):
-            sums.view(-1).index_add_(0, place, terms)
-    whole_2P = sums_2GP.sum(1, keepdim=True)
-    others_2GP = whole_2P - sums_2GP
-    none_here = others_2GP[1] <= _ROUNDING * whole_2P[1]
-    product, square = torch.where(none_here, others_2GP.sum(2, keepdim=True), others_2GP)
-    known = square > _ROUNDING * whole_2P[1].sum()
+        for sums, terms in zip(sums_2G, (by_group * apart, apart.square()), strict=True):
+            sums.index_add_(0, block.spread(index_B), terms)
+    whole_2 = sums_2G.sum(1, keepdim=True)
+    product, square = whole_2 - sums_2G
+    known = square > _ROUNDING * whole_2[1]
     weight = torch.where(known, product / square.where(known, 1.0), 0.0).clamp(0.0, 1.0)
-    return torch.where(in_company_B[:, None], weight[index_B], 1.0)
-
-
-def _find_places(block: Block) -> Tensor:
-    """floor(log2(t + 1)) of a block's tokens, t their number in the response from 0; int64 [R]."""
-    import torch
-
-    starts = torch.repeat_interleave(block.ends - block.lengths, block.lengths)
-    number = torch.arange(1, block.num_tokens + 1) - starts
-    return torch.frexp(number.double()).exponent.long() - 1
+    return torch.where(in_company_B, weight[index_B], 1.0)
 
 
 def _estimate_control_variate(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages:
-    by_position = algo.control_variate_by_position
-    weights_BP = fit_control_weights(inputs, by_position)
-    total = 0.0
+    import torch
 
-    def weigh(block: Block) -> Tensor:
-        nonlocal total
-        places = _find_places(block) if by_position else 0
-        weight: Tensor = weights_BP[block.rows][block.token_rows, places]
-        total += float(weight.sum())
-        return weight
+    from megarl.algo.statistics import count_generated
 
-    found, _ = _mix_baselines(inputs, algo, weigh)
-    mean = {CONTROL_WEIGHT: total / num} if (num := int(inputs.mask_BT.sum())) else {}
-    return replace(found, metrics=mean | dict(found.metrics))
+    lengths_B, company_B = count_generated(inputs.mask_BT), inputs.groups_B
+    if len(company_B.unique()) == len(company_B):
+        company_B = torch.zeros_like(company_B)
+    weights_B, (lambda_, metrics) = fit_control_weights(inputs, company_B), _choose_lambda(lengths_B, algo)
+    found, _ = _mix_baselines(inputs, algo, lambda block: block.spread(weights_B), company_B, lambda_)
+    if num := int(lengths_B.sum()):
+        metrics = {CONTROL_WEIGHT: float((weights_B * lengths_B).sum()) / num, **metrics}
+    return replace(found, metrics=metrics | dict(found.metrics))
 
 
 def _format_control_variate(algo: AlgoConfig, responses_per_prompt: int) -> str:
-    if responses_per_prompt == 1:
-        return "R - V"
-    where = ", the tokens t of equal floor(log2(t + 1))" if algo.control_variate_by_position else ""
+    whose = (
+        f"the other {responses_per_prompt - 1} responses to the prompt" if responses_per_prompt > 1 else "the others"
+    )
     return (
-        f"R - (1 - w) b - w V, b = mean R of the other {responses_per_prompt - 1} responses to the prompt, w ="
-        f" clip(sum (R - b) (V - b) / sum (V - b)^2, 0, 1) over the other prompts{where}"
+        f"{name_gae(algo)}({_format_lambda(algo)}) with (1 - w) b + w V for V, b = mean R of {whose}, w ="
+        " clip(sum (R - b) (V - b) / sum (V - b)^2, 0, 1) over the other prompts"
     )
 
 
+def _check_control_variate(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps: int) -> Iterator[str]:
+    yield from _check_mixture(algo, responses_per_prompt, optimizer_steps)
+    yield from _check_gae(algo, responses_per_prompt, optimizer_steps)
+
+
 CONTROL_VARIATE = AdvantageEstimator(
-    _format_control_variate, _estimate_control_variate, check=_check_mixture, needs_critic=True
+    _format_control_variate, _estimate_control_variate, check=_check_control_variate, needs_critic=True
 )
 
 ADVANTAGES = {

@@ -13,6 +13,7 @@ A difference that is real and smaller than the margin does not hold.
 
 import csv
 import io
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -54,8 +55,8 @@ class Prediction:
     """Name of one of `MEASURES`"""
     high: str | Sequence[str]
     """The arm that is predicted to have the higher number; of several the one with the lowest"""
-    low: str | float
-    """The arm that it is compared with; or a number"""
+    low: str | float | Sequence[str]
+    """The arm that it is compared with, or a number; of several the one with the highest mean over the seeds"""
     margin: float
     """The least difference, high - low, that counts"""
     expected: str
@@ -171,7 +172,19 @@ def take_half(heldout: Sequence[tuple[int, float]]) -> float:
     return min(heldout, key=lambda point: abs(point[0] - heldout[-1][0] / 2))[1]
 
 
+def find_area(run: Run) -> float:
+    """The mean over the responses generated: of the held-out reward between evaluations where there are three or more,
+    else of the share of correct responses, an iteration's for all since the iteration before.
+    """
+    if len(points := run.heldout) > 2:
+        parts = [(b - a) * (x + y) / 2 for (a, x), (b, y) in itertools.pairwise(points)]
+        return sum(parts) / (points[-1][0] - points[0][0])
+    since = zip((0, *run.samples), run.samples, run.right, strict=False)
+    return sum((end - start) * right for start, end, right in since) / run.samples[-1]
+
+
 MEASURES: dict[str, tuple[str, Callable[[Any], float]]] = {
+    "area": ("", find_area),
     "correct at the end": ("right", take_last),
     "correct over all": ("right", statistics.fmean),
     "iterations to half": ("right", count_to_half),
@@ -185,14 +198,15 @@ MEASURES: dict[str, tuple[str, Callable[[Any], float]]] = {
     "held-out at the end": ("heldout", lambda heldout: heldout[-1][1]),
     "rise of the held-out reward": ("heldout", lambda heldout: heldout[-1][1] - heldout[0][1]),
 }
-"""Numbers by name: the field of a `Run` that they are computed from, and how. `correct`: share of correct responses;
-`at the end`: mean over the last quarter of the iterations, of the held-out reward the last evaluation; SNR: of the
-first iteration, in which the policy is untrained; first quarter's advantage: minus the last quarter's, likewise."""
+"""Numbers by name: the field of a `Run` that they are computed from, "" for the run, and how. `correct`: share of
+correct responses; `at the end`: mean over the last quarter of the iterations, of the held-out reward the last
+evaluation; SNR: of the first iteration, in which the policy is untrained; first quarter's advantage: minus the last
+quarter's, likewise."""
 
 
 def measure(run: Run, name: str) -> float:
     series, compute = MEASURES[name]
-    return compute(getattr(run, series))
+    return compute(getattr(run, series) if series else run)
 
 
 def compute_difference(differences: Sequence[float]) -> Difference:
@@ -221,17 +235,15 @@ def list_arms(side: str | float | Sequence[str]) -> list[str]:
 
 def judge_prediction(prediction: Prediction, runs: Runs, seeds: Sequence[int]) -> Outcome:
     """Without all seeds of all arms it is not run: no verdict from a part of them."""
-    differences = []
-    for seed in seeds:
-        found = []
-        for side in (prediction.high, prediction.low):
-            arms = list_arms(side)
-            if any((arm, seed) not in runs for arm in arms):
-                return Outcome(Verdict.not_run, None)
-            least = min(measure(runs[arm, seed], prediction.number) for arm in arms) if arms else float(str(side))
-            found.append(least)
-        differences.append(found[0] - found[1])
-    difference = compute_difference(differences)
+    high, low = list_arms(prediction.high), list_arms(prediction.low)
+    if any((arm, seed) not in runs for arm in (*high, *low) for seed in seeds):
+        return Outcome(Verdict.not_run, None)
+    numbers = {arm: [measure(runs[arm, seed], prediction.number) for seed in seeds] for arm in (*high, *low)}
+    least = [min(each) for each in zip(*(numbers[arm] for arm in high), strict=True)]
+    rival = (
+        max((numbers[arm] for arm in low), key=statistics.fmean) if low else [float(str(prediction.low))] * len(seeds)
+    )
+    difference = compute_difference([a - b for a, b in zip(least, rival, strict=True)])
     return Outcome(judge(difference, prediction.margin), difference)
 
 
@@ -283,7 +295,8 @@ def list_verdicts(experiments: Mapping[str, Experiment], runs: Mapping[str, Runs
 
 def describe_number(prediction: Prediction) -> str:
     arms = list_arms(prediction.high)
-    return f"{prediction.number}, {arms[0] if len(arms) == 1 else 'lowest arm'} - {prediction.low}"
+    low = prediction.low if isinstance(prediction.low, str | float | int) else "best of " + " ".join(prediction.low)
+    return f"{prediction.number}, {arms[0] if len(arms) == 1 else 'lowest arm'} - {low}"
 
 
 def list_predictions(experiments: Mapping[str, Experiment], runs: Mapping[str, Runs]) -> list[list[object]]:
@@ -305,11 +318,75 @@ def list_seeds(experiments: Mapping[str, Experiment], runs: Mapping[str, Runs]) 
     for name, experiment in experiments.items():
         for arm, seed in ((arm, seed) for arm in experiment.arms for seed in experiment.seeds):
             if (run := runs[name].get((arm, seed))) is not None:
-                cells = [
-                    f"{measure(run, each):.3f}" if any(getattr(run, MEASURES[each][0])) else "" for each in MEASURES
-                ]
+                cells = [f"{measure(run, each):.3f}" if _has(run, each) else "" for each in MEASURES]
                 rows.append([name, arm, seed, run.loop, *cells])
     return rows
+
+
+def _has(run: Run, name: str) -> bool:
+    return any(getattr(run, MEASURES[name][0] or "samples"))
+
+
+def list_suite(suite: Mapping[str, Experiment], runs: Mapping[str, Runs]) -> list[list[str]]:
+    """A row per task: the mean area of each arm, "-" where a seed is missing; the highest is bold."""
+    arms = list(next(iter(suite.values())).arms)
+    rows = [["task", *(f"`{arm}`" for arm in arms)]]
+    for name, experiment in suite.items():
+        means = {arm: statistics.fmean(x for x, _ in found) for arm, found in _take_areas(experiment, runs[name])}
+        best = max(means.values(), default=0.0)
+        cells = ["-" if (mean := means.get(arm)) is None else f"{mean:.2f}" for arm in arms]
+        cells = [f"**{cell}**" if means.get(arm) == best else cell for arm, cell in zip(arms, cells, strict=True)]
+        rows.append([experiment.short, *cells])
+    return rows
+
+
+def _take_areas(experiment: Experiment, runs: Runs) -> list[tuple[str, list[tuple[float, int]]]]:
+    """(arm, its (area, seed)s) of the arms that all seeds have run."""
+    done = [arm for arm in experiment.arms if all((arm, seed) in runs for seed in experiment.seeds)]
+    return [(arm, [(measure(runs[arm, seed], "area"), seed) for seed in experiment.seeds]) for arm in done]
+
+
+def draw_suite(suite: Mapping[str, Experiment], runs: Mapping[str, Runs]) -> str:
+    """A standalone SVG: a row per task, a mark at each arm's mean area, and a line from its lowest seed to the highest.
+    Arms with a critic are filled, those that compare a group are rings.
+    """
+    left, width, row, top = 250, 400, 44, 30
+    arms = list(next(iter(suite.values())).arms)
+    parts, height = [], top + row * len(suite) + 20 * ((len(arms) + 3) // 4) + 16
+    for tick in range(0, 11, 2):
+        x = left + width * tick / 10
+        parts.append(f'<path d="M{x:g} {top - 8}V{top + row * len(suite) - 8}" class="grid"/>')
+        parts.append(f'<text x="{x:g}" y="14" text-anchor="middle" class="tick">{tick / 10:g}</text>')
+    for number, (name, experiment) in enumerate(suite.items()):
+        y = top + row * number + 8
+        parts.append(f'<text x="0" y="{y + 4}">{escape(experiment.title)}</text>')
+        for arm, found in _take_areas(experiment, runs[name]):
+            at, areas = arms.index(arm), [area for area, _ in found]
+            low, high, mean = (left + width * z for z in (min(areas), max(areas), statistics.fmean(areas)))
+            line = y - 14 + 2.8 * at
+            parts.append(f'<path d="M{low:.1f} {line:.1f}H{high:.1f}" stroke="{_colour(at)}"/>')
+            parts.append(_mark(mean, line, arm, at))
+    for at, arm in enumerate(arms):
+        x, y = 8 + 160 * (at % 4), top + row * len(suite) + 10 + 20 * (at // 4)
+        parts.append(f'{_mark(x, y, arm, at)}<text x="{x + 10}" y="{y + 4}">{escape(arm)}</text>')
+    style = "text{font:12px sans-serif;fill:#555}.grid{stroke:#ccc}path{fill:none}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 20} {height}" role="img">'
+        f"<style>{style}</style>{''.join(parts)}</svg>\n"
+    )
+
+
+GROUP_ARMS = ("rloo", "grpo", "dr_grpo", "dapo")
+
+
+def _colour(at: int) -> str:
+    return COLOURS[at % len(COLOURS)]
+
+
+def _mark(x: float, y: float, arm: str, at: int) -> str:
+    fill = "white" if arm in GROUP_ARMS else _colour(at)
+    size = 5 if at == 0 else 3.5
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{size:g}" fill="{fill}" stroke="{_colour(at)}"/>'
 
 
 def list_presets(experiment: Experiment, runs: Runs) -> list[list[str]]:

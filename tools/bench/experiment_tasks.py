@@ -158,6 +158,8 @@ class Task:
 
 TASKS: dict[str, Task] = {
     "key_128": Task(score_key, 128),
+    "key_256": Task(score_key, 256),
+    "key_to_256": Task(score_key, 256, {"<eos>": -2.08}),
     "key_mixed": Task(score_key, 128, {"<eos>": -1.6}),
     "bits_16": Task(score_bits_16, 16, bits=list_bits),
     "bits_64": Task(score_bits_64, 64, bits=list_bits),

@@ -38,6 +38,7 @@ from experiment_page import (
     Runs,
     Verdict,
     draw,
+    draw_suite,
     fill_page,
     format_csv,
     format_table,
@@ -47,6 +48,7 @@ from experiment_page import (
     list_predictions,
     list_presets,
     list_seeds,
+    list_suite,
     list_verdicts,
 )
 from experiment_tasks import LETTERS, TASKS, Task, centre_scores, write_biased_checkpoint, write_pairs, write_prompts
@@ -98,8 +100,14 @@ Wanted = tuple[Experiment, str, int]
 
 
 def load_experiments(path: Path = OUT / "table.yaml") -> dict[str, Experiment]:
-    """All experiments, by name. Raises ValueError naming the one with a key or a name that there is not."""
+    """Experiments by name. Raises ValueError naming the one with a key or a name that there is not."""
     return {name: _read_experiment(name, node) for name, node in yaml.safe_load(path.read_text()).items()}
+
+
+def load_suite() -> dict[str, Experiment]:
+    """The suite's tasks; each name begins with "suite/"."""
+    found = load_experiments(OUT / "suite.yaml")
+    return {f"suite/{name}": replace(each, name=f"suite/{name}") for name, each in found.items()}
 
 
 def _read_experiment(name: str, node: dict[str, Any]) -> Experiment:
@@ -107,6 +115,7 @@ def _read_experiment(name: str, node: dict[str, Any]) -> Experiment:
     known = {field.name for field in fields(Experiment)} - {"name"} | {"keys", "task_name"} | notes
     if unknown := set(node) - known:
         raise ValueError(f"{name}: found {', '.join(sorted(unknown))}; the keys are {', '.join(sorted(known))}")
+    node = dict(node)
     shared, task = _flatten(node.pop("keys")), node.pop("task_name", None)
     node = {key: value for key, value in node.items() if key not in notes}
     arms = {
@@ -299,7 +308,7 @@ def train_once(wanted: Wanted, config: Config, out: Path, hosts: Resources) -> R
     """One run on the kept servers. Its metrics are left in a folder of --out."""
     (experiment, name, seed), started = wanted, time.monotonic()
     inputs = load_inputs(config)
-    run_dir = out / "runs" / f"{experiment.name}_{name.replace(' ', '_')}_{seed}"
+    run_dir = out / "runs" / f"{experiment.name.replace('/', '_')}_{name.replace(' ', '_')}_{seed}"
     (run_dir / "metrics.jsonl").unlink(missing_ok=True)
     with contextlib.ExitStack() as stack:
         report = build_report(config.logger, run_dir, config.train.num_iterations)
@@ -328,7 +337,7 @@ def run_missing(missing: Sequence[Wanted], overrides: Sequence[str], out: Path) 
     for (name, task), each in by_model.items():
         # Ray gets room for the arm with the most processes.
         largest = max((config for _, config in each), key=lambda c: sum(g.num_processes for g in list_groups(c)))
-        logs = out / "logs" / f"{name}-{task}"
+        logs = out / "logs" / f"{name.replace('/', '_')}-{task}"
         with stopping_on_signals(), open_resources(largest, load_inputs(largest).checkpoint, logs) as hosts:
             for (experiment, arm_name, seed), config in each:
                 title = f"{experiment.name} {arm_name}, seed {seed}"
@@ -347,12 +356,16 @@ def run_missing(missing: Sequence[Wanted], overrides: Sequence[str], out: Path) 
 def write_docs(experiments: Mapping[str, Experiment], runs: Mapping[str, Runs], folder: Path = DOCS) -> None:
     """The tables in results.md, the data and the picture that follow from the runs."""
     page = (DOCS / "results.md").read_text()
-    page = fill_page(page, "claims", format_table(list_verdicts(experiments, runs)))
+    suite = {name: each for name, each in experiments.items() if name.startswith("suite/")}
+    claims = {name: each for name, each in experiments.items() if name not in suite}
+    page = fill_page(page, "claims", format_table(list_verdicts(claims, runs)))
+    page = fill_page(page, "suite", format_table(list_suite(suite, runs)))
     page = fill_page(page, "presets", format_table(list_presets(experiments["algorithms"], runs["algorithms"])))
     files = {
         "results.md": page,
         "results/claims.csv": format_csv(list_predictions(experiments, runs)),
         "results/claims-seeds.csv": format_csv(list_seeds(experiments, runs)),
+        "figures/suite.svg": draw_suite(suite, runs),
         "figures/critic-against-group.svg": draw(runs["luck"], experiments["luck"].readme or {}),
     }
     for name, content in files.items():
@@ -386,7 +399,7 @@ def main() -> None:
         raise SystemExit(f"{overrides[0]}: with other keys --out is needed, for other numbers")
     # reward=function is loaded in processes of its own.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(OUT.parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    experiments, finished, num_failed = load_experiments(), args.out / "finished.jsonl", 0
+    experiments, finished, num_failed = load_experiments() | load_suite(), args.out / "finished.jsonl", 0
     args.out.mkdir(parents=True, exist_ok=True)
     if not args.table:
         done = load_runs(finished)

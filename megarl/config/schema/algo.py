@@ -45,7 +45,8 @@ HAS_SURROGATE = Effect(
 CLIPS = with_choice("surrogate", "clip", "gspo", "cispo", "dis", "dppo")
 HAS_LAMBDA_CRITIC = with_choice("advantage", "gae", "tether", "control_variate")
 OF_GROUP = with_choice("advantage", "group")
-IS_ADAPTIVE = (with_choice("advantage", "gae"), needs("lambda_policy", ADAPTIVE))
+HAS_LAMBDA_POLICY = with_choice("advantage", "gae", "control_variate")
+IS_ADAPTIVE = (HAS_LAMBDA_POLICY, needs("lambda_policy", ADAPTIVE))
 MEAN_STAYS = Effect(
     lambda it: (
         not it.objective.find_advantage(it.config.algo.advantage).compares_group
@@ -220,19 +221,20 @@ class AlgoConfig:
     or FILE.py:NAME of your own."""
     gamma: float = key(1.0, low=0, high=1, when=with_choice("advantage", "gae", "reinforce"), strict=True)
     """Discount of later rewards."""
-    lambda_policy: float | int | str = key(0.95, low=0, high=1, why="or adaptive", when=with_choice("advantage", "gae"))
+    lambda_policy: float | int | str = key(0.95, low=0, high=1, why="or adaptive", when=HAS_LAMBDA_POLICY)
     """GAE's lambda for the policy: a number, or `adaptive` = clip(1 - 1/(length_alpha * length), lambda_min, 1)."""
+    lambda_floor: float = key(0.0, low=0, high=1, when=HAS_LAMBDA_POLICY)
+    """Share of the advantage that has lambda 1 in place of lambda_policy: a TD error l tokens later counts
+    (1 - lambda_floor) * lambda_policy^l + lambda_floor."""
     lambda_critic: float = key(1.0, low=0, high=1, when=HAS_LAMBDA_CRITIC)
     """GAE's lambda for the critic's returns; 1 gives Monte-Carlo returns."""
-    lambda_level: LambdaLevel = key(LambdaLevel.token, when=with_choice("advantage", "gae"), strict=True)
+    lambda_level: LambdaLevel = key(LambdaLevel.token, when=HAS_LAMBDA_POLICY, strict=True)
     """Where lambda and gamma count: at each token, or once after each turn, where the environment answers."""
     length_alpha: float = key(0.05, above=0, when=IS_ADAPTIVE)
     """alpha of the adaptive lambda; a larger one brings lambda closer to 1 (VAPO: 0.05)."""
     lambda_min: float = key(0.5, low=0, high=1, when=IS_ADAPTIVE)
     """Lower bound of the adaptive lambda."""
     tether: TetherConfig = key(factory=TetherConfig, when=with_choice("advantage", "tether"))
-    control_variate_by_position: bool = key(False, when=with_choice("advantage", "control_variate"), strict=True)
-    """With advantage=control_variate: a weight of the critic's value for each power of two of a token's position."""
     advantage_std: AdvantageStd = key(AdvantageStd.none, when=OF_GROUP, strict=True)
     """With advantage=group: divide by nothing, by the standard deviation of the group (GRPO) or of the batch
     (LitePPO)."""

@@ -36,6 +36,28 @@ def gae_row(rewards, values, m, gamma, lam, by_turn=False):
     return out
 
 
+def policy_row(rewards, values, m, algo):
+    """By its definition, a sum over the later TD errors: l steps later one counts (1 - floor) lambda^l + floor."""
+    lam, by_turn = algo.lambda_policy, algo.lambda_level.name == "turn"
+    if lam == "adaptive":
+        lam = adaptive_lambda(sum(m), algo.length_alpha, algo.lambda_min)
+    errors, out = gae_row(rewards, values, m, algo.gamma, 0.0), [0.0] * len(m)
+    if by_turn:
+        ts = [t for t in range(len(m)) if m[t]]
+        for t, after in zip(ts, [*ts, None][1:], strict=True):
+            within = after == t + 1
+            following = 0.0 if after is None else (1.0 if within else algo.gamma) * values[after]
+            errors[t] = rewards[t] + following - values[t]
+    for t in range(len(m)):
+        steps, discount = 0, 1.0
+        for u in range(t, len(m) if m[t] else t):
+            if u > t and (m[u] and not (by_turn and m[u - 1])):
+                steps, discount = steps + 1, discount * algo.gamma
+            if m[u]:
+                out[t] += discount * ((1 - algo.lambda_floor) * lam**steps + algo.lambda_floor) * errors[u]
+    return out
+
+
 def reward_to_go_row(rewards, m, gamma):
     """By its definition, a sum over the generated tokens from t on."""
     ts = [t for t in range(len(m)) if m[t]]
@@ -173,12 +195,10 @@ def spread_rewards(rewards, penalties, masks, turns):
 
 
 def gae_targets(token_rewards, batch, algo):
-    lam = algo.lambda_policy
     advantages, returns = [], []
+    by_turn = algo.lambda_level.name == "turn"
     for r, v, m in zip(token_rewards, batch.values, batch.mask, strict=True):
-        x = adaptive_lambda(sum(m), algo.length_alpha, algo.lambda_min) if lam == "adaptive" else lam
-        by_turn = algo.lambda_level.name == "turn"
-        advantages.append(gae_row(r, v, m, algo.gamma, x, by_turn))
+        advantages.append(policy_row(r, v, m, algo))
         to_critic = gae_row(r, v, m, algo.gamma, algo.lambda_critic, by_turn)
         returns.append([to_critic[t] + v[t] if m[t] else 0.0 for t in range(len(m))])
     return advantages, returns
@@ -411,42 +431,32 @@ def tether_targets(token_rewards, total, batch, algo):
 
 
 def control_variate_targets(token_rewards, total, batch, algo):
-    """R - V with the weight of least squares over the other prompts, R - mean of the others with the rest of it."""
+    """GAE with w V + (1 - w) (mean of the others - the rewards so far) for V; w of least squares over the other
+    prompts."""
     n, groups, to_go = len(total), batch.groups, []
-    peers = [[total[j] for j in members(groups, i) if j != i] for i in range(n)]
+    whole = len(set(groups)) == n
+    peers = [[total[j] for j in range(n) if j != i and (whole or groups[j] == groups[i])] for i in range(n)]
     for r, m in zip(token_rewards, batch.mask, strict=True):
         to_go.append(reward_to_go_row(r, m, 1.0))
 
-    def tokens(i):
-        """(place, R - mean of the others, R - V) of each generated token."""
-        number, out = 0, []
-        for t, generated in enumerate(batch.mask[i]):
-            if generated:
-                number += 1
-                place = int(math.log2(number)) if algo.control_variate_by_position else 0
-                out.append((place, total[i] - mean(peers[i]) if peers[i] else 0.0, to_go[i][t] - batch.values[i][t]))
-        return out
-
-    def fit(i, place=None):
+    def fit(i):
         pairs = [
-            (a, a - v)
+            (total[j] - mean(peers[j]), to_go[j][t] - batch.values[j][t])
             for j in range(n)
             if groups[j] != groups[i] and peers[j]
-            for at, a, v in tokens(j)
-            if place in (None, at)
+            for t in range(len(batch.mask[j]))
+            if batch.mask[j][t]
         ]
-        square = math.fsum(d * d for _, d in pairs)
-        if not square:
-            return 0.0 if place is None else fit(i)
-        return min(max(math.fsum(a * d for a, d in pairs) / square, 0.0), 1.0)
+        square = math.fsum((a - v) ** 2 for a, v in pairs)
+        return min(max(math.fsum(a * (a - v) for a, v in pairs) / square, 0.0), 1.0) if square else 0.0
 
     advantages, returns = [], []
-    for i, m in enumerate(batch.mask):
-        found = iter([(a, v, fit(i, place) if peers[i] else 1.0) for place, a, v in tokens(i)])
-        row = [next(found) if generated else (0.0, 0.0, 0.0) for generated in m]
-        advantages.append([(1 - w) * a + w * v for a, v, w in row])
-        to_critic = gae_row(token_rewards[i], batch.values[i], m, 1.0, algo.lambda_critic)
-        returns.append([to_critic[t] + batch.values[i][t] if m[t] else 0.0 for t in range(len(m))])
+    for i, (m, r, v) in enumerate(zip(batch.mask, token_rewards, batch.values, strict=True)):
+        w = fit(i) if peers[i] else 1.0
+        ahead = [mean(peers[i]) - total[i] + g if peers[i] else 0.0 for g in to_go[i]]
+        advantages.append(policy_row(r, [(1 - w) * b + w * x for b, x in zip(ahead, v, strict=True)], m, algo))
+        to_critic = gae_row(r, v, m, 1.0, algo.lambda_critic)
+        returns.append([to_critic[t] + v[t] if m[t] else 0.0 for t in range(len(m))])
     return advantages, returns
 
 

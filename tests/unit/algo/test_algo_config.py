@@ -76,7 +76,7 @@ def test_a_presets_targets_loss_and_gradient_equal_the_reference(name):
 
 
 @pytest.mark.parametrize("value", ["adaptive", "0.9", "1"])
-@pytest.mark.parametrize("name", ["ppo", "vc_ppo", "vapo", "sao", "bpco"])
+@pytest.mark.parametrize("name", ["ppo", "vc_ppo", "vapo", "sao", "bpco", "cv_ppo"])
 def test_lambda_policy_can_be_swept_under_every_preset_with_a_critic(name, value):
     algo, train = load_preset(name, f"algo.lambda_policy={value}")
     assert find_problems(algo, train.responses_per_prompt, train.num_optimizer_steps) == []

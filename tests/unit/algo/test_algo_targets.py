@@ -73,15 +73,16 @@ COMMON = {
     "overlong__filter": st.booleans(),
 }
 GAMMAS = st.sampled_from([0.9, 0.97, 1.0])
+LAMBDAS = {
+    **{"lambda_policy": st.sampled_from([0.0, 0.95, 1, "adaptive"]), "lambda_floor": st.sampled_from([0.0, 0.2, 1])},
+    "lambda_level": st.sampled_from(LambdaLevel),
+}
 ESTIMATORS = {
     "control_variate": {
         **{"surrogate": st.just("logprob"), "lambda_critic": st.sampled_from([0.9, 1.0])},
-        "control_variate_by_position": st.booleans(),
+        **LAMBDAS,
     },
-    "gae": {
-        **{"gamma": GAMMAS, "lambda_policy": st.sampled_from([0.0, 0.95, 1, "adaptive"])},
-        **{"lambda_critic": st.sampled_from([0.9, 1.0]), "lambda_level": st.sampled_from(LambdaLevel)},
-    },
+    "gae": {"gamma": GAMMAS, "lambda_critic": st.sampled_from([0.9, 1.0]), **LAMBDAS},
     "reinforce": {"gamma": GAMMAS},
     "rloo": {},
     "group": {"advantage_std": st.sampled_from(AdvantageStd), "std_of": st.sampled_from(StdOf)},
@@ -235,33 +236,47 @@ def test_a_group_of_one_has_no_fit_and_tether_refuses_gamma_and_groups_of_one():
 def test_the_control_variate_by_hand():
     # Two prompts of two responses with one token each; R - mean of the others: 1, -1, 2, -2.
     e = make_experience([0, 0, 1, 1], [1] * 4, [1.0, 0.0, 2.0, 0.0], [False] * 4, 0, holes=False)
-    e = dataclasses.replace(e, values=f64([[0.5], [0.5], [1.0], [2.0]]))
+    e, algo = dataclasses.replace(e, values=f64([[0.5], [0.5], [1.0], [2.0]])), configure(advantage="control_variate")
     # D = V - mean of the others = 0.5, -0.5; 1, 0: of the first prompt 1/0.5 = 2, so 1 for the second; of the second
     # 2/1 = 2, so 1 for the first.
-    samples, metrics = compute_targets(e, configure(advantage="control_variate"), 0.0)
+    samples, metrics = compute_targets(e, algo, 0.0)
     close(samples.advantages, [[0.5], [-0.5], [1.0], [-2.0]])
     assert metrics["advantage/control_variate_weight"] == 1
     # D = 2, -2; 4, -4: (2 + 2) / 8 = 1/2 for the second prompt, (8 + 8) / 32 for the first.
     e = dataclasses.replace(e, values=f64([[2.0], [-1.0], [4.0], [-2.0]]))
-    samples, metrics = compute_targets(e, configure(advantage="control_variate"), 0.0)
+    samples, metrics = compute_targets(e, algo, 0.0)
     close(samples.advantages, [[0.0], [0.0], [0.0], [0.0]])
     assert metrics["advantage/control_variate_weight"] == 0.5
-    # One response to each prompt: R - V; one prompt alone: R - mean of the others.
-    for groups, expected in (([0, 1, 2, 3], [-1.0, 1.0, -2.0, 2.0]), ([0, 0, 0, 0], [1 / 3, -1.0, 5 / 3, -1.0])):
-        one = dataclasses.replace(e, groups=torch.tensor(groups))
-        close(compute_targets(one, configure(advantage="control_variate"), 0.0)[0].advantages.flatten(), expected)
+    # One prompt alone: there are no others to fit the weight.
+    one = dataclasses.replace(e, groups=torch.tensor([0, 0, 0, 0]))
+    close(compute_targets(one, algo, 0.0)[0].advantages.flatten(), [1 / 3, -1.0, 5 / 3, -1.0])
+    # One response to each prompt: the others are all of the batch. R - their mean: 1/3, -1, 5/3, -1; D = 4/3, -2, 11/3,
+    # -3, so that of the first prompt (2 + 55/9 + 3) / (4 + 121/9 + 9) = 1/2.38, and A = 1/3 - 4/3 / 2.38.
+    one = dataclasses.replace(e, groups=torch.arange(4))
+    weight = (2 + 55 / 9 + 3) / (4 + 121 / 9 + 9)
+    close(compute_targets(one, algo, 0.0)[0].advantages[:1], [[1 / 3 - weight * 4 / 3]])
 
 
 def test_the_weight_of_a_prompt_does_not_depend_on_its_own_rewards():
     e = make_experience([0, 0, 1, 1], [9, 3, 20, 5], [1.0, 0.0, 0.3, 1.0], [False] * 4, 0, holes=False)
-    for by_position in (False, True):
-        algo = configure(advantage="control_variate", control_variate_by_position=by_position)
-        found = [
-            compute_targets(dataclasses.replace(e, rewards=f64(rewards)), algo, 0.0)[0].advantages[:2]
-            for rewards in ([0.0, 0.0, 0.3, 1.0], [1.0, 0.0, 0.3, 1.0], [2.0, 0.0, 0.3, 1.0])
-        ]
-        # So the advantages are linear in them.
-        close(found[2] - found[1], (found[1] - found[0]).tolist())
+    found = [
+        compute_targets(dataclasses.replace(e, rewards=f64(rewards)), configure(advantage="control_variate"), 0.0)
+        for rewards in ([0.0, 0.0, 0.3, 1.0], [1.0, 0.0, 0.3, 1.0], [2.0, 0.0, 0.3, 1.0])
+    ]
+    # So the advantages are linear in them.
+    first, second, third = (samples.advantages[:2] for samples, _ in found)
+    close(third - second, (second - first).tolist())
+
+
+def test_a_critic_of_noise_leaves_the_control_variate_near_the_groups_mean():
+    chance = torch.Generator().manual_seed(1)
+    rewards = torch.randint(2, (64,), generator=chance).double()
+    e = make_experience([i // 8 for i in range(64)], [20] * 64, rewards.tolist(), [False] * 64, 0, holes=False)
+    values = torch.randn(e.mask.shape, generator=chance, dtype=torch.float64) * 3
+    e = dataclasses.replace(e, values=values.to(e.values.dtype))
+    found = compute_targets(e, configure(advantage="control_variate", lambda_policy=1.0), 0.0)[0].advantages
+    expected = compute_targets(e, configure(advantage="rloo"), 0.0)[0].advantages
+    assert float((found - expected).square().mean()) < 0.1 * float(expected.square().mean())
 
 
 def test_topr_refuses_advantages_that_change_within_a_response():
@@ -269,6 +284,15 @@ def test_topr_refuses_advantages_that_change_within_a_response():
     with pytest.raises(ValueError, match=r"algo\.advantage: reinforce found with an environment's rewards at the ends"):
         compute_targets(e, configure(advantage="reinforce", topr__positive_loss_coef=1.0), 0.0)
     compute_targets(e, configure(advantage="group"), 0.0)
+
+
+def test_the_floor_of_lambda_is_the_share_of_lambda_one():
+    e = make_experience([0, 0], [6, 4], [1.0, 0.3], [False] * 2, 0, holes=False)
+    low, high, mixed = (
+        compute_targets(e, configure(lambda_policy=lambda_, lambda_floor=floor), 0.0)[0].advantages
+        for lambda_, floor in ((0.5, 0.0), (1.0, 0.0), (0.5, 0.25))
+    )
+    close(mixed, (0.75 * low + 0.25 * high).tolist())
 
 
 ALL = torch.ones(1, 3, dtype=torch.bool)

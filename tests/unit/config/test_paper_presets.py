@@ -27,7 +27,7 @@ OF_NO_SIZE = ("tiny", "tiny_moe", "smollm2_135m", "qwen3_0_6b", "qwen2_5_0_5b", 
 MODELS = [name for name in list_options("model") if name not in OF_NO_SIZE]
 STEPS = {
     **dict.fromkeys(("ppo", "vc_ppo", "vapo", "dapo", "topr", "cispo"), 16),
-    **dict.fromkeys(("reinforce_pp", "reinforce_pp_baseline", "dr_grpo"), 8),
+    **dict.fromkeys(("reinforce_pp", "reinforce_pp_baseline", "dr_grpo", "cv_ppo"), 8),
     **dict.fromkeys(("grpo", "lite_ppo", "gspo", "bpco"), 4),
     **dict.fromkeys(("rloo", "sao"), 1),
 }
@@ -121,6 +121,7 @@ PAPERS: dict[str, dict[str, Any]] = {
         **{"critic.value_range": [0.0, 1.0], "algo.whiten_advantages": False, "reward.wrong": 0.0},
         **{"algo.loss_agg_mode": "seq-mean-token-sum", "rollout.response_length": 24000},
     },
+    "cv_ppo": {},  # has no paper
 }
 """The published values."""
 

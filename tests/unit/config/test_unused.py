@@ -14,18 +14,21 @@ from megarl.config.overrides import list_values
 from megarl.config.schema.algo import AlgoConfig
 
 PRESETS = list_options("algo")
-CRITIC = {"ppo", "vc_ppo", "vapo", "sao", "bpco"}
+GAE = {"ppo", "vc_ppo", "vapo", "sao", "bpco"}
+CRITIC = GAE | {"cv_ppo"}
 PRETRAINED = {"vc_ppo", "vapo", "sao"}
 ADAPTIVE = {"vapo", "sao", "bpco"}
 FILTERED = {"dapo", "cispo"}
 GROUPED = {"grpo", "dapo", "lite_ppo", "topr", "reinforce_pp_baseline", "gspo", "cispo", "dr_grpo"}
 LIVE = {
     "mismatch.level mismatch.low mismatch.high": set(PRESETS) - {"sao", "bpco"},
-    "lambda_policy lambda_critic lambda_level value_loss value_clip value_loss_agg_mode value_pretrain.enabled": CRITIC,
+    "lambda_policy lambda_floor lambda_critic lambda_level value_loss value_clip value_loss_agg_mode": CRITIC,
+    "value_pretrain.enabled": CRITIC,
     "value_pretrain.steps value_pretrain.patience value_pretrain.min_improvement value_pretrain.rollouts": PRETRAINED,
     "value_pretrain.stop_at_explained_variance value_pretrain.passes": PRETRAINED,
     "length_alpha lambda_min": ADAPTIVE,
-    "gamma reward_norm.mean": CRITIC | {"reinforce_pp"},
+    "gamma": GAE | {"reinforce_pp"},
+    "reward_norm.mean": CRITIC | {"reinforce_pp"},
     "advantage_std": GROUPED,
     "std_of": {"lite_ppo"},
     "overlong.buffer_frac dynamic_sampling.by dynamic_sampling.max_rounds": FILTERED,
@@ -36,7 +39,7 @@ LIVE = {
     "dual_clip": set(PRESETS) - {"topr", "rloo", "cispo", "sao", "bpco"},
     "positive_lm_mean_over": {"vapo"},
     "topr.ratio_level": {"topr"},
-    "value_bins tether.decay tether.initial control_variate_by_position kl.horizon replay.frac": set(),
+    "value_bins tether.decay tether.initial kl.horizon replay.frac": set(),
     "overlong.filter_critic": set(),
 }
 """The presets under which a key counts; under all of them where it is not named."""
@@ -51,7 +54,6 @@ VALUES = {
     "value_loss_agg_mode": "token-mean", "value_loss": "cross_entropy", "lambda_level": "turn", "mismatch.high": "3",
     **dict.fromkeys(("overlong.filter", "overlong.filter_critic", "kl.in_reward", "kl.in_loss"), "true"),
     **dict.fromkeys(("dynamic_sampling.enabled", "value_pretrain.enabled", "whiten_advantages"), "true"),
-    "control_variate_by_position": "true",
 }  # fmt: skip
 """What is set; 0.5 for the others."""
 KEYS = [key for key, value in list_values(AlgoConfig()) if not str(value).endswith("Config")]

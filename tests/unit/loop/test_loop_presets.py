@@ -46,7 +46,7 @@ from megarl.types import (
     TrainingSamples,
 )
 
-CRITICS = ("ppo", "vc_ppo", "vapo", "sao", "bpco")
+CRITICS = ("ppo", "vc_ppo", "vapo", "sao", "bpco", "cv_ppo")
 PRETRAINED = ("vc_ppo", "vapo", "sao")
 FROZEN = ("sao", "bpco")
 OF_ROLLOUT = ("sao", "bpco")

@@ -22,7 +22,7 @@ from megarl.run.inputs import load_evaluation_inputs, load_inputs
 from megarl.types import Prompt
 
 WRONG = [
-    ("algo=null", "algo: found null; the choices are bpco, cispo,"),
+    ("algo=null", "algo: found null; the choices are bpco, cispo, cv_ppo,"),
     ("algo=", "algo: found nothing; the choices are"),
     ("algo=null,grpo", "algo: found null; the choices are"),
     ("=3", "=3: found without a key"),
