@@ -327,23 +327,10 @@ def _has(run: Run, name: str) -> bool:
     return any(getattr(run, MEASURES[name][0] or "samples"))
 
 
-def list_suite(suite: Mapping[str, Experiment], runs: Mapping[str, Runs]) -> list[list[str]]:
-    """A row per task: the mean area of each arm, "-" where a seed is missing; the highest is bold."""
-    arms = list(next(iter(suite.values())).arms)
-    rows = [["task", *(f"`{arm}`" for arm in arms)]]
-    for name, experiment in suite.items():
-        means = {arm: statistics.fmean(x for x, _ in found) for arm, found in _take_areas(experiment, runs[name])}
-        best = max(means.values(), default=0.0)
-        cells = ["-" if (mean := means.get(arm)) is None else f"{mean:.2f}" for arm in arms]
-        cells = [f"**{cell}**" if means.get(arm) == best else cell for arm, cell in zip(arms, cells, strict=True)]
-        rows.append([experiment.short, *cells])
-    return rows
-
-
-def _take_areas(experiment: Experiment, runs: Runs) -> list[tuple[str, list[tuple[float, int]]]]:
-    """(arm, its (area, seed)s) of the arms that all seeds have run."""
+def _take_areas(experiment: Experiment, runs: Runs) -> list[tuple[str, list[float]]]:
+    """(arm, its areas) of the arms that all seeds have run."""
     done = [arm for arm in experiment.arms if all((arm, seed) in runs for seed in experiment.seeds)]
-    return [(arm, [(measure(runs[arm, seed], "area"), seed) for seed in experiment.seeds]) for arm in done]
+    return [(arm, [measure(runs[arm, seed], "area") for seed in experiment.seeds]) for arm in done]
 
 
 def draw_suite(suite: Mapping[str, Experiment], runs: Mapping[str, Runs]) -> str:
@@ -360,8 +347,8 @@ def draw_suite(suite: Mapping[str, Experiment], runs: Mapping[str, Runs]) -> str
     for number, (name, experiment) in enumerate(suite.items()):
         y = top + row * number + 8
         parts.append(f'<text x="0" y="{y + 4}">{escape(experiment.title)}</text>')
-        for arm, found in _take_areas(experiment, runs[name]):
-            at, areas = arms.index(arm), [area for area, _ in found]
+        for arm, areas in _take_areas(experiment, runs[name]):
+            at = arms.index(arm)
             low, high, mean = (left + width * z for z in (min(areas), max(areas), statistics.fmean(areas)))
             line = y - 14 + 2.8 * at
             parts.append(f'<path d="M{low:.1f} {line:.1f}H{high:.1f}" stroke="{_colour(at)}"/>')

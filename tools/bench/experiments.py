@@ -48,7 +48,6 @@ from experiment_page import (
     list_predictions,
     list_presets,
     list_seeds,
-    list_suite,
     list_verdicts,
 )
 from experiment_tasks import LETTERS, TASKS, Task, centre_scores, write_biased_checkpoint, write_pairs, write_prompts
@@ -359,7 +358,6 @@ def write_docs(experiments: Mapping[str, Experiment], runs: Mapping[str, Runs], 
     suite = {name: each for name, each in experiments.items() if name.startswith("suite/")}
     claims = {name: each for name, each in experiments.items() if name not in suite}
     page = fill_page(page, "claims", format_table(list_verdicts(claims, runs)))
-    page = fill_page(page, "suite", format_table(list_suite(suite, runs)))
     page = fill_page(page, "presets", format_table(list_presets(experiments["algorithms"], runs["algorithms"])))
     files = {
         "results.md": page,

@@ -28,7 +28,8 @@ from megarl.models.checkpoint import default_cache_dir, load_tokenizer, resolve_
 from megarl.types import FinishReason, Prompt, Response, Sample, Score
 
 TOOL = load_tool("bench/experiments.py")
-EXPERIMENTS = TOOL.load_experiments()
+SUITE = TOOL.load_suite()
+EXPERIMENTS = TOOL.load_experiments() | SUITE
 RUN = page.Run(
     *("decoupled", "decoupled", 1, "real", 2.0),
     samples=(64, 128, 192, 256),
@@ -83,6 +84,25 @@ def test_a_prediction_compares_the_same_seeds_of_two_arms_and_needs_all_of_them(
     assert (outcome.difference.low, outcome.difference.high) == pytest.approx((0.5, 0.5))
     del found["ppo", 3]
     assert page.judge_prediction(experiment.predictions[0], found, experiment.seeds).verdict is Verdict.not_run
+
+
+def test_the_area_is_the_mean_over_the_responses_generated():
+    # Two evaluations are no curve: 0.1, 0.2, 0.6, 0.8 of 64 each; the first iteration stands for those before.
+    assert page.measure(RUN, "area") == pytest.approx(0.425)
+    late = replace(RUN, samples=(192, 256, 320, 384))
+    assert page.measure(late, "area") == pytest.approx((3 * 0.1 + 0.2 + 0.6 + 0.8) / 6)
+    evaluated = replace(RUN, heldout=((0, 0.0), (64, 0.5), (256, 1.0)))
+    assert page.measure(evaluated, "area") == pytest.approx((64 * 0.25 + 192 * 0.75) / 256)
+
+
+def test_the_suite_compares_with_the_best_of_several_arms():
+    experiment = SUITE["suite/luck"]
+    arms = {"cv_ppo": 0.8, "rloo": 0.3, "grpo": 0.6, "dr_grpo": 0.1, "dapo": 0.2}
+    runs = make_runs(experiment, arms)
+    outcome = page.judge_prediction(experiment.predictions[0], runs, experiment.seeds)
+    assert outcome.difference.mean == pytest.approx(0.2)
+    drawn = page.draw_suite(SUITE, {name: runs if each is experiment else {} for name, each in SUITE.items()})
+    assert drawn.count("<circle") == len(arms) + len(experiment.arms)
 
 
 @pytest.mark.slow
