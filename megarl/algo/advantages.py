@@ -420,13 +420,11 @@ def fit_control_weights(inputs: AdvantageInputs, company_B: Tensor) -> Tensor:
 
 
 def _estimate_control_variate(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages:
-    import torch
-
     from megarl.algo.statistics import count_generated
 
     lengths_B, company_B = count_generated(inputs.mask_BT), inputs.groups_B
-    if len(company_B.unique()) == len(company_B):
-        company_B = torch.zeros_like(company_B)
+    if not bool(_find_in_company(company_B).any()):
+        company_B = company_B.new_zeros(company_B.shape)
     weights_B, (lambda_, metrics) = fit_control_weights(inputs, company_B), _choose_lambda(lengths_B, algo)
     found, _ = _mix_baselines(inputs, algo, lambda block: block.spread(weights_B), company_B, lambda_)
     if num := int(lengths_B.sum()):

@@ -21,7 +21,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "rollout": (4, 3820, ("rollout",)),
     "config": (3, 2245, ("config",)),
     "cpu": (3, 1560, ("cpu",)),
-    "algo": (2, 3275, ("algo",)),
+    "algo": (2, 3280, ("algo",)),
     "models": (2, 1020, ("models",)),
     "report": (2, 3290, ("report",)),
     "task": (2, 4565, ("task",)),
@@ -32,7 +32,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
 """Floor, most lines and modules of every room. A room imports itself and rooms of lower floors, never one of its own
 floor. Raising a budget is a line that a reviewer sees, with its reason in the commit."""
 MOST_LINES, MOST_FILES = 37_000, 120
-MOST_BESIDE = {"tests": 31_500, "tools": 5_610, "examples": 1_600, "slurm": 661}
+MOST_BESIDE = {"tests": 31_500, "tools": 5_680, "examples": 1_600, "slurm": 661}
 """Lines of the other folders; of tools/ those of programs alone"""
 ROOM_OF = {module: room for room, (_, _, modules) in ROOMS.items() for module in modules}
 CONFIG_MAY_IMPORT = {"algo", "files", "schema"}

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from megarl.algo.declarations import PolicyLoss
 from megarl.config.schema.algo import AlgoConfig, RatioLevel
@@ -195,7 +195,7 @@ def write_pairs(checkpoint: Path, prompts: Path, path: Path, task: Task) -> None
     from megarl.models.checkpoint import load_tokenizer
 
     torch.manual_seed(1)
-    tokenizer, model = load_tokenizer(checkpoint), AutoModelForCausalLM.from_pretrained(checkpoint)
+    tokenizer, model = load_tokenizer(checkpoint), cast(Any, AutoModelForCausalLM.from_pretrained(checkpoint))
     end, records = tokenizer.eos_token_id, list[dict[str, str]]()
     texts = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()]
     tokens = torch.tensor(tokenizer(texts, add_special_tokens=False)["input_ids"]).repeat_interleave(20, 0)
@@ -204,8 +204,8 @@ def write_pairs(checkpoint: Path, prompts: Path, path: Path, task: Task) -> None
     for text, responses in zip(texts, out.tolist(), strict=True):
         scored = []
         for ids in (own[: own.index(end)] for own in responses if end in own):
-            arrays = ([number] * len(ids) for number in (0.0, True, 0))
-            response = Response(ids, tokenizer.decode(ids), *arrays, FinishReason.stop)
+            known = [0.0] * len(ids), [True] * len(ids), [0] * len(ids)
+            response = Response(ids, tokenizer.decode(ids), *known, FinishReason.stop)
             scored.append((task.score(Prompt("", text, (), ""), response).reward, response.text))
         for first, second in (two for i in range(4) for two in zip(scored, scored[i + 1 :], strict=False)):
             (worse, rejected), (better, chosen) = sorted((first, second))
