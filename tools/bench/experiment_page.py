@@ -280,11 +280,13 @@ def format_csv(rows: Sequence[Sequence[object]]) -> str:
 
 
 def list_verdicts(experiments: Mapping[str, Experiment], runs: Mapping[str, Runs]) -> list[list[str]]:
-    """A row per claim, with the first prediction that decided its verdict."""
+    """A row per claim that was run, with the first prediction that decided its verdict."""
     rows = [["claim", "task and arms", "difference (95% interval), margin", "verdict", "for you"]]
     for name, experiment in experiments.items():
         outcomes = judge_all(experiment, runs[name])
         verdict = judge_experiment(experiment, outcomes)
+        if verdict is Verdict.not_run:
+            continue
         pairs = zip(experiment.predictions, outcomes, strict=True)
         prediction, found = next((p, o.difference) for p, o in pairs if p.decides and o.verdict is verdict)
         interval = "" if found is None else f" {found.mean:.2f} ({found.low:.2f} to {found.high:.2f}),"
@@ -338,7 +340,7 @@ def draw_suite(suite: Mapping[str, Experiment], runs: Mapping[str, Runs]) -> str
     Arms with a critic are filled, those that compare a group are rings.
     """
     left, width, row, top = 250, 400, 44, 30
-    arms = list(next(iter(suite.values())).arms)
+    arms = list(dict.fromkeys(arm for experiment in suite.values() for arm in experiment.arms))
     parts, height = [], top + row * len(suite) + 20 * ((len(arms) + 3) // 4) + 16
     for tick in range(0, 11, 2):
         x = left + width * tick / 10

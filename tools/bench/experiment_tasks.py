@@ -13,7 +13,7 @@ import math
 import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -42,6 +42,8 @@ LUCK = 4.0
 """What a throw of the die counts in `score_dice`; a right choice counts 1"""
 MANY = 128
 """Right letters of which `score_whole` pays 1"""
+ABOVE = 2.5
+"""What `score_above` pays for any response"""
 NEVER = -12.0
 """Added to the logit of what the policy is not to sample; 256 tokens have one in one of a hundred responses"""
 BIAS_CHANNEL, BIAS_VALUE = 0, 0.5
@@ -95,6 +97,12 @@ def score_whole(prompt: Prompt, response: Response) -> Score:
     bits = list_bits(prompt, response)
     reward = sum(bits) / MANY
     return Score(reward, reward > 0.9, {"right": sum(bits) / max(1, len(bits)), "counted": 1.0})
+
+
+def score_above(prompt: Prompt, response: Response) -> Score:
+    """As `score_whole`, and `ABOVE` for any response: above the values that its reward model starts a critic with."""
+    found = score_whole(prompt, response)
+    return replace(found, reward=found.reward + ABOVE)
 
 
 class Dice(Environment):
@@ -168,6 +176,7 @@ TASKS: dict[str, Task] = {
     "rare": Task(score_rare, 1, {"a": -3.0}),
     "groups": Task(score_groups, 256, {"<eos>": -2.3}),
     "whole": Task(score_whole, 256, {"<eos>": -2.3}),
+    "above": Task(score_above, 256, {"<eos>": -2.3}),
     **{
         f"frozen_{percent}": Task(score_first, 4, {KEY: math.log(7 * percent / (100 - percent))})
         for percent in (10, 50, 90)
