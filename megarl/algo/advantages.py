@@ -191,10 +191,9 @@ def _estimate_gae(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages:
     lengths_B = count_generated(inputs.mask_BT)
     lambda_, metrics = _choose_lambda(lengths_B, algo)
     advantages, returns = (allocate_zeros(inputs.mask_BT.shape, inputs.dtype) for _ in range(2))
-    by_turn = algo.lambda_level is LambdaLevel.turn
+    by_turn, estimate = algo.lambda_level is LambdaLevel.turn, _find_sum(algo)
     # Most steps from a token to the next have no discount then.
     summary = CriticSummary(lengths_B, inputs.groups_B, 1.0 if by_turn else algo.gamma)
-    estimate = sum_turn_gae if by_turn else sum_gae
     for block in split_blocks(inputs.mask_BT):
         values, rewards = block.flatten(inputs.values_BT).double(), inputs.place_rewards(block)
         found = for_policy = _sum_for_policy(rewards, values, block, algo, lambda_)
@@ -213,12 +212,17 @@ def _estimate_gae(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages:
     return Advantages(advantages, returns, metrics | summary.compute_metrics())
 
 
+def _find_sum(algo: AlgoConfig) -> Callable[[Tensor, Tensor, Block, float, float | Tensor], Tensor]:
+    """Over tokens or over turns"""
+    return sum_turn_gae if algo.lambda_level is LambdaLevel.turn else sum_gae
+
+
 def _sum_for_policy(
     rewards_R: Tensor, values_R: Tensor, block: Block, algo: AlgoConfig, lambda_: float | Tensor
 ) -> Tensor:
     """GAE of lambda_policy and, for its share algo.lambda_floor, of lambda 1; float64 [R] in and out."""
-    estimate = sum_turn_gae if algo.lambda_level is LambdaLevel.turn else sum_gae
-    found, floor = estimate(rewards_R, values_R, block, algo.gamma, lambda_), algo.lambda_floor
+    estimate, floor = _find_sum(algo), algo.lambda_floor
+    found = estimate(rewards_R, values_R, block, algo.gamma, lambda_)
     if floor:
         found = (1 - floor) * found + floor * estimate(rewards_R, values_R, block, algo.gamma, 1.0)
     return found
@@ -311,15 +315,13 @@ def _mix_baselines(
     algo: AlgoConfig,
     weigh: Callable[[Block], float | Tensor],
     company_B: Tensor,
-    lambda_: float | Tensor = 1.0,
+    lambda_: float | Tensor | None = None,
 ) -> tuple[Advantages, float | None]:
-    """GAE of `lambda_` with the values (1 - w) (b - the rewards before t) + w V_t, b the mean of the others' R; with
-    lambda 1 A_t = (1 - w) (R - b) + w (G_t - V_t). And the one weight that fits the batch (`fit_rho`).
+    """GAE of `lambda_` with the values (1 - w) (b - the rewards before t) + w V_t, b the mean of the others' R; None:
+    of lambda 1, which is A_t = (1 - w) (R - b) + w (G_t - V_t). And the one weight that fits the batch (`fit_rho`).
 
     weigh: w of a block's tokens, a number or float64 [R]. company_B: int64 [B], the others have the same number.
     """
-    import torch
-
     from megarl.algo.diagnostics import CriticSummary
     from megarl.algo.statistics import allocate_zeros, count_generated, split_blocks
 
@@ -327,7 +329,6 @@ def _mix_baselines(
     by_group_B, in_company_B = compute_rloo(inputs.returns_B, company_B), _find_in_company(company_B)
     advantages, returns = (allocate_zeros(inputs.mask_BT.shape, inputs.dtype) for _ in range(2))
     summary = CriticSummary(count_generated(inputs.mask_BT), inputs.groups_B, gamma=1.0)
-    has_lambda = isinstance(lambda_, torch.Tensor) or lambda_ != 1
     product = square = 0.0
     for block in split_blocks(inputs.mask_BT):
         values, rewards = block.flatten(inputs.values_BT).double(), inputs.place_rewards(block)
@@ -336,7 +337,7 @@ def _mix_baselines(
         mixed = (1 - weight) * by_group + weight * by_value
         apart = (by_group - by_value) * block.spread(in_company_B)
         product, square = product + float((by_group * apart).sum()), square + float(apart.square().sum())
-        if has_lambda:
+        if lambda_ is not None:
             mixed = _sum_for_policy(rewards, outcomes - mixed, block, algo, lambda_)
         block.put(mixed, advantages)
         found = sum_gae(rewards, values, block, 1.0, algo.lambda_critic) + values

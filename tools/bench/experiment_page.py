@@ -29,6 +29,7 @@ T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 BEGIN = "<!-- begin {}: made by tools/bench/experiments.py -->\n"
 END = "<!-- end {} -->"
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")
+FURTHER_COLOURS = ("#bcbd22", "#e377c2", "#000000", "#5254a3")
 ROW = 15
 
 
@@ -369,7 +370,7 @@ GROUP_ARMS = ("rloo", "grpo", "dr_grpo", "dapo")
 
 
 def _colour(at: int) -> str:
-    return COLOURS[at % len(COLOURS)]
+    return (COLOURS + FURTHER_COLOURS)[at]
 
 
 def _mark(x: float, y: float, arm: str, at: int) -> str:

@@ -41,13 +41,11 @@ def policy_row(rewards, values, m, algo):
     lam, by_turn = algo.lambda_policy, algo.lambda_level.name == "turn"
     if lam == "adaptive":
         lam = adaptive_lambda(sum(m), algo.length_alpha, algo.lambda_min)
-    errors, out = gae_row(rewards, values, m, algo.gamma, 0.0), [0.0] * len(m)
-    if by_turn:
-        ts = [t for t in range(len(m)) if m[t]]
-        for t, after in zip(ts, [*ts, None][1:], strict=True):
-            within = after == t + 1
-            following = 0.0 if after is None else (1.0 if within else algo.gamma) * values[after]
-            errors[t] = rewards[t] + following - values[t]
+    errors, out = [0.0] * len(m), [0.0] * len(m)
+    ts = [t for t in range(len(m)) if m[t]]
+    for t, after in zip(ts, [*ts, None][1:], strict=True):
+        discount = 1.0 if by_turn and after == t + 1 else algo.gamma
+        errors[t] = rewards[t] + (0.0 if after is None else discount * values[after]) - values[t]
     for t in range(len(m)):
         steps, discount = 0, 1.0
         for u in range(t, len(m) if m[t] else t):
