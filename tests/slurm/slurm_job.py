@@ -97,5 +97,5 @@ class Job:
 
     def explain(self) -> str:
         logs = [*self.run_dir.glob("logs/slurm/*"), *self.run_dir.glob("logs/*.log")]
-        ends = [f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs]
+        ends = [f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs if log.is_file()]
         return "\n".join([self.output, *ends, self.slurm.read_logs(5)])

@@ -24,7 +24,7 @@ from megarl.mcore.worker import MegatronWorker, accumulate, add_rounding, build_
 
 ROWS = [3, 11, 4]
 """Of `build_samples`: 3 has no loss, and others of its tokens are not generated"""
-LOOSE = {"critic_mask", "num_rows", "row_lengths", "rows", "positive"}
+LOOSE = {"critic_mask", "num_rows", "row_lengths", "rows", "samples", "positive"}
 
 
 def test_each_token_has_the_targets_of_its_own_place() -> None:
@@ -36,6 +36,7 @@ def test_each_token_has_the_targets_of_its_own_place() -> None:
         assert torch.equal(getattr(targets, name), getattr(samples, name)[at]), name
     assert torch.equal(targets.positive, samples.positive[at[0]])
     assert torch.equal(targets.rows, batch.token_rows)
+    assert torch.equal(targets.samples, at[0])
     assert targets.num_rows == 3
     assert targets.row_lengths.tolist() == samples.mask[batch.rows].sum(1).tolist()
     # What is left to a loss by its name differs, so that none stands for another.
