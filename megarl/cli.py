@@ -25,6 +25,7 @@ COMMANDS = {
     "train": ("megarl.train", "train with one composed configuration, or a sweep (-m)"),
     "evaluate": ("", "score a model on whole sets of problems"),
     "new": ("", "a folder with a task of your own: data, reward, configuration"),
+    "data": ("megarl.run.preview", "what a run will read: prompts, lengths, repeats, answers"),
     "doctor": ("megarl.plan.doctor", "can this configuration run on this machine?"),
     "plan": ("megarl.plan.command", "memory and time of a configuration on a cluster"),
     "report": ("megarl.tools.report", "the report of a run"),

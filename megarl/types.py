@@ -86,6 +86,13 @@ class Message:
     role: str
     """system, user, assistant or tool"""
     content: str
+    others: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """What a chat template reads besides, JSON: tool_calls and reasoning_content of an assistant, tool_call_id and name
+    of a tool"""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        return {"role": self.role, "content": self.content, **self.others}
 
 
 @dataclass(frozen=True)
@@ -105,6 +112,13 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """The record of the data that it was made from, as it was read, for reward functions; empty for generated problems
     and in recorded rollouts"""
+    references: tuple[str, ...] = field(default=(), compare=False)
+    """All reference answers where there are several, of which `answer` is the first; empty in recorded rollouts"""
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """The reference answers, any of which is right; none where the data have no answer."""
+        return self.references or ((self.answer,) if self.answer else ())
 
 
 @dataclass(frozen=True)

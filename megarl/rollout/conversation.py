@@ -183,7 +183,7 @@ class ObservationEncoder:
         else:
             text = self._renderer.render_messages(messages)
             (ids,) = self._renderer.tokenize([text])
-        return Prompt(prompt.id, text, ids, prompt.answer, prompt.metadata, messages or (), prompt.columns)
+        return replace(prompt, text=text, token_ids=ids, messages=messages or ())
 
     def encode(self, observation: Observation, last_token: int) -> list[int]:
         """Token ids from the end of an action to the beginning of the next one.
@@ -227,7 +227,7 @@ class ObservationEncoder:
             return (Message("user", self._renderer.defuse(observation)),)
         if not all(isinstance(part, Message) for part in observation):
             return None
-        messages = tuple(Message(m.role, self._renderer.defuse(m.content)) for m in observation)  # type: ignore[union-attr]
+        messages = tuple(self._renderer.defuse_message(m) for m in observation)  # type: ignore[arg-type]
         if messages and messages[-1].role == "assistant":
             raise ConfigError(["environment: an observation ends with a message of assistant, which the policy writes"])
         return messages

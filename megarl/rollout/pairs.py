@@ -1,11 +1,13 @@
 """Preference pairs, from which a reward model learns without a server: a record has a prompt, and in the columns
-`chosen` and `rejected` two responses to it, as texts or as chats that end with the response.
+`chosen` and `rejected` two responses to it, as texts or as chats that end with the response; or two responses and a
+number that says which is better.
 
 A response is read as the whole conversation, as `megarl serve` renders it for reward=reward_model; without a chat
 template as the prompt's tokens, the response's and the one that ends a text. One more token follows, which nothing
 reads: the value of the state in which it is chosen is the score at the response's last token.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -16,11 +18,14 @@ from numpy.typing import NDArray
 from megarl.config.errors import ConfigError
 from megarl.rollout.rollout_file import Group
 from megarl.rollout.source import IterationBatch, SavedSource
-from megarl.task.data import DataSplits, PromptSampler, read_response
+from megarl.task.data import DataSplits, PromptSampler, read_chat, read_response, read_tools
 from megarl.task.render import Renderer
 from megarl.types import FinishReason, Message, Prompt, Response, Sample, Score
 
+PREFERENCES = ("overall_preference", "preference_strength")
 COLUMNS = ("chosen", "rejected")
+SCORED = [(f"response{mark}1", f"response{mark}2", by) for mark in ("", "_") for by in PREFERENCES]
+"""Columns of two responses, and of a number that is below 0 where the first is better, as HelpSteer3 has them"""
 
 
 class Pair(NamedTuple):
@@ -49,40 +54,64 @@ def build_pairs(data: DataSplits, renderer: Renderer, longest: int) -> Pairs:
     if data.num_dropped:
         notes.append(f"{data.num_dropped} dropped (prompts above data.prompt_length, or that are held out too)")
     for side, prompts in (("training", data.train), ("held-out", data.heldout)):
-        ids = _tokenize([(prompt, text) for prompt in prompts for text in _read(prompt)], renderer)
-        pairs = [
-            Pair(prompt.id, *both) for prompt, both in zip(prompts, zip(ids[::2], ids[1::2], strict=True), strict=True)
-        ]
-        different = [pair for pair in pairs if not np.array_equal(pair.chosen, pair.rejected)]
-        kept = tuple(pair for pair in different if max(len(pair.chosen), len(pair.rejected)) < longest)
-        for number, why in ((len(pairs) - len(different), "of two equal responses"), (len(different) - len(kept), "")):
-            if number:
-                notes.append(f"{number} {side} pairs dropped, {why or f'of {longest} tokens or more'}")
-        if not kept:
+        read, reasons = [(prompt, _read(prompt)) for prompt in prompts], Counter[str]()
+        answered = [(prompt, text) for prompt, found in read if not isinstance(found, str) for text in found]
+        reasons.update(found for _, found in read if isinstance(found, str))
+        ids = _tokenize(answered, renderer)
+        pairs = list[Pair]()
+        for (prompt, _), chosen, rejected in zip(answered[::2], ids[::2], ids[1::2], strict=True):
+            if np.array_equal(chosen, rejected):
+                reasons["of two equal responses"] += 1
+            elif max(len(chosen), len(rejected)) >= longest:
+                reasons[f"of {longest} tokens or more"] += 1
+            else:
+                pairs.append(Pair(prompt.id, chosen, rejected))
+        notes += [f"{number} {side} pairs dropped, {why}" for why, number in reasons.items()]
+        if not pairs:
             limit = f"data.prompt_length + rollout.response_length ({longest} tokens)"
-            raise ConfigError([f"data.path: no {side} pair is left of {len(pairs)}: of two responses below {limit}"])
-        sides.append(kept)
+            why = f"of two responses below {limit}; dropped were {dict(reasons)}"
+            raise ConfigError([f"data.path: no {side} pair is left of {len(prompts)}: {why}"])
+        sides.append(tuple(pairs))
     return Pairs(sides[0], sides[1], tuple(notes))
 
 
-def _read(prompt: Prompt) -> tuple[str, str]:
+def _read(prompt: Prompt) -> tuple[str, str] | str:
+    """The better response and the worse one, or why there is none. Raises ConfigError that says where, for a record
+    that is not of such a form."""
     record, where = prompt.columns, prompt.metadata.get("location", "data")
-    texts = [read_response(record.get(name)) for name in COLUMNS]
-    for name, text in zip(COLUMNS, texts, strict=True):
+    names = COLUMNS
+    if not any(name in record for name in names):
+        scored = next((found for found in SCORED if all(name in record for name in found)), None)
+        if scored is not None:
+            preference = record[scored[2]]
+            if not isinstance(preference, int | float) or not preference:
+                return f"without a preference in {scored[2]}"
+            names = scored[:2] if preference < 0 else (scored[1], scored[0])
+    texts = [read_response(f"{where}: {name}", record.get(name)) for name in names]
+    for name, text in zip(names, texts, strict=True):
         if not isinstance(text, str):
             found = f"found {record[name]!r:.80}" if name in record else f"found only {', '.join(map(str, record))}"
-            raise ConfigError([f"{where}: {name}: {found}; expected a response, as a text or a chat that ends with it"])
-    before = [each[:-1] for name in COLUMNS if isinstance(each := record[name], list)]
+            needed = "expected a response, as a text or a chat that ends with it"
+            raise ConfigError([f"{where}: {name}: {found}; {needed}, in {' and '.join(COLUMNS)}"])
+    chats = [read_chat(f"{where}: {name}", record[name]) for name in names]
+    before = [chat[:-1] for chat in chats if len(chat) > 1]
     if len(before) == 2 and before[0] != before[1]:
-        raise ConfigError([f"{where}: chosen, rejected: their chats differ before the last message"])
-    return texts[0], texts[1]
+        return "whose chats differ before the last message"
+    earlier = before[0] if before else prompt.messages
+    asked, said = (sum(m.role == "user" for m in each) for each in (prompt.messages, earlier))
+    if asked != said:
+        found = f"found {said} messages of the user before the response, and {asked} in the column of the prompt"
+        raise ConfigError([f"{where}: {names[0]}: {found}; data.prompt_field={names[0]} takes them from there"])
+    return (texts[0], texts[1]) if all(text.strip() for text in texts) else "of which one response is blank"
 
 
 def _tokenize(answered: Sequence[tuple[Prompt, str]], renderer: Renderer) -> list[NDArray[np.int32]]:
     """The tokens of each prompt with its response."""
     if renderer.uses_template:
         chats = [(*prompt.messages, Message("assistant", renderer.defuse(text))) for prompt, text in answered]
-        found = renderer.tokenize([renderer.render_messages(chat, for_answer=False) for chat in chats])
+        tools = [read_tools(prompt.columns, prompt.messages) for prompt, _ in answered]
+        texts = [renderer.render_messages(*each, for_answer=False) for each in zip(chats, tools, strict=True)]
+        found = renderer.tokenize(texts)
     else:
         end = renderer.tokenizer.eos_token_id
         ids = renderer.tokenize([text for _, text in answered], add_special_tokens=False)

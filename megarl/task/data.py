@@ -35,11 +35,16 @@ class Problem:
     metadata: Mapping[str, str] = field(default_factory=dict)
     columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """The record that it was read from, as it was; empty for generated problems"""
+    references: tuple[str, ...] = ()
+    """All reference answers where there are several, of which `answer` is the first"""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """The tools that the record describes, as chat templates take them"""
 
     @property
     def question_key(self) -> str:
         """Equal for problems that ask the same: all messages but for the spacing."""
-        return "\n".join(f"{m.role}: {' '.join(m.content.split())}" for m in self.messages)
+        said = [(m.role, " ".join(m.content.split()), _format_others(m)) for m in self.messages]
+        return "\n".join(f"{role}: {content}{others}" for role, content, others in said)
 
 
 @dataclass(frozen=True)
@@ -53,20 +58,30 @@ class ProblemSplits:
     """What was chosen in reading them, for the reader of a log"""
 
 
+def _format_others(message: Message) -> str:
+    return json.dumps(message.others, ensure_ascii=False, sort_keys=True) if message.others else ""
+
+
 def ask(question: str, answer: str, metadata: Mapping[str, str] | None = None) -> Problem:
     """A problem of one question."""
     return Problem((Message("user", question),), answer, metadata or {})
 
 
 PROMPT_FIELDS = ["question", "problem", "prompt", "query", "instruction", "input", "messages", "conversations"]
+PROMPT_FIELDS += ["context", "chosen"]  # Sets of preferences may have the prompt in their chats alone.
+SYSTEM_FIELDS = ["system", "system_prompt"]
 # verl's column goes first, which is made for it; label and target often mean something else.
 ANSWER_FIELDS = ["reward_model.ground_truth", "answer", "final_answer", "expected_answer", "ground_truth", "gold"]
 ANSWER_FIELDS += ["label", "target", "output", "response", "completion", "solution"]
-ROLES = {"human": "user", "gpt": "assistant", "developer": "system"}
+ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "function_call": "assistant"}
+ROLES |= {"developer": "system", "function": "tool", "observation": "tool"}
 """Names of roles in other data sets, and ours."""
 MEDIA = re.compile(r"(image|img|picture|photo|video|audio)s?(_(\d+|path|url|file|bytes)s?)?", re.IGNORECASE)
 """Names of columns with what a model of text does not read"""
-UNREAD = ("tool_calls", "function_call", "images", "audio")
+TRANSCRIPT = re.compile(r"(?:^|\n\n)(Human|Assistant):", re.IGNORECASE)
+"""What begins a message in a chat that is written as a text, as Anthropic's are"""
+MOST_BLANK = 0.1
+"""Largest share of records without a question or an answer that are left out"""
 HASHES = re.compile(r"^####(.*)$", re.MULTILINE)
 NUMBER_BEHIND_HASHES = re.compile(r"####[ \t]*[-+]?\$?[\d,.]*\d%?")
 PARTS = {
@@ -84,31 +99,42 @@ def read_problems(
     """One problem per record, and a sentence on which fields they are from. Fields that the configuration does not name
     are the first of the usual names that any record has a value for.
 
-    Raises ConfigError that says where, what was found and what would be right; `if_none` where there are no records.
+    Records whose question or answer is null or blank are left out and counted, where they are few. Raises ConfigError
+    that says where, what was found and what would be right; `if_none` where there are no records.
     """
     located = list(records)
     if not located:
         raise ConfigError([if_none])
     for where, record in located:
         for name, value in record.items():
-            if MEDIA.fullmatch(str(name)) and value:
-                found = f"found {shorten(repr(value), 80)}; the model reads text alone and would not see it"
-                hint = "Take the column out of the data where the questions can be answered without it"
-                raise ConfigError([f"{where}: {name}: {found}. {hint}"])
+            _refuse_media(where, str(name), value)
     prompt_field, answer_field, others = find_fields(located, config)
+    located, blank = _leave_out_blank(located, [name for name in (prompt_field, answer_field) if name])
     chats = [_read_chat(where, record, prompt_field, answer_field) for where, record in located]
+    has_answers = answer_field is not None or any(last is not None for _, last in chats)
     values = [
-        read_response(get_field(record, answer_field)) if answer_field else last and last.content
-        for (_, record), (_, last) in zip(located, chats, strict=True)
+        read_response(f"{where}: {answer_field}", get_field(record, answer_field))
+        if answer_field
+        else last and _format_answer(last)
+        for (where, record), (_, last) in zip(located, chats, strict=True)
     ]
     part = config.answer_part or _choose_part(located, values)
     problems: list[Problem] = []
-    for (where, record), (messages, _), value in zip(located, chats, values, strict=True):
-        answer = extract_answer(value, part)
-        if not answer:
+    num_systems = num_several = 0
+    for (where, record), (messages, last), value in zip(located, chats, values, strict=True):
+        answers = extract_answers(value, part) if has_answers else ("",)
+        if not answers and answer_field is None and last is None:
+            needed = "expected the assistant's answer"
+            raise ConfigError([f"{where}: {prompt_field}: the last message is of {messages[-1].role}; {needed}"])
+        if not answers:
             expected = "a text or number" if part is AnswerPart.whole else f"a text with {PARTS[part]}"
             needed = f"{expected} that is not blank"
             raise _refuse_field(where, record, answer_field or prompt_field, needed, "data.answer_field")
+        system = next(
+            (text for name in SYSTEM_FIELDS if isinstance(text := record.get(name), str) and text.strip()), ""
+        )
+        if system and prompt_field not in SYSTEM_FIELDS and not any(m.role == "system" for m in messages):
+            messages, num_systems = (Message("system", system), *messages), num_systems + 1
         used = {prompt_field.split(".")[0], answer_field}
         if prompt_field == "instruction" and answer_field != "input" and isinstance(record.get("input"), str):
             used.add("input")
@@ -117,37 +143,66 @@ def read_problems(
             for name, each in record.items()
             if name not in used
         }
-        problems.append(Problem(messages, answer, {**texts, "location": where}, record))
-    note = f"questions from column {prompt_field}, answers from "
-    note += f"column {answer_field}" if answer_field else "the chats' last messages"
+        references, tools = (answers if len(answers) > 1 else ()), read_tools(record, messages)
+        num_several += len(answers) > 1
+        metadata = {**texts, "location": where}
+        problems.append(Problem(messages, answers[0], metadata, record, references=references, tools=tools))
+    note = f"questions from column {prompt_field}, "
+    note += f"answers from column {answer_field}" if answer_field else "answers from the chats' last messages"
+    if not has_answers:
+        note = f"questions from column {prompt_field}, no answers (data.answer_field names their column)"
     note += "" if part is AnswerPart.whole else f", of each {PARTS[part]}"
     note += f" (not from {', '.join(others)})" if others else ""
-    if left_out := sum(last is not None for _, last in chats) if answer_field else 0:
+    if left_out := sum(last is not None for _, last in chats) if answer_field not in (None, prompt_field) else 0:
         note += f"; the assistant's message at the end of {left_out} chats is left out as an answer"
-    return problems, note
+    note += f"; {num_several} have several answers, of which any is right" if num_several else ""
+    note += f"; {num_systems} have their system message from a column of that name" if num_systems else ""
+    return problems, note + blank
+
+
+def _refuse_media(where: str, name: str, value: Any) -> None:
+    """Raises ConfigError for what a model of text does not read, by the column's name or what stands in it."""
+    is_image = isinstance(value, Mapping) and {"bytes", "path"} == set(value)
+    if (MEDIA.fullmatch(name) and value) or is_image or type(value).__module__.startswith("PIL."):
+        found = f"found {shorten(repr(value), 80)}; the model reads text alone and would not see it"
+        hint = "Take the column out of the data where the questions can be answered without it"
+        raise ConfigError([f"{where}: {name}: {found}. {hint}"])
+
+
+def _leave_out_blank(located: list[Located], names: Sequence[str]) -> tuple[list[Located], str]:
+    """The records in which none of these fields is null or blank, and a note on the others; all of them where those are
+    many, or where all are blank alike."""
+
+    def is_blank(record: Mapping[str, Any], name: str) -> bool:
+        value = get_field(record, name)
+        if value is None:
+            return name in record or "." in name
+        return value == [] if isinstance(value, list) else isinstance(value, str) and not value.strip()
+
+    blank = {i for i, (_, record) in enumerate(located) if any(is_blank(record, name) for name in names)}
+    if not 0 < len(blank) <= MOST_BLANK * len(located):
+        return located, ""
+    first = located[min(blank)][0]
+    note = f"; {len(blank)} without {' or '.join(names)} are left out, the first {first}"
+    return [each for number, each in enumerate(located) if number not in blank], note
 
 
 def find_fields(records: Sequence[Located], config: schema.FileDataConfig) -> tuple[str, str | None, list[str]]:
     """(prompt field, answer field, other fields that could be the answer's); None: the answer is the last message of
-    the chat."""
+    the chat, or there is none. Raises ConfigError where no field has a question."""
 
     def find(names: list[str]) -> list[str]:
         return [name for name in names if any(get_field(record, name) is not None for _, record in records)]
 
-    def refuse(what: str, names: list[str], key: str) -> ConfigError:
-        where, record = records[0]
-        needed = f"expected a field with the {what} ({', '.join(names)}), or set {key}"
-        return ConfigError([f"{where}: found {', '.join(map(str, record)) or 'no fields'}; {needed}"])
-
     prompts = [config.prompt_field] if config.prompt_field else find(PROMPT_FIELDS)
     if not prompts:
-        raise refuse("question", PROMPT_FIELDS, "data.prompt_field")
+        where, record = records[0]
+        needed = f"expected a field with the question ({', '.join(PROMPT_FIELDS)}), or set data.prompt_field"
+        raise ConfigError([f"{where}: found {', '.join(map(str, record)) or 'no fields'}; {needed}"])
     if config.answer_field is not None:
         return prompts[0], config.answer_field, []
     names = [name for name in ANSWER_FIELDS if name != prompts[0]]
     found = find(names)
-    if not found and not any(isinstance(_decode_chat(get_field(record, prompts[0])), list) for _, record in records):
-        raise refuse("answer", names, "data.answer_field")
     return prompts[0], found[0] if found else None, found[1:]
 
 
@@ -155,7 +210,7 @@ def _read_chat(
     where: str, record: Mapping[str, Any], prompt_field: str, answer_field: str | None
 ) -> tuple[tuple[Message, ...], Message | None]:
     """The messages, without the assistant's one at the end, which is returned too: it must not be shown to the model.
-    Raises ConfigError where there is no question, or no such message and no answer field."""
+    Raises ConfigError where there is no question."""
     value, place = _decode_chat(get_field(record, prompt_field)), f"{where}: {prompt_field}"
     if isinstance(value, list):
         messages = read_messages(place, value)
@@ -166,67 +221,159 @@ def _read_chat(
     else:
         raise _refuse_field(where, record, prompt_field, "a text that is not blank, or messages", "data.prompt_field")
     last = messages[-1] if messages[-1].role == "assistant" else None
-    if last is None and answer_field is None:
-        raise ConfigError([f"{place}: the last message is of {messages[-1].role}; expected the assistant's answer"])
     messages = messages if last is None else messages[:-1]
     if not any(m.role == "user" for m in messages):
         raise ConfigError([f"{place}: found no user message; expected one before the answer"])
     return messages, last
 
 
-def read_messages(where: str, value: list[Any]) -> tuple[Message, ...]:
-    """A chat: records of role and content (or from and value)."""
+def read_messages(where: str, value: Sequence[Any]) -> tuple[Message, ...]:
+    """A chat: records of role and content (or from and value), with the calls of tools and their results. Raises
+    ConfigError that says where, what was found and what would be right."""
     messages = []
     for number, item in enumerate(value):
-        entry = item if isinstance(item, Mapping) else {}
-        role, content = entry.get("role", entry.get("from")), entry.get("content", entry.get("value"))
-        role = ROLES.get(role, role) if isinstance(role, str) else role
-        unread = [name for name in UNREAD if entry.get(name)]
-        if role not in ("system", "user", "assistant") or not isinstance(content, str) or unread:
-            needed = '{"role": "system", "user" or "assistant", "content": text}'
-            needed += f" without {' and '.join(unread)}" if unread else ""
-            raise ConfigError([f"{where}[{number}]: found {shorten(repr(item), 80)}; expected {needed}"])
-        messages.append(Message(role, content))
+        entry, place = item if isinstance(item, Mapping) else {}, f"{where}[{number}]"
+        named = entry.get("role") or entry.get("from")
+        role = ROLES.get(named.lower(), named.lower()) if isinstance(named, str) else named
+        content, stated = entry.get("content"), entry.get("tool_calls") or entry.get("function_call")
+        content = entry.get("value") if content is None else content
+        for name, each in entry.items():
+            _refuse_media(place, str(name), each)
+        if isinstance(content, list):
+            content = _join_parts(place, content)
+        if named == "function_call":
+            content, stated = "", content
+        calls = _read_calls(stated) if stated else []
+        if calls and content is None:
+            content = ""
+        known = ("system", "user", "assistant", "tool")
+        if role not in known or not isinstance(content, str) or calls is None or (calls and role != "assistant"):
+            needed = '{"role": "system", "user", "assistant" or "tool", "content": text}'
+            if stated:
+                needed = 'of an assistant alone: [{"function": {"name": text, "arguments": {...}}}]'
+            raise ConfigError([f"{place}: found {shorten(repr(item), 80)}; expected {needed}"])
+        names = {"assistant": ("reasoning_content",), "tool": ("tool_call_id", "name")}.get(role, ())
+        others = {name: entry[name] for name in names if isinstance(entry.get(name), str)}
+        messages.append(Message(role, content, {**others, **({"tool_calls": calls} if calls else {})}))
     if not messages:
         raise ConfigError([f"{where}: found no messages; expected one or more"])
     return tuple(messages)
 
 
-def _decode_chat(value: Any) -> Any:
-    """A chat that is written as JSON within a text, as ROLL's data sets have it; every other value as it is."""
-    if not isinstance(value, str) or not value.lstrip().startswith("["):
+def _join_parts(where: str, parts: Sequence[Any]) -> str:
+    """The text of a content in parts, as OpenAI has it. Raises ConfigError for images and whatever is no text."""
+    texts = list[str]()
+    for part in parts:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if not isinstance(text, str):
+            kind = f"a part of type {part['type']}" if isinstance(part, Mapping) and "type" in part else "no text"
+            raise ConfigError([f"{where}: found {kind}, {shorten(repr(part), 80)}; the model reads text alone"])
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _read_calls(value: Any) -> list[dict[str, Any]] | None:
+    """Calls of tools as chat templates take them, {"type": "function", "function": {"name", "arguments"}} with
+    arguments as an object; None for what are no calls."""
+    value = _decode(value, "[{")
+    calls = []
+    for call in value if isinstance(value, list) else [value]:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            return None
+        name, arguments = function.get("name"), _decode(function.get("arguments") or {}, "{")
+        if not isinstance(name, str) or not isinstance(arguments, Mapping):
+            return None
+        named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        calls.append({**named, "type": "function", "function": {"name": name, "arguments": _drop_null(arguments)}})
+    return calls
+
+
+def read_tools(record: Mapping[str, Any], messages: Sequence[Message]) -> tuple[Mapping[str, Any], ...]:
+    """The JSON schemas of tools in the column `tools`, as chat templates take them; none where the column has something
+    else, or a system message describes them all."""
+    value = _decode(record.get("tools"), "[")
+    tools = []
+    for each in value if isinstance(value, list) else []:
+        tool = _decode(each, "{")
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            return ()
+        tools.append({"type": "function", "function": _drop_null(function)})
+    said = "\n".join(m.content for m in messages if m.role == "system")
+    return () if all(tool["function"]["name"] in said for tool in tools) else tuple(tools)
+
+
+def _drop_null(value: Any) -> Any:
+    """Without the fields that are null, which tables give to every record that lacks one of another's."""
+    if isinstance(value, Mapping):
+        return {name: _drop_null(each) for name, each in value.items() if each is not None}
+    return [_drop_null(each) for each in value] if isinstance(value, list) else value
+
+
+def _decode(value: Any, begins: str) -> Any:
+    """What a JSON text stands for that begins with one of these characters; every other value as it is."""
+    if not isinstance(value, str) or not value.lstrip()[:1] or value.lstrip()[0] not in begins:
         return value
     try:
-        decoded = parse_json(value)
+        return parse_json(value)
     except ValueError:
         return value
-    is_chat = all(isinstance(item, dict) and item.keys() & {"role", "from"} for item in decoded)
-    return decoded if decoded and is_chat else value
 
 
-def read_response(value: Any) -> Any:
-    """The text of the last message where the value is a chat; else the value."""
+def _decode_chat(value: Any) -> Any:
+    """A chat that is written within a text, as JSON (ROLL's data sets) or with "Human:" and "Assistant:" in front of
+    the messages, the last one an answer (Anthropic's); every other value as it is."""
+    if not isinstance(value, str):
+        return value
+    decoded = _decode(value, "[")
+    if isinstance(decoded, list):
+        is_chat = all(isinstance(item, dict) and item.keys() & {"role", "from"} for item in decoded)
+        return decoded if decoded and is_chat else value
+    begin, *parts = TRANSCRIPT.split(value.strip())
+    roles = [name.capitalize() for name in parts[::2]]
+    if begin or roles[:1] != ["Human"] or roles[-1] != "Assistant" or not parts[-1].strip():
+        return value
+    names = {"Human": "user", "Assistant": "assistant"}
+    return [{"role": names[role], "content": text.strip()} for role, text in zip(roles, parts[1::2], strict=True)]
+
+
+def read_chat(where: str, value: Any) -> tuple[Message, ...]:
+    """The messages where the value is a chat; else none. Raises ConfigError as `read_messages`."""
     chat = _decode_chat(value)
-    last = chat[-1] if isinstance(chat, list) and chat else None
-    return last.get("content", last.get("value")) if isinstance(last, Mapping) else value
+    is_chat = isinstance(chat, list) and chat and isinstance(chat[-1], Mapping) and chat[-1].keys() & {"role", "from"}
+    return read_messages(where, chat) if is_chat else ()
 
 
-def extract_answer(value: Any, part: AnswerPart = AnswerPart.whole) -> str:
-    """The answer as text: the only element of a list, 27.0 as 27, of texts the part. "" for a value that is no answer,
-    and for a text that has no such part."""
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]
+def read_response(where: str, value: Any) -> Any:
+    """The text of the last message where the value is a chat; else the value. Raises ConfigError as `read_messages`."""
+    chat = read_chat(where, value)
+    return _format_answer(chat[-1]) if chat else value
+
+
+def _format_answer(message: Message) -> str:
+    """What an assistant's message says; of one that only calls tools the calls as JSON."""
+    calls = message.others.get("tool_calls")
+    return json.dumps(calls, ensure_ascii=False) if calls and not message.content.strip() else message.content
+
+
+def extract_answers(value: Any, part: AnswerPart = AnswerPart.whole) -> tuple[str, ...]:
+    """The answers as texts: 27.0 as 27, of texts the part, of a list every one once. None for a value that is no
+    answer or has something in it that is none, and for a text that has no such part."""
+    if isinstance(value, list):
+        found = [extract_answers(each, part) if not isinstance(each, list) else () for each in value]
+        return tuple(dict.fromkeys(text for each in found for text in each)) if all(found) else ()
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, str | int | float) or (isinstance(value, float) and not math.isfinite(value)):
-        return ""
+        return ()
     text = str(value).strip()
-    if not isinstance(value, str) or part is AnswerPart.whole:
-        return text
-    if part is AnswerPart.boxed:
-        return find_boxed(text) or ""
-    text = HASHES.findall(text)[-1].strip() if HASHES.search(text) else ""
-    return text.replace(",", "") if re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?", text) else text
+    if isinstance(value, str) and part is AnswerPart.boxed:
+        text = find_boxed(text) or ""
+    elif isinstance(value, str) and part is AnswerPart.after_hashes:
+        text = HASHES.findall(text)[-1].strip() if HASHES.search(text) else ""
+        text = text.replace(",", "") if re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?", text) else text
+    return (text,) if text else ()
 
 
 def _choose_part(records: Sequence[Located], values: Sequence[Any]) -> AnswerPart:
@@ -258,12 +405,17 @@ def find_boxed(text: str) -> str | None:
 
 
 def get_field(record: Mapping[str, Any], name: str) -> Any:
-    """The value under a name, or under a dotted path of names; None where there is none."""
+    """The value under a name, or under a dotted path of names and of numbers in lists, also within a text of JSON; None
+    where there is none."""
     if name in record:
         return record[name]
     value: Any = record
     for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
+        value = _decode(value, "{[")
+        if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            value = value.get(part) if isinstance(value, Mapping) else None
     return value
 
 
@@ -271,6 +423,8 @@ def _refuse_field(where: str, record: Mapping[str, Any], name: str, expected: st
     value, hint = get_field(record, name), ""
     if value is not None:
         found = f"found {shorten(repr(value), 80)}"
+        if isinstance(value, Mapping) and value:
+            hint = f"; {key}={name}.{next(iter(value))} names a field of it"
     elif name in record or (isinstance(get_field(record, name.rpartition(".")[0]), Mapping) and "." in name):
         found, hint = "found null", f"; take such rows out of the data, or name another column with {key}"
     else:
@@ -509,8 +663,10 @@ def load_problems(config: schema.DataConfig, seed: int) -> ProblemSplits:
 def tokenize_problems(problems: Sequence[Problem], renderer: Renderer, side: str, notes: list[str]) -> list[Tokenized]:
     """Problems of at most data.prompt_length tokens with their prompts, in order. notes: grows by what was done.
     Raises ConfigError where none is short enough, and for one that a model could not answer."""
+    if renderer.tools is not None and any(problem.tools for problem in problems):
+        notes.append(f"the tools that {side} records describe are left out: the environment has its own")
     asked, problems = problems, _settle_special(problems, renderer, side, notes)
-    texts = [renderer.render(problem) for problem in problems]
+    texts = [_render(problem, renderer) for problem in problems]
     tokens = renderer.tokenize(texts, names=[each.metadata.get("location", "data") for each in problems])
     limit, tokenizer = renderer.config.prompt_length, renderer.tokenizer
     for problem, ids in zip(problems, tokens, strict=True):
@@ -524,14 +680,23 @@ def tokenize_problems(problems: Sequence[Problem], renderer: Renderer, side: str
         raise ConfigError([f"data.prompt_length: found {limit}; no {side} prompt is left, {found}"])
     repeats, kept = Counter[str](), list[Tokenized]()
     for own, problem, text, ids in zip(asked, problems, texts, tokens, strict=True):
-        parts = [part for m in own.messages for part in (m.role, m.content)]
-        digest = hashlib.sha256("\0".join([*parts, own.answer]).encode()).hexdigest()[:16]
+        parts = [part for m in own.messages for part in (m.role, m.content, *filter(None, [_format_others(m)]))]
+        digest = hashlib.sha256("\0".join([*parts, *(own.references or [own.answer])]).encode()).hexdigest()[:16]
         repeats[digest] += 1
         if len(ids) <= limit:
             name = digest if repeats[digest] == 1 else f"{digest}-{repeats[digest]}"
             messages = renderer.build_messages(problem)
-            kept.append((problem, Prompt(name, text, ids, problem.answer, problem.metadata, messages, problem.columns)))
+            answers = problem.answer, problem.metadata, messages, problem.columns, problem.references
+            kept.append((problem, Prompt(name, text, ids, *answers)))
     return kept
+
+
+def _render(problem: Problem, renderer: Renderer) -> str:
+    try:
+        return renderer.render(problem)
+    except ConfigError as error:
+        where = problem.metadata.get("location")
+        raise ConfigError([f"{text} ({where})" if where else text for text in error.problems]) from error
 
 
 def _refuse(problem: Problem, why: str) -> ConfigError:
@@ -541,7 +706,9 @@ def _refuse(problem: Problem, why: str) -> ConfigError:
 def _settle_special(problems: Sequence[Problem], renderer: Renderer, side: str, notes: list[str]) -> Sequence[Problem]:
     """The problems without special tokens in their texts, which would end a message of a chat template; plain text may
     have them. Raises ConfigError where most problems have some: a chat template has been applied to them before."""
-    special = [[token for m in p.messages for token in renderer.find_special(m.content)] for p in problems]
+    special = [
+        [token for m in p.messages for token in renderer.find_special(m.content + _format_others(m))] for p in problems
+    ]
     found = {i: tokens for i, tokens in enumerate(special) if tokens}
     if not found:
         return problems
@@ -555,7 +722,7 @@ def _settle_special(problems: Sequence[Problem], renderer: Renderer, side: str, 
         raise _refuse(problems[next(iter(found))], f"{where}; {hint}")
     notes.append(f"in {len(found)} {side} prompts special tokens are read as text, with a space in each: {names}")
     return [
-        replace(p, messages=tuple(Message(m.role, renderer.defuse(m.content)) for m in p.messages)) if i in found else p
+        replace(p, messages=tuple(map(renderer.defuse_message, p.messages))) if i in found else p
         for i, p in enumerate(problems)
     ]
 

@@ -1184,11 +1184,15 @@ def check_source(source: str) -> None:
 
 
 def build_math_scorer() -> Callable[..., dict[str, Any]]:
-    """(gold, text, mode, prompt) -> {"correct", "read", "answer"}."""
+    """(golds, text, mode, prompt) -> {"correct", "read", "answer"}: of the first gold that is right, else the first."""
     guard_sympy()
 
-    def score(gold: str, text: str, mode: str, prompt: str) -> dict[str, Any]:
-        verdict = grade(gold, text, mode, thinking=_OPEN_THINKING.search(prompt) is not None)
+    def score(golds: list[str], text: str, mode: str, prompt: str) -> dict[str, Any]:
+        thinking = _OPEN_THINKING.search(prompt) is not None
+        verdict = grade(golds[0], text, mode, thinking=thinking)
+        for gold in golds[1:]:
+            if not verdict.is_right and (other := grade(gold, text, mode, thinking=thinking)).is_right:
+                verdict = other
         return {"correct": verdict.is_right, "read": verdict.is_read, "answer": verdict.answer}
 
     return score

@@ -8,7 +8,7 @@ begins every text; without a chat template it stands there as it is.
 
 import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -53,33 +53,45 @@ class Renderer:
 
     def render(self, problem: "Problem") -> str:
         """The text whose tokens are the prompt, with what the assistant's turn begins with; the policy continues it."""
-        text, prefix = self.render_messages(self.build_messages(problem)), self.config.response_prefix
+        text, prefix = (
+            self.render_messages(self.build_messages(problem), tools=problem.tools),
+            self.config.response_prefix,
+        )
         if prefix is None:
             return text
-        prefix = prefix.replace(PLACEHOLDER, problem.messages[-1].content)
+        question = next((m.content for m in reversed(problem.messages) if m.role == "user"), "")
+        prefix = prefix.replace(PLACEHOLDER, question)
         return text + prefix if self.uses_template else text + SEPARATOR + prefix
 
     def build_messages(self, problem: "Problem") -> tuple[Message, ...]:
-        """The problem's messages, which end with a question, with data.instruction, data.system and the tools' text."""
+        """The problem's messages with data.instruction around the user's last one, data.system and the tools' text."""
         messages, instruction = problem.messages, self.config.instruction
         if instruction is not None:
+            last = max((i for i, m in enumerate(messages) if m.role == "user"), default=len(messages) - 1)
             # Not str.format: questions and instructions may contain braces.
-            messages = (*messages[:-1], Message("user", instruction.replace(PLACEHOLDER, messages[-1].content)))
+            asked = Message("user", instruction.replace(PLACEHOLDER, messages[last].content))
+            messages = (*messages[:last], asked, *messages[last + 1 :])
         if self.config.system is not None:
             messages = (Message("system", self.config.system), *(m for m in messages if m.role != "system"))
         return messages if self.tools is None else self.tools.add_to(messages)
 
-    def render_messages(self, messages: Sequence[Message], for_answer: bool = True) -> str:
+    def render_messages(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), for_answer: bool = True
+    ) -> str:
         """The text of the messages, up to where the assistant's next one begins, or without `for_answer` to the end of
-        the last message. Raises ConfigError where the chat template refuses them."""
+        the last message. tools: those that the data describe, which count where the environment has none. Raises
+        ConfigError where the chat template refuses them or leaves something out."""
+        tools = tools if self.tools is None else ()
         if not self.uses_template:
+            if tools or any(m.others.get("tool_calls") for m in messages):
+                found = f"found {'tools' if tools else 'tool_calls'} in the data"
+                raise ConfigError([f"data.chat_template: {found}, and no chat template to write them"])
             return SEPARATOR.join(m.content for m in messages if m.content)
-        chat = [{"role": m.role, "content": m.content} for m in messages]
-        schemas: list[dict[Any, Any] | Callable[..., Any]] | None = None
-        if self.tools is not None and self.tools.text is None:
-            schemas = [dict(schema) for schema in self.tools.schemas]
+        chat = [m.to_dict() for m in messages]
+        own = () if self.tools is None or self.tools.text is not None else self.tools.schemas
+        schemas: list[dict[Any, Any] | Callable[..., Any]] | None = [dict(each) for each in own or tools] or None
 
-        def apply(chat: list[dict[str, str]]) -> str:
+        def apply(chat: list[dict[str, Any]]) -> str:
             keywords: dict[str, Any] = {"strftime_now": self._format_date, "add_generation_prompt": for_answer}
             return str(self.tokenizer.apply_chat_template(chat, schemas, tokenize=False, **keywords))
 
@@ -89,18 +101,10 @@ class Renderer:
         except Exception as error:  # a template is a program of the checkpoint's author
             why = f"the tokenizer's template refuses messages of {roles}: {error}"
             raise ConfigError([f"data.chat_template: {why}"]) from error
-        for i, message in enumerate(messages):
-            if message.content.strip() in text:
-                continue
-            # It may be changed, such as SmolLM3's "/no_think"; it must not be lost.
-            try:
-                has_effect = apply([*chat[:i], {"role": message.role, "content": ""}, *chat[i + 1 :]]) != text
-            except Exception:
-                has_effect = True
-            if not has_effect:
-                lost = f"leaves out number {i + 1}, {message.content[:60]!r}, of messages of {roles}"
-                hint = "data.chat_template_path names a file with another"
-                raise ConfigError([f"data.chat_template: the tokenizer's template {lost}; {hint}"])
+        _check_nothing_left_out(chat, text, apply)
+        for name in (schema["function"]["name"] for schema in tools):
+            if name not in text:
+                raise _refuse_lost(f"the tool {name} that the data describe in the column tools")
         return text
 
     def _format_date(self, format: str) -> str:
@@ -182,6 +186,18 @@ class Renderer:
         """The content with a space in what the tokenizer would read as a special token: it may not end its message."""
         return self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", content)
 
+    def defuse_message(self, message: Message) -> Message:
+        """The message with every text of it as `defuse` gives it."""
+
+        def walk(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {walk(name): walk(each) for name, each in value.items()}
+            if isinstance(value, list):
+                return [walk(each) for each in value]
+            return self.defuse(value) if isinstance(value, str) else value
+
+        return Message(message.role, self.defuse(message.content), walk(message.others))
+
     def describe(self, prompt: Sequence[int]) -> str:
         """Which template and which special tokens the prompts have. prompt: the tokens of one that was rendered."""
         text = f"prompts in the chat template of {self.config.chat_template_path or 'the tokenizer'}"
@@ -219,6 +235,31 @@ class Renderer:
     def _is_unknown(self, token: int, text: str) -> bool:
         """The text may also name the unknown token itself, where it serves as another (<|endoftext|>)."""
         return bool(token == self.tokenizer.unk_token_id and text != self.tokenizer.unk_token)
+
+
+def _check_nothing_left_out(
+    chat: Sequence[Mapping[str, Any]], text: str, apply: Callable[[list[dict[str, Any]]], str]
+) -> None:
+    """Raises ConfigError where what `apply` makes of the chat, the text, has lost a message's content or calls."""
+    for i, message in enumerate(chat):
+        changes: list[tuple[str, Any, str]] = []
+        if message["content"].strip() not in text:
+            changes.append(("content", "", repr(message["content"][:60])))
+        if message.get("tool_calls"):
+            changes.append(("tool_calls", [], "the tool_calls"))
+        for name, empty, lost in changes:
+            # It may be changed, such as SmolLM3's "/no_think"; it must not be lost.
+            try:
+                has_effect = apply([*map(dict, chat[:i]), {**message, name: empty}, *map(dict, chat[i + 1 :])]) != text
+            except Exception:  # a template is a program of the checkpoint's author
+                has_effect = True
+            if not has_effect:
+                raise _refuse_lost(f"number {i + 1}, {lost}, of messages of {', '.join(m['role'] for m in chat)}")
+
+
+def _refuse_lost(what: str) -> ConfigError:
+    hint = "data.chat_template_path names a file with another"
+    return ConfigError([f"data.chat_template: the tokenizer's template leaves out {what}; {hint}"])
 
 
 def use_chat_template(config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -260,7 +301,7 @@ class CriticPrompt:
 
     def fill(self, prompt: Prompt) -> str:
         """The text for this prompt. Raises ConfigError for a field that the prompt does not have."""
-        values = {**prompt.metadata, "answer": prompt.answer}
+        values = {**prompt.metadata, **({"answer": " or ".join(prompt.answers)} if prompt.answers else {})}
 
         def replace_field(found: re.Match[str]) -> str:
             name = found[1]

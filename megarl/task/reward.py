@@ -158,10 +158,18 @@ class ProcessReward(AsyncReward):
             self._idle.put(process)
 
 
+def list_answers(prompt: Prompt, reward: str) -> tuple[str, ...]:
+    """The prompt's reference answers. Raises ValueError, naming the prompt, where the data have none."""
+    if not prompt.answers:
+        found = f"no answer found beside {', '.join(prompt.columns or prompt.metadata) or 'the question'}"
+        raise ValueError(f"prompt {prompt.id!r}: {found}; {reward} needs one, whose column data.answer_field names")
+    return prompt.answers
+
+
 def score_exact(prompt: Prompt, response: Response) -> Score:
-    """1 where the normalised response is the normalised answer, else 0."""
+    """1 where the normalised response is a normalised answer, else 0. Raises ValueError as `list_answers`."""
     answer = normalize_text(response.text)
-    equal = answer == normalize_text(prompt.answer)
+    equal = answer in map(normalize_text, list_answers(prompt, "reward=exact"))
     return Score(reward=float(equal), correct=equal, answer=answer or None)
 
 
@@ -224,27 +232,30 @@ def format_number(number: Fraction) -> str:
 
 
 class NumericReward:
-    """1 where the response's last number is the prompt's answer, within the tolerances, else 0. details: "format" is 1
-    where the response has a number."""
+    """1 where the response's last number is one of the prompt's answers, within the tolerances, else 0. details:
+    "format" is 1 where the response has a number."""
 
     def __init__(self, config: schema.NumericRewardConfig):
         # As written: 0.1 is a tenth.
         self._tolerance, self._share = Fraction(repr(config.tolerance)), Fraction(repr(config.relative_tolerance))
 
     def __call__(self, prompt: Prompt, response: Response) -> Score:
-        """Raises ValueError, naming the prompt, where its answer is no number."""
-        expected, found = parse_number(prompt.answer), find_last_number(response.text)
-        if expected is None:
-            needed = "reward=numeric needs a number, such as 85, 1,234.5 or 3/4"
-            raise ValueError(f"prompt {prompt.id!r}: answer {prompt.answer!r} found; {needed}")
+        """Raises ValueError, naming the prompt, where an answer is no number."""
+        found, expected = find_last_number(response.text), list[Fraction]()
+        for answer in list_answers(prompt, "reward=numeric"):
+            number = parse_number(answer)
+            if number is None:
+                needed = "reward=numeric needs a number, such as 85, 1,234.5 or 3/4"
+                raise ValueError(f"prompt {prompt.id!r}: answer {answer!r} found; {needed}")
+            expected.append(number)
         if found is None:
             return Score(0.0, False, {"format": 0.0})
-        correct = abs(found - expected) <= max(self._tolerance, self._share * abs(expected))
+        correct = any(abs(found - it) <= max(self._tolerance, self._share * abs(it)) for it in expected)
         return Score(float(correct), correct, {"format": 1.0}, format_number(found))
 
 
 class MathReward(ProcessReward):
-    """1 where the response states the prompt's answer and no other one, else 0.
+    """1 where the response states one of the prompt's answers and nothing else, else 0.
 
     An answer that cannot be read as mathematics is compared as text. The rules are in docs/rewards.md.
     details: "format", whether it states one answer that can be read; "timeout", whether time or memory ran out.
@@ -261,7 +272,8 @@ class MathReward(ProcessReward):
         self._mode = config.answer.value
 
     def ask(self, prompt: Prompt, response: Response) -> dict[str, Any]:
-        return {"gold": prompt.answer, "text": response.text, "mode": self._mode, "prompt": prompt.text}
+        golds = list_answers(prompt, "reward=math")
+        return {"golds": list(golds), "text": response.text, "mode": self._mode, "prompt": prompt.text}
 
     def read(self, answer: Any, prompt: Prompt) -> Score:
         correct, details = bool(answer["correct"]), {"format": float(answer["read"]), "timeout": 0.0}
@@ -400,7 +412,8 @@ def read_tests(prompt: Prompt) -> tuple[list[tuple[str, str]], list[str]]:
     JSON: {"inputs": [texts], "outputs": [texts]}, {"asserts": [statements]}, or a list of statements; or plain text of
     assert statements.
     """
-    stored: Any = prompt.metadata.get("tests", prompt.answer)
+    whole = json.dumps(prompt.references) if prompt.references else prompt.answer
+    stored: Any = prompt.metadata.get("tests", whole)
     try:
         if stored.lstrip()[:1] in ("{", "["):
             stored = parse_json(stored)
@@ -579,7 +592,7 @@ def _build_trl(prompt: Prompt, response: Response) -> dict[str, Any]:
         isinstance(value, list) and value and isinstance(value[0], Mapping) and "content" in value[0]
         for value in prompt.columns.values()
     )
-    chat = [vars(message) for message in prompt.messages]
+    chat = [message.to_dict() for message in prompt.messages]
     columns = {"answer": prompt.answer, **list_columns(prompt)}
     return {
         **{name: [value] for name, value in columns.items() if name not in ("prompt", "completion")},
@@ -668,6 +681,7 @@ def decode_question(text: str) -> tuple[Prompt, Response]:
     prompt, response = json.loads(text)
     experts, versions = response["routed_experts"], response["weight_versions"]
     prompt["token_ids"] = tuple(prompt["token_ids"])
+    prompt["references"] = tuple(prompt["references"])
     prompt["messages"] = tuple(types.Message(**message) for message in prompt["messages"])
     response |= {
         "weight_versions": types.WeightVersions(**{name: tuple(values) for name, values in versions.items()}),

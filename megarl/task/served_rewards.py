@@ -163,7 +163,7 @@ class ScalarModelReward(AsyncReward):
     async def score(self, prompt: Prompt, response: Response) -> Score:
         # In a conversation the response is the last action; a prompt that is known as text alone is one message.
         chat = (*(prompt.messages or (Message("user", prompt.text),)), Message("assistant", response.text))
-        asked = {"messages": [vars(message) for message in chat], "add_generation_prompt": False}
+        asked = {"messages": [message.to_dict() for message in chat], "add_generation_prompt": False}
         try:
             rendered = await self._server.post("/tokenize", asked)
             (logit,) = (await self._server.post("/classify", {"input_ids": rendered["tokens"]}))["embedding"]
@@ -220,7 +220,7 @@ def fill_rubric(rubric: str, prompt: Prompt, response: Response) -> str:
     quotation nor hold a special token of a chat template (<|im_end|>, </s>, [INST]), which a server would read.
     """
     questions = [message.content for message in prompt.messages if message.role == "user"] or [prompt.text]
-    values = {"question": questions[-1], "answer": prompt.answer, "response": response.text}
+    values = {"question": questions[-1], "answer": " or ".join(prompt.answers), "response": response.text}
 
     def quote(found: re.Match[str]) -> str:
         tag, text = found[1], OPENS_TAG.sub(lambda opening: opening[0] + " ", values[found[1]])

@@ -204,7 +204,7 @@ FOLDERS: dict[str, Callable[[str], None]] = {"megarl": lambda name: create_task(
 def find_handler(words: Sequence[str]) -> Callable[[], object] | None:
     """What runs or composes the command; None: nothing does."""
     match list(words):
-        case ["python", "-m", "megarl.train", *arguments] | ["megarl", "evaluate", *arguments]:
+        case ["python", "-m", "megarl.train" | "megarl.run.preview", *arguments] | ["megarl", "evaluate", *arguments]:
             if {"--cfg", "--help", "--version"} & set(arguments):
                 return lambda: expect(run_process(words))
             return lambda: compose_run("evaluate" if words[0] == "megarl" else "train", arguments)

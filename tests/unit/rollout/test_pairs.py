@@ -71,6 +71,36 @@ def test_chats_are_rendered_by_the_template_whether_the_prompt_is_a_text_or_in_t
     assert tokenizer(whole, add_special_tokens=False)["input_ids"] in [list(chosen) for chosen, _ in sets[0]]
 
 
+def test_pairs_are_read_as_the_hubs_sets_have_them(tmp_path: Path) -> None:
+    tokenizer = build_byte_tokenizer(chat=True)
+    texts = [(r["prompt"], r["chosen"], r["rejected"]) for r in MANY]
+    expected = read(tmp_path / "p.jsonl", MANY, tokenizer)
+    hh = [{n: f"\n\nHuman: {p}\n\nAssistant: {x}" for n, x in (("chosen", c), ("rejected", r))} for p, c, r in texts]
+    scored = [
+        {"context": chat(p), "response1": c, "response2": r, "overall_preference": -i % 3 - 3}
+        if i % 2
+        else {"context": chat(p), "response1": r, "response2": c, "overall_preference": i % 3 + 1}
+        for i, (p, c, r) in enumerate(texts)
+    ]
+    tie = {"context": chat("x?"), "response1": "a", "response2": "b", "overall_preference": 0}
+    for records, keys in ((hh, {}), ([*scored, tie], {"answer_field": "response1", "num_heldout": 2})):
+        found = read(tmp_path / "q.jsonl", records, tokenizer, **keys)
+        sets = [{(tuple(p.chosen), tuple(p.rejected)) for p in (*each.train, *each.heldout)}
+                for each in (found, expected)]  # fmt: skip
+        assert sets[0] == sets[1]
+    assert any("1 training pairs dropped, without a preference in overall_preference" in n or "1 held-out" in n
+               for n in found.notes)  # fmt: skip
+
+
+def test_pairs_of_different_prompts_and_blank_responses_are_dropped_and_counted(tmp_path: Path) -> None:
+    differ = {"prompt": "a?", "chosen": chat("a?", "b"), "rejected": chat("c?", "b")}
+    pairs = read(tmp_path / "p.jsonl", [*MANY, differ, {"prompt": "d?", "chosen": "b", "rejected": " "}], num_heldout=2)
+    notes = " ".join(pairs.notes)
+    assert len(pairs.train) + len(pairs.heldout) == 9
+    assert "pairs dropped, whose chats differ before the last message" in notes
+    assert "pairs dropped, of which one response is blank" in notes
+
+
 def test_equal_and_long_pairs_are_dropped_and_counted(tmp_path: Path) -> None:
     same, long = (
         {**MANY[0], "prompt": "same?", "rejected": "it is 0"},
@@ -90,8 +120,8 @@ def test_equal_and_long_pairs_are_dropped_and_counted(tmp_path: Path) -> None:
         ({"prompt": "a?", "chosen": "b", "rejected": 3}, r"p\.jsonl:10: rejected: found 3; expected a response"),
         ({"prompt": "a?", "rejected": "b"}, r"p\.jsonl:10: chosen: found only prompt, rejected"),
         (
-            {"prompt": "a?", "chosen": chat("a?", "b"), "rejected": chat("c?", "b")},
-            r"p\.jsonl:10: chosen, rejected: their chats differ before the last message",
+            {"prompt": "a?", "chosen": chat("a?", "b", "c?", "d"), "rejected": chat("a?", "b", "c?", "e")},
+            r"p\.jsonl:10: chosen: found 2 messages of the user before the response, and 1 .*data.prompt_field=chosen",
         ),
     ],
 )

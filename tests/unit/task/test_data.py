@@ -1,5 +1,6 @@
 """The `data` group, problems from files and their records, whole sets to evaluate on, and the order of the prompts."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -297,6 +298,7 @@ def test_of_an_answer_the_part_is_taken_that_the_key_names(
     assert [answer for _, answer in found] == expected
 
 
+CALLED = {"function": {"name": "f", "arguments": "{}"}}
 IN_DOUBT = "data.answer_part: found null; 1 of "
 HASHED, BOXED = {"answer_part": AnswerPart.after_hashes}, {"answer_part": AnswerPart.boxed}
 
@@ -305,11 +307,26 @@ HASHED, BOXED = {"answer_part": AnswerPart.after_hashes}, {"answer_part": Answer
     ("record", "keys", "expected"),
     [
         ({"text": "x"}, {}, "f:2: question: found only text; expected a text"),
-        ({"question": [{"role": "user", "content": "Q", "tool_calls": [{}]}], "answer": "A"}, {}, "without tool_calls"),
+        *[
+            ({"question": [{"content": "Q", **wrong}], "answer": "A"}, {}, f"f:2: question[0]: {found}")
+            for wrong, found in (
+                ({"role": "user", "tool_calls": [CALLED]}, "found {'content': 'Q', 'role': 'user', 'tool_calls'"),
+                (
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "x"}}]},
+                    "found {'content'",
+                ),
+                ({"role": "user", "image": "a.png"}, "image: found 'a.png'; the model reads text alone"),
+                (
+                    {"role": "user", "content": [{"type": "image_url", "image_url": "u"}]},
+                    "found a part of type image_url, ",
+                ),
+            )
+        ],
         ({"question": " ", "answer": "A"}, {}, "f:2: question: found ' '; expected"),
         ({"question": 3, "answer": "A"}, {}, "f:2: question: found 3; expected"),
         ({"question": "Q", "answer": None}, {}, "f:2: answer: found null; expected a text or number that is not bl"),
-        *[({"question": "Q", "answer": it}, {}, "f:2: answer: found ") for it in (float("nan"), ["a", "b"])],
+        *[({"question": "Q", "answer": it}, {}, "f:2: answer: found ") for it in (float("nan"), ["a", ""], [["a"]])],
+        ({"question": "Q", "answer": {"value": "a"}}, {}, "data.answer_field=answer.value names a field of it"),
         ({"question": "Q", "answer": "first #### 3 is no line of its own"}, HASHED, "expected a text with what stands"),
         ({"question": "Q", "answer": r"\boxed{1"}, BOXED, "expected a text with what stands in the last"),
         ({"question": "Q", "solution": "A"}, {}, "f:2: answer: found only question, solution; expected"),
@@ -321,7 +338,10 @@ HASHED, BOXED = {"answer_part": AnswerPart.after_hashes}, {"answer_part": Answer
         ({"question": "Q", "answer": r"it is \boxed{1}"}, {}, f"{IN_DOUBT}2 answers, as that of f:2, have what"),
         *[
             ({"question": "Q", "answer": "A", **column}, {}, f"f:2: {next(iter(column))}: found ")
-            for column in ({"images": ["a.png"]}, {"image_1": "a.png"}, {"video": {"path": "a.mp4"}})
+            for column in (
+                *({"images": ["a.png"]}, {"image_1": "a.png"}, {"video": {"path": "a.mp4"}}),
+                {"scan": {"bytes": b"PNG", "path": None}},
+            )
         ],
     ],
 )
@@ -329,6 +349,105 @@ def test_a_bad_record_is_located_with_what_was_found_and_expected(record, keys, 
     good = {"question": "Q", "answer": r"a \boxed{2}" "\n#### 2" if keys else "A"}
     with pytest.raises(ConfigError, match=re.escape(expected)):
         read_all(good, record, **keys)
-    for first, key in (({"text": "x"}, "prompt_field"), ({"question": "x"}, "answer_field"), ({}, "prompt_field")):
-        with pytest.raises(ConfigError, match=f"^f:1: .* or set data.{key}$"):
+    for first in ({"text": "x"}, {}):
+        with pytest.raises(ConfigError, match=r"^f:1: .* or set data.prompt_field$"):
             read_all(first)
+
+
+def chat(*contents: str, **first: Any) -> list[dict[str, Any]]:
+    roles = itertools.cycle(("user", "assistant"))
+    return [{"role": role, "content": text, **first} for role, text in zip(roles, contents, strict=False)]
+
+
+LONG = "\n\nHuman: One?\n\nAssistant: 1\n\nHuman: Why?\n\nAssistant: So."
+SHAREGPT = [
+    {"from": "human", "value": "One?"},
+    {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+    {"from": "observation", "value": "7"},
+    {"from": "gpt", "value": "1"},
+]
+OF_OPENAI = [
+    {"role": "developer", "content": [{"type": "text", "text": "Be brief."}]},
+    {"role": "user", "content": "One?", "name": None, "tool_calls": None},
+    {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]},
+    {"role": "tool", "content": "7", "tool_call_id": "c1"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("record", "keys", "said", "answers"),
+    [
+        # verl's parquet, and DAPO-Math-17k, which has its form.
+        ({"data_source": "math_dapo", "prompt": chat("One?"), "ability": "MATH",
+          "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"}, "extra_info": {"index": "9"}},
+         {}, ["user: One?"], ["34"]),
+        # Search-R1's
+        ({"prompt": chat("Who?"), "reward_model": {"ground_truth": {"target": ["Ann", "A. B.", "Ann"]}}},
+         {"answer_field": "reward_model.ground_truth.target"}, ["user: Who?"], ["Ann", "A. B."]),
+        # DeepScaleR, OpenR1-Math
+        ({"problem": "One?", "answer": "1", "solution": "words"}, {}, ["user: One?"], ["1"]),
+        ({"problem": "One?", "solution": "words", "answer": "1", "generations": ["a", "b"], "correctness_llama": None,
+          "messages": chat("One?", "words")}, {}, ["user: One?"], ["1"]),
+        # TRL's forms
+        *[(record, {}, ["user: One?"], answers) for record, answers in (
+            ({"prompt": "One?", "completion": "1"}, ["1"]),
+            ({"prompt": chat("One?"), "completion": chat("", "1")[1:]}, ["1"]),
+            ({"prompt": chat("One?")}, []),
+            ({"prompt": "One?"}, []),
+            ({"messages": chat("One?", "1")}, ["1"]),
+        )],
+        # Preferences: UltraFeedback; Skywork and HelpSteer without a prompt; Anthropic-HH
+        ({"prompt": "One?", "chosen": chat("One?", "1"), "rejected": chat("One?", "2"), "score_chosen": 8.0},
+         {"answer_field": "chosen"}, ["user: One?"], ["1"]),
+        ({"chosen": chat("One?", "1", "Why?", "So."), "rejected": chat("One?", "1", "Why?", "No.")},
+         {}, ["user: One?", "assistant: 1", "user: Why?"], ["So."]),
+        ({"chosen": LONG, "rejected": "x"}, {}, ["user: One?", "assistant: 1", "user: Why?"], ["So."]),
+        # A prompt alone in Anthropic's form stays a text.
+        ({"prompt": LONG.removesuffix(" So.")}, {}, [f"user: {LONG.removesuffix(' So.')}"], []),
+        # ShareGPT with calls and a system text of its own; OpenAI's messages
+        ({"conversations": SHAREGPT, "system": "Be brief."}, {},
+         ["system: Be brief.", "user: One?", "assistant: [f x=1]", "tool: 7"], ["1"]),
+        ({"messages": OF_OPENAI, "answer": "7"}, {},
+         ["system: Be brief.", "user: One?", "assistant: [f x=1]", "tool: 7"], ["7"]),
+        # Columns within columns, lists and texts of JSON
+        ({"extra": '{"tasks": [{"q": "One?"}]}', "gold": {"all": ["1", 1.0, 2]}},
+         {"prompt_field": "extra.tasks.0.q", "answer_field": "gold.all"}, ["user: One?"], ["1", "2"]),
+    ],
+)  # fmt: skip
+def test_records_of_the_hubs_sets_are_read_as_they_are(
+    record: dict[str, Any], keys: dict[str, str], said: list[str], answers: list[str]
+) -> None:
+    ((problem,), _) = read_problems([("f:1", record)], FileDataConfig(**keys))
+    calls = [[each["function"] for each in m.others.get("tool_calls", ())] for m in problem.messages]
+    shown = [
+        m.content or "".join(f"[{c['name']} {' '.join(f'{k}={v}' for k, v in c['arguments'].items())}]" for c in called)
+        for m, called in zip(problem.messages, calls, strict=True)
+    ]
+    assert [f"{m.role}: {text}" for m, text in zip(problem.messages, shown, strict=True)] == said
+    assert [problem.answer, *problem.references[1:]] == (answers or [""])
+
+
+def test_the_calls_of_an_answer_are_its_text_and_other_calls_are_another_question() -> None:
+    asked = [*chat("One?"), {"role": "assistant", "content": "", "tool_calls": [CALLED]}]
+    called = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    ((problem,), _) = read_problems([("f:1", {"messages": asked})], FileDataConfig())
+    assert json.loads(problem.answer) == [called]
+    others = [{**OF_OPENAI[2], "tool_calls": [{"name": name, "arguments": {"x": None}}]} for name in "fg"]
+    records = [("f:1", {"messages": [*OF_OPENAI[:2], other, OF_OPENAI[3]]}) for other in others]
+    first, second = read_problems(records, FileDataConfig())[0]
+    assert first.question_key != second.question_key
+    assert first.messages[2].others == {"tool_calls": [called]}
+
+
+def test_few_records_without_a_question_or_an_answer_are_left_out_and_many_are_refused() -> None:
+    good = [{"question": f"Q{i}", "answer": "A"} for i in range(18)]
+    located = [
+        (f"f:{i}", r)
+        for i, r in enumerate([*good, {"question": " ", "answer": "A"}, {"question": "Q", "answer": None}])
+    ]
+    problems, note = read_problems(located, FileDataConfig())
+    assert len(problems) == 18
+    assert note.endswith("; 2 without question or answer are left out, the first f:18")
+    with pytest.raises(ConfigError, match=r"^f:18: question: found ' '"):
+        read_problems(located[1:], FileDataConfig())

@@ -1,6 +1,8 @@
 """From problems to what the policy reads, and what the critic alone reads."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.task import DataConfig
-from megarl.task.data import Problem, ask
+from megarl.task.data import Problem, ask, read_tools, tokenize_problems
+from megarl.task.environments import ToolPrompt
 from megarl.task.render import CriticPrompt, Renderer, use_chat_template
 from megarl.types import Message, Prompt
 
@@ -58,6 +61,67 @@ def test_a_character_that_the_tokenizer_would_drop_silently_is_an_error(text: st
     renderer = Renderer(DataConfig(), build_char_tokenizer(unknown=unknown))
     with pytest.raises(ConfigError, match=f"no token for {lost} in the prompt '{text}'"):
         renderer.tokenize(["abc", text])
+
+
+def build_called(word: str = "one") -> Problem:
+    called = {"type": "function", "function": {"name": "look_up", "arguments": {"word": word}}}
+    asked = (Message("user", "One?"), Message("assistant", "", {"tool_calls": [called]}), Message("tool", "a number"))
+    return Problem(asked, "1")
+
+
+CALLS = "{% for c in m.tool_calls %}call {{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}"
+SHOWS_ALL = (
+    "{% for t in tools or [] %}tool {{ t.function.name }} {% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}" + CALLS + "{% endfor %}"
+)
+
+
+def test_calls_and_results_in_the_data_are_written_by_a_template_that_knows_them(tmp_path: Path) -> None:
+    renderer = Renderer(DataConfig(instruction="Say: {question}"), tokenizer := build_byte_tokenizer(chat=True))
+    tokenizer.chat_template = SHOWS_ALL
+    problem = replace(build_called("<bos>one"), tools=({"type": "function", "function": {"name": "look_up"}},))
+    asked = '<|user|>Say: One?<|assistant|>call look_up({"word": "<bos>one"})<|tool|>a number'
+    assert renderer.render(problem) == f"tool look_up {asked}"
+    # A special token in a call is text.
+    (_, prompt), *_ = tokenize_problems([problem, *[ask("Two?", "2")] * 2], renderer, "training", [])
+    assert "< bos>one" in prompt.text
+    assert prompt.messages[1].others["tool_calls"][0]["function"]["arguments"] == {"word": "< bos>one"}
+    tokenizer.chat_template = SHOWS_ALL.replace(CALLS, "")
+    with pytest.raises(ConfigError, match=r"leaves out number 2, the tool_calls, .* \(f:7\)$"):
+        tokenize_problems([replace(build_called(), metadata={"location": "f:7"})], renderer, "training", [])
+    tokenizer.chat_template, problem = SHOWS_ALL, replace(build_called(), tools=problem.tools)
+    # With an environment's own tools, those of the data are not shown.
+    own = Renderer(DataConfig(), tokenizer, ToolPrompt(({"type": "function", "function": {"name": "own"}},), None))
+    tokenize_problems([problem], own, "training", notes := [])
+    assert own.render(problem).startswith("tool own <|user|>")
+    assert notes[0] == "the tools that training records describe are left out: the environment has its own"
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "message"),
+    [
+        (SHOWS_ALL.replace(CALLS, ""), (), "leaves out number 2, the tool_calls, of messages of user, assistant, tool"),
+        (SHOWS_ALL.replace("{{ m.content }}", "{{ m.content if m.role != 'tool' }}"), (), "number 3, 'a number', of"),
+        ("{% for m in messages %}{{ m.content }}" + CALLS + "{% endfor %}", ("find",), "the tool find that the data"),
+        (None, (), "found tool_calls in the data, and no chat template to write them"),
+        (None, ("find",), "found tools in the data, and no chat template to write them"),
+    ],
+)
+def test_calls_results_and_tools_that_a_template_would_leave_out_are_refused(template, tools, message) -> None:
+    tokenizer = build_byte_tokenizer()
+    tokenizer.chat_template = template
+    schemas = tuple({"type": "function", "function": {"name": name}} for name in tools)
+    with pytest.raises(ConfigError, match=rf"^data\.chat_template: .*{message}"):
+        Renderer(DataConfig(), tokenizer).render(replace(build_called(), tools=schemas))
+
+
+def test_tools_are_read_from_their_column_unless_the_system_message_describes_them() -> None:
+    schema = {"name": "find", "description": None, "parameters": {"type": "object", "properties": {}}}
+    expected = {"name": "find", "parameters": {"type": "object", "properties": {}}}
+    for column in ([schema], json.dumps([{"type": "function", "function": schema}]), [json.dumps(schema)]):
+        assert read_tools({"tools": column}, ()) == ({"type": "function", "function": expected},)
+        assert read_tools({"tools": column}, (Message("system", "You may call find()."),)) == ()
+    assert all(read_tools({"tools": column}, ()) == () for column in (None, ["find"], "find", [], [{"function": "x"}]))
 
 
 REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"

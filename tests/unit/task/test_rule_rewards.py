@@ -1,7 +1,9 @@
 """Rewards by a rule: texts, numbers, form, length, letters, and the environment's own."""
 
+from dataclasses import replace
 from fractions import Fraction
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,10 +18,11 @@ from megarl.config.schema.task import (
     FormatRewardConfig,
     LengthRewardConfig,
     LetterCountRewardConfig,
+    MathRewardConfig,
     NumericRewardConfig,
     WeightedRewardConfig,
 )
-from megarl.task.reward import RewardFailedError, find_last_number, format_number, parse_number
+from megarl.task.reward import RewardFailedError, find_last_number, format_number, parse_number, read_tests
 from megarl.task.scorer import build_scorer
 from megarl.types import FinishReason, Response, Turn
 
@@ -34,6 +37,40 @@ def build_long(length: int) -> Response:
     """Two tokens of an observation do not count."""
     generated, size = [True] * length + [False] * 2, length + 2
     return Response([1] * size, "", [0.0] * size, generated, [0] * size, FinishReason.stop)
+
+
+def score_several(config: Any, response: str, *answers: str) -> tuple[bool, str | None]:
+    """Whether it is correct, and the answer that was read."""
+    prompt = replace(build_prompt(answers[0] if answers else ""), references=answers[:] if len(answers) > 1 else ())
+    score = build_reward(config)(prompt, build_response(response))
+    return score.correct, score.answer
+
+
+@pytest.mark.parametrize(
+    ("config", "response", "answers", "correct"),
+    [
+        *[(ExactRewardConfig(), text, ("Ann", "A. B."), correct) for text, correct in (("ann", True), ("a. b", True))],
+        (ExactRewardConfig(), "Bob", ("Ann", "A. B."), False),
+        *[(NumericRewardConfig(relative_tolerance=0.1), text, ("10", "100"), correct)
+          for text, correct in (("11", True), ("109", True), ("12", False))],
+        *[(MathRewardConfig(), f"\\boxed{{{text}}}", ("x+1", "5"), correct)
+          for text, correct in (("1+x", True), ("5", True), ("6", False))],
+    ],
+)  # fmt: skip
+def test_of_several_answers_any_is_right(config: Any, response: str, answers: tuple[str, ...], correct: bool) -> None:
+    assert score_several(config, response, *answers)[0] == correct
+    assert score_several(config, response, *reversed(answers))[0] == correct
+
+
+@pytest.mark.parametrize("config", [ExactRewardConfig(), NumericRewardConfig(), MathRewardConfig()])
+def test_a_reward_that_reads_an_answer_refuses_data_without_one(config: Any) -> None:
+    with pytest.raises(ValueError, match=r"no answer found .*; reward=\w+ needs one, whose column data\.answer_field"):
+        score_several(config, "1")
+
+
+def test_several_statements_are_all_run() -> None:
+    statements = ("assert f(1) == 1", "assert f(2) == 2")
+    assert read_tests(replace(build_prompt(statements[0]), references=statements)) == ([], [*statements])
 
 
 build = cache(lambda kind, options: build_reward(kind(**dict(options))))
@@ -53,7 +90,7 @@ def numeric(**options):
         *[(SUM_AT_1, "4", build_turns(it), 0.0, True, {}) for it in ((0.0, 1.0), (0.5, 0.5))],
         *[(SUM_AT_1, "4", build_turns(it), 0.0, False, {}) for it in ((0.0,), (2.0, -1.5), ())],
         *[(SUM_AT_HALF, "4", build_turns((it,)), 0.0, it >= 0.5, {}) for it in (0.4, 0.5, 0.6)],
-        *[(EXACT, *it, 1.0, True, {}) for it in (("Paris", "  paris. "), ("New  York", "new york"), ("", ""))],
+        *[(EXACT, *it, 1.0, True, {}) for it in (("Paris", "  paris. "), ("New  York", "new york"), (".", ""))],
         *[(EXACT, *it, 0.0, False, {}) for it in (("Paris", "Paris, France"), ("3.5", "35"), ("a", ""))],
         *[(FORM, "unread", text, 1.0, True, {}) for text in ("<think>a\nb</think>\n<answer>c</answer>",
                                                             " <think></think><answer></answer>\n")],
