@@ -130,6 +130,12 @@ class PolicyLoss:
     ratio_to_rollout: bool = False
     """Its ratio is to rollout_logprobs: it reads no old_logprobs, and samples of older policies and the mismatch with
     the rollout engine are in that ratio, so that it takes no correction."""
+    options: Mapping[str, float] = field(default_factory=dict)
+    """Its own numbers, with the values that they have where algo.surrogate_options does not name them"""
+
+    def read(self, algo: AlgoConfig) -> dict[str, float]:
+        """The values of `options` in this configuration."""
+        return {name: float(algo.surrogate_options.get(name, value)) for name, value in self.options.items()}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ policy's loss, and all of it as formulas with its numbers.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -51,6 +52,17 @@ def find_advantage(name: str) -> AdvantageEstimator:
 def find_policy_loss(name: str) -> PolicyLoss:
     """What algo.surrogate names. Raises ConfigError."""
     return _find("algo.surrogate", name, POLICY_LOSSES, PolicyLoss)
+
+
+def check_options(algo: AlgoConfig) -> Iterator[str]:
+    """One message for each of algo.surrogate_options that the policy loss does not have, or that is no number."""
+    known = find_policy_loss(algo.surrogate).options
+    for name, value in algo.surrogate_options.items():
+        key, right = f"algo.surrogate_options.{name}", ", ".join(known) or "none"
+        if name not in known:
+            yield f"{key}: algo.surrogate={algo.surrogate} has no such option; it has {right}"
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            yield f"{key}: found {value!r}; it must be a finite number, such as {known[name]:g}"
 
 
 def read_state(algo: AlgoConfig) -> Any:

@@ -103,6 +103,47 @@ def _format_cispo(algo: AlgoConfig) -> str:
 CISPO = PolicyLoss(_format_cispo, _compute_cispo_loss)
 
 
+# A soft gate in place of the clip: SAPO (2511.20347).
+#
+# A token's gradient shrinks smoothly with the distance of its ratio from 1, faster where A < 0.
+
+
+def compute_sapo(
+    log_ratio_R: Tensor, advantages_R: Tensor, tau_positive: float, tau_negative: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-f(w) A with f(w) = 4 / tau sigmoid(tau (w - 1)), w = exp(log_ratio), tau = tau_positive where A > 0.
+
+    Token losses, float [R], and f'(w), what the gate leaves of the gradient of -w A (float [R] by metric name): 1 at
+    w = 1.
+    """
+    import torch
+
+    tau = torch.full_like(advantages_R, tau_negative).masked_fill(advantages_R > 0, tau_positive)
+    # Of a ratio beyond e^20 no gradient is left, and the infinite one of an overflow would make it NaN.
+    gate = (tau * (log_ratio_R.clamp(max=20.0).exp() - 1.0)).sigmoid()
+    return -4.0 / tau * gate * advantages_R, {"policy/gate": 4.0 * gate * (1.0 - gate)}
+
+
+def _compute_sapo_loss(tokens: PolicyTokens, algo: AlgoConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    return compute_sapo(tokens.log_ratio, tokens.advantages, **SAPO.read(algo))
+
+
+def _format_sapo(algo: AlgoConfig) -> str:
+    taus = SAPO.read(algo)
+    return "-4/tau sigmoid(tau (w - 1)) A with tau = {tau_positive:g} where A > 0, else {tau_negative:g}".format(**taus)
+
+
+def _check_sapo(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps: int) -> Iterator[str]:
+    for name, value in SAPO.read(algo).items():
+        if value <= 0:
+            yield f"algo.surrogate_options.{name}: {value:g} found; the gate divides by it: must be above 0"
+
+
+SAPO = PolicyLoss(
+    _format_sapo, _compute_sapo_loss, check=_check_sapo, options={"tau_positive": 1.0, "tau_negative": 1.05}
+)
+
+
 # Direct double-sided importance sampling: SAO (2607.07508, equations 1 to 3), first in GLM-5 (2602.15763).
 #
 # The ratio is to the log-probs with which the rollout engine sampled, so that no other weights have to score the
@@ -221,5 +262,5 @@ def _check_logprob(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps:
 
 LOGPROB = PolicyLoss(lambda algo: "-A log pi", _compute_logprob_loss, check=_check_logprob)
 
-POLICY_LOSSES = {"cispo": CISPO, "clip": CLIP, "dis": DIS, "dppo": DPPO, "gspo": GSPO, "logprob": LOGPROB}
+POLICY_LOSSES = {"cispo": CISPO, "clip": CLIP, "dis": DIS, "dppo": DPPO, "gspo": GSPO, "logprob": LOGPROB, "sapo": SAPO}
 """By the values of algo.surrogate"""

@@ -175,7 +175,7 @@ def check_config(config: Config) -> list[str]:
             find(name)
         except ConfigError as error:
             unknown += error.problems
-    if unknown:
+    if unknown := unknown or list(objective.check_options(config.algo)):
         return unknown
     # What follows takes numbers to be in their ranges, and divides by them.
     return [*check_keys(Place(config, config, "")), *_check_parts(config)] or [

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from typing import Any
 
 from megarl.config.schema.key import WITH_CRITIC, Effect, key, needs, with_choice
 
@@ -253,8 +254,10 @@ class AlgoConfig:
     positive_threshold: float = 1.0
     """Lowest score of a correct response, for the positive-LM loss."""
     surrogate: str = key("clip", when=HAS_SURROGATE)
-    """The policy loss: `clip`, `gspo`, `cispo`, `dis`, `dppo`, `logprob` (docs/algorithms.md), or FILE.py:NAME of your
-    own."""
+    """The policy loss: `clip`, `gspo`, `cispo`, `sapo`, `dis`, `dppo`, `logprob` (docs/algorithms.md), or FILE.py:NAME
+    of your own."""
+    surrogate_options: dict[str, Any] = key(factory=dict, when=HAS_SURROGATE)
+    """Numbers that the policy loss itself names, for example {tau_negative: 1.1} with sapo."""
     rl_loss_coef: float = key(1.0, low=0)
     """Weight of the surrogate."""
     clip_low: float = key(0.2, low=0, high=1, when=(HAS_SURROGATE, CLIPS))

@@ -282,6 +282,9 @@ def surrogate(lp_row, s, i, t, algo):
     if algo.surrogate == "gspo":
         logs = [lp_row[k] - s.old[i][k] for k in range(len(lp_row)) if s.mask[i][k]]
         w = torch.exp(sum(logs) / len(logs))
+    if algo.surrogate == "sapo":
+        tau = algo.surrogate_options.get("tau_positive", 1.0) if a > 0 else 1.05
+        return -4 / tau * a / (1 + torch.exp(-tau * (w - 1)))
     best = torch.minimum(w * a, torch.clamp(w, 1 - algo.clip_low, 1 + algo.clip_high) * a)
     if a < 0 and algo.dual_clip is not None:
         best = torch.maximum(best, torch.tensor(algo.dual_clip * a, dtype=torch.float64))

@@ -115,6 +115,11 @@ CONTRADICTIONS = [
     ({"advantage": "group", "value_clip": 0.2}, (4, 1), "algo.value_clip: 0.2 found"),
     ({"value_loss_agg_mode": LossAggMode["seq-mean-token-sum-norm"]}, (1, 1), "algo.value_loss_agg_mode"),
     ({"clip_low": 1.2}, (1, 1), "algo.clip_low: found 1.2"),
+    (
+        {"surrogate": "sapo", "surrogate_options": {"tau_negative": 0.0}},
+        (1, 1),
+        "algo.surrogate_options.tau_negative: 0 found; the gate divides by it: must be above 0",
+    ),
     ({"surrogate": "dis", "clip_low": 0.0}, (1, 1), "algo.clip_low: 0 found with algo.surrogate=dis"),
     ({"surrogate": "dis", "clip_low": 1.0}, (1, 1), "must be above 0 and below 1"),
     ({"surrogate": "dis", "clip_high": 0.0}, (1, 1), "algo.clip_high: 0 found with algo.surrogate=dis"),
@@ -130,7 +135,7 @@ CONTRADICTIONS = [
     ),
     *(
         ({"surrogate": name, "dual_clip": 3.0}, (1, 1), f"it has no effect under algo.surrogate={name}")
-        for name in ("dis", "dppo", "cispo", "logprob")
+        for name in ("dis", "dppo", "cispo", "sapo", "logprob")
     ),
 ]
 

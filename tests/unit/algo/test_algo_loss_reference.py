@@ -54,6 +54,7 @@ def policy_configs():
             mismatch__high=1.3,
             dual_clip=dual,
             surrogate=surrogate,
+            surrogate_options={"tau_positive": 0.7} if surrogate == "sapo" else {},
             positive_lm_coef=lm,
             positive_lm_mean_over=over,
             advantage="group",

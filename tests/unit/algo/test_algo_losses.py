@@ -29,7 +29,7 @@ from megarl.algo.losses import (
     policy_loss,
 )
 from megarl.algo.objective import reads_old_logprobs
-from megarl.algo.policy_losses import POLICY_LOSSES, compute_cispo, compute_dis, compute_dppo
+from megarl.algo.policy_losses import POLICY_LOSSES, compute_cispo, compute_dis, compute_dppo, compute_sapo
 from megarl.algo.statistics import NonFiniteError
 from megarl.config.schema.algo import KLEstimator, MismatchCorrection, PositiveLMMean, RatioLevel, ValueLoss
 
@@ -197,6 +197,18 @@ def test_dppo_masks_a_token_that_moved_by_more_than_the_bound_of_its_advantages_
     losses, flags = compute_dppo(pi.log(), mu.log(), advantages, clip_low=0.1, clip_high=0.3)
     assert losses.tolist() == pytest.approx([-1.4, 0.0, 0.0, 0.9, -0.3])
     assert flags["policy/clip_frac"].tolist() == [False, True, True, False, False]
+
+
+def test_sapos_gate_by_hand_and_its_gradient_is_that_of_the_ratio_at_one():
+    ratios, advantages = f64([1.0, 1.0, 2.0, 0.5, 1e300]), f64([1.0, -2.0, 1.0, -1.0, 1.0])
+    logs = ratios.log().requires_grad_()
+    losses, metrics = compute_sapo(logs, advantages, 1.0, 2.0)
+    # 4 sigmoid(0) = 2; 4/2 sigmoid(0) * 2 = 2; 4 sigmoid(1); 4/2 sigmoid(-1); 4
+    assert losses.tolist() == pytest.approx([-2.0, 2.0, -2.9242343145, 0.5378828427, -4.0])
+    losses.sum().backward()
+    # -A f'(w) w with f'(w) = 4 s (1 - s): s (1 - s) is 1/4 at 0 and 0.1966119332 at 1 and -1.
+    assert logs.grad.tolist() == pytest.approx([-1.0, 2.0, -2 * 0.7864477329, 0.5 * 0.7864477329, 0.0])
+    assert metrics["policy/gate"].tolist() == pytest.approx([1.0, 1.0, 0.7864477329, 0.7864477329, 0.0])
 
 
 def test_old_logprobs_are_read_by_everything_but_a_ratio_to_the_rollout_alone():

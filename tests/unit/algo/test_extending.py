@@ -106,20 +106,25 @@ def test_a_policy_loss_of_ones_own_is_weighted_aggregated_and_logged(folder):
     assert float(out.sums["policy/a"]) == 0.0
 
 
-def test_the_guides_policy_loss_is_what_its_formula_says(folder):
-    (folder / "my_losses.py").write_text(LOSS)
-    algo = configure(advantage="group", surrogate="my_losses:PENALTY")
-    assert "-w A + 5 (w - 1)^2" in format_objective(algo, 2)
+def test_the_guides_loss_is_one_file_with_keys_of_its_own_and_equals_the_packages(folder):
+    (folder / "sapo.py").write_text(LOSS)
+    given = ["algo=gspo", "algo.surrogate_options.tau_negative=2"]
+    own, built_in = (load_config([*given, f"algo.surrogate={name}"]).algo for name in ("sapo.py:SAPO", "sapo"))
+    for algo in (own, built_in):
+        assert "-4/tau sigmoid(tau (w - 1)) A with tau = 1 where A > 0, else 2" in format_objective(algo, 2)
     e = make_experience([0, 0], [1, 1], [1.0, 0.0], [False] * 2, 0, holes=False)
-    samples, _ = compute_targets(e, algo, 0.0)
+    samples, _ = compute_targets(e, own, 0.0)
     targets = build_targets(samples, torch.arange(2))
-    ratios = torch.tensor([1.5, 1.1], dtype=torch.float64)
-    out = policy_loss(
-        e.old_logprobs.double().flatten() + ratios.log(), None, targets, algo, count_minibatch(samples), 4
+    logprobs = e.old_logprobs.double().flatten() + torch.tensor([1.5, 1.1], dtype=torch.float64).log()
+    found, expected = (
+        policy_loss(logprobs, None, targets, algo, count_minibatch(samples), 4) for algo in (own, built_in)
     )
-    # A = 0.5, -0.5: (-0.75 + 5 * 0.25 + 0.55 + 5 * 0.01) / 2
-    assert float(out.loss) == pytest.approx(0.55)
-    assert float(out.sums["policy/far_frac"]) == 0.5
+    assert float(found.loss) == float(expected.loss) != 0
+    assert found.sums == expected.sums
+    with pytest.raises(ConfigError, match=r"surrogate_options.tau: algo.surrogate=sapo.py:SAPO has no such option; it"):
+        load_config(["algo.surrogate=sapo.py:SAPO", "algo.surrogate_options.tau=1"])
+    with pytest.raises(ConfigError, match=r"surrogate_options.tau_positive: found 'x'; it must be a finite number"):
+        load_config(["algo.surrogate=sapo", "algo.surrogate_options.tau_positive=x"])
 
 
 @pytest.mark.parametrize(
@@ -131,7 +136,7 @@ def test_the_guides_policy_loss_is_what_its_formula_says(folder):
         ),
         (
             "algo.surrogate=reinforce",
-            r"algo\.surrogate: found 'reinforce'; it must be one of cispo, clip, dis, dppo, gspo, logprob, or FILE",
+            r"algo\.surrogate: found 'reinforce'; it must be one of cispo, clip, dis, .*logprob, sapo, or FILE",
         ),
         ("algo.advantage=no_such:X", r"importing no_such failed: ModuleNotFoundError.*PYTHONPATH"),
         ("algo.advantage=my_losses:NONE", r"my_losses has no NONE"),

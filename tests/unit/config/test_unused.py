@@ -34,7 +34,7 @@ LIVE = {
     "overlong.buffer_frac dynamic_sampling.by dynamic_sampling.max_rounds": FILTERED,
     "kl.reward_estimator kl.coef kl.target": {"reinforce_pp", "rloo"},
     "kl.loss_estimator kl.loss_coef": {"grpo", "reinforce_pp_baseline"},
-    "surrogate mismatch.correction": set(PRESETS) - {"topr"},
+    "surrogate surrogate_options mismatch.correction": set(PRESETS) - {"topr"},
     "clip_low clip_high": set(PRESETS) - {"topr", "rloo"},
     "dual_clip": set(PRESETS) - {"topr", "rloo", "cispo", "sao", "bpco"},
     "positive_lm_mean_over": {"vapo"},
@@ -45,6 +45,7 @@ LIVE = {
 """The presets under which a key counts; under all of them where it is not named."""
 VALUES = {
     "name": "x", "advantage": "gae", "surrogate": "clip", "advantage_std": "batch", "std_of": "centered",
+    "surrogate_options": {"tau_positive": 2.0},
     "value_pretrain.rollouts": "x.jsonl", "value_pretrain.patience": "3", "value_pretrain.steps": "3",
     "value_pretrain.passes": "3", "value_bins": "3",
     "mismatch.level": "sequence", "mismatch.correction": "tis", "dual_clip": "3", "topr.ratio_level": "token",
