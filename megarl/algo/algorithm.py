@@ -254,10 +254,13 @@ def compute_targets(
     inputs = AdvantageInputs(rewards_B, kl_BT, mask, groups, values, turn_rewards_BT, dtype, tether_rho)
     found = _compute_advantages(inputs, algo)
     fresh = mask if scored.too_stale is None else mask & ~scored.too_stale
+    dropped = scored.truncated if algo.overlong.filter else None
+    if scored.masked is not None:
+        dropped = scored.masked if dropped is None else dropped | scored.masked
     samples = TrainingSamples(
         sequences=scored.sequences,
         mask=mask,
-        loss_mask=fresh & ~scored.truncated[:, None] if algo.overlong.filter else fresh,
+        loss_mask=fresh if dropped is None else fresh & ~dropped[:, None],
         positive=scored.rewards >= algo.positive_threshold,
         advantages=_finish_advantages(found.advantages, mask, algo, dtype),
         rollout_logprobs=scored.rollout_logprobs,
@@ -541,6 +544,23 @@ def compute_scaled_rewards(scores_B: Tensor, wrong: float) -> Tensor:
     return wrong + (1 - wrong) * scores
 
 
+def compute_decoupled_rewards(experience: Experience, weights: Mapping[str, float]) -> Tensor:
+    """sum_k w_k (r_k - mean of its group) / (std of its group + 1e-6), float64 [B], a part that is equal in all of a
+    group left out (GDPO 2601.05242, equations 4 and 5). weights: by the names of experience.reward_parts, in order.
+
+    Raises NonFiniteError, and ValueError where rewards stand within the responses.
+    """
+    if experience.reward_parts is None or experience.turn_rewards is not None:
+        found = "no reward_parts" if experience.reward_parts is None else "rewards within the responses"
+        raise ValueError(f"algo.reward_norm.parts: {', '.join(weights)} found with {found}; its parts are of responses")
+    statistics.check_finite("reward_parts", experience.reward_parts)
+    rewards = torch.zeros(experience.rewards.shape, dtype=torch.float64)
+    in_group = RewardNormConfig(NormScope.group, NormScope.group)
+    for weight, part_B in zip(weights.values(), experience.reward_parts.T, strict=True):
+        rewards += weight * compute_normalised_rewards(part_B, experience.groups, in_group)
+    return rewards
+
+
 def compute_overlong_penalty(lengths_B: Tensor, config: OverlongConfig, response_length: int) -> Tensor:
     """penalty * clip((response_length - buffer - length) / buffer, -1, 0), float64 [B] (DAPO 2503.14476, equation 13).
 
@@ -555,9 +575,13 @@ def compute_overlong_penalty(lengths_B: Tensor, config: OverlongConfig, response
 def compute_penalised_rewards(
     experience: Experience, algo: AlgoConfig, response_length: int | None, wrong: float = 0.0
 ) -> Tensor:
-    """Scaled rewards plus the overlong penalty where configured, float64 [B]. Raises NonFiniteError, ValueError."""
+    """Scaled rewards, or those of GDPO, plus the overlong penalty where configured, float64 [B]. Raises NonFiniteError,
+    ValueError."""
     statistics.check_finite("rewards", experience.rewards)
-    rewards = compute_scaled_rewards(experience.rewards, wrong)
+    if algo.reward_norm.parts:
+        rewards = compute_decoupled_rewards(experience, algo.reward_norm.parts)
+    else:
+        rewards = compute_scaled_rewards(experience.rewards, wrong)
     if algo.overlong.penalty == 0:
         return rewards
     if response_length is None:

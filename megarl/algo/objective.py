@@ -441,6 +441,9 @@ def _format_reward(algo: AlgoConfig, wrong: float, has_turns: bool) -> str:
         if algo.kl.target is not None:
             coef = f"beta (from {coef}, adapted to seq-mean-token-mean KL = {algo.kl.target:g})"
         text += f" - {coef} * {format_kl(algo.kl.reward_estimator, 'pi_old')}"
+    if norm.parts:
+        parts = " + ".join(f"{weight:g} N({name})" for name, weight in norm.parts.items())
+        return f"{text}; R = {parts}, N(r) = (r - group mean) / (group std + 1e-6)"
     return text + (f"; R = {wrong:g} + {1 - wrong:g} * score" if wrong else "")
 
 

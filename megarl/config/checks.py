@@ -187,6 +187,8 @@ def check_config(config: Config) -> list[str]:
         *_check_saved(config),
         *_check_pairs(config),
         *_check_environment(config),
+        *_check_sampling(config),
+        *_check_reward_parts(config),
         *check_algo(config.algo, config.train.responses_per_prompt, config.train.num_optimizer_steps),
     ]
 
@@ -325,8 +327,8 @@ def check_critic(config: Config) -> Iterator[str]:
         return
     if algo.kl.in_reward:
         yield f"{found} with algo.kl.in_reward=true; a return then has the KL of all tokens, which nothing bounds"
-    if {algo.reward_norm.mean, algo.reward_norm.std} != {NormScope.none}:
-        yield f"{found} with algo.reward_norm; normalized rewards have no fixed range: it must be null, or both none"
+    if {algo.reward_norm.mean, algo.reward_norm.std} != {NormScope.none} or algo.reward_norm.parts:
+        yield f"{found} with algo.reward_norm; normalized rewards have no fixed range: it must be null, or all off"
     elif (returns := find_return_range(config)) is not None:
         low, high = returns
         if not value_range[0] <= low <= high <= value_range[1]:
@@ -511,6 +513,7 @@ def _check_groups(algo: AlgoConfig, responses_per_prompt: int) -> Iterator[str]:
         f"algo.advantage={algo.advantage}": compares,
         "algo.reward_norm.mean=group": norm.mean is NormScope.group,
         "algo.reward_norm.std=group": norm.std is NormScope.group,
+        "algo.reward_norm.parts": bool(norm.parts),
         "algo.dynamic_sampling.enabled=true": algo.dynamic_sampling.enabled,
     }
     for what in [what for what, is_asked in asked.items() if is_asked and responses_per_prompt < 2]:
@@ -522,6 +525,38 @@ def _check_groups(algo: AlgoConfig, responses_per_prompt: int) -> Iterator[str]:
     if algo.value_pretrain.rollouts is not None and algo.kl.in_reward:
         found = f"algo.value_pretrain.rollouts: {algo.value_pretrain.rollouts} found with algo.kl.in_reward=true"
         yield f"{found}; saved responses have no KL: must be null (fresh responses), or algo.kl.in_reward=false"
+
+
+def _check_sampling(config: Config) -> Iterator[str]:
+    sampling = config.algo.dynamic_sampling
+    for of in ("", "value_"):
+        low, high = getattr(sampling, f"{of}low"), getattr(sampling, f"{of}high")
+        if low is not None and high is not None and low >= high:
+            right = f"algo.dynamic_sampling.{of}high ({high:g})"
+            yield f"algo.dynamic_sampling.{of}low: found {low:g}; it must be below {right}"
+    asked = {name: getattr(sampling, name) for name in ("skip_epochs", "value_low", "value_high")}
+    for name, value in asked.items():
+        found = f"algo.dynamic_sampling.{name}: found {show(value)}"
+        if value not in (0, None) and config.rollout.max_staleness:
+            why = f"rollout.max_staleness={config.rollout.max_staleness} draws prompts before that is measured"
+            yield f"{found}; {why}: it must be {'0' if name == 'skip_epochs' else 'null'}"
+        elif value is not None and name != "skip_epochs" and find_server_offload(config) is not None:
+            why = "servers that have given their memory to the critic generate nothing before the next sync"
+            yield f"{found}; {why}: it needs rollout.offload=null, or cluster.placement=split"
+
+
+def _check_reward_parts(config: Config) -> Iterator[str]:
+    parts, reward = config.algo.reward_norm.parts, config.reward
+    if not parts:
+        return
+    found = f"algo.reward_norm.parts: found {', '.join(f'{name}={weight:g}' for name, weight in parts.items())}"
+    if not all(map(isfinite, parts.values())):
+        yield f"{found}; weights must be finite numbers"
+    if reward.wrong != 0:
+        yield f"{found} with reward.wrong={reward.wrong:g}, whose scale the normalization removes: it must be 0"
+    known = reward.parts if isinstance(reward, task.WeightedRewardConfig) else {name.split("/")[0] for name in parts}
+    if unknown := [name for name in parts if name.split("/")[0] not in known]:
+        yield f"{found}; {unknown[0]} is not one of reward.parts, which are {', '.join(map(str, known))}"
 
 
 def _check_replay(algo: AlgoConfig) -> Iterator[str]:

@@ -118,6 +118,19 @@ def clip(given: Values) -> dict[str, Any]:
     return found
 
 
+def difficulty(given: Values) -> dict[str, Any]:
+    """ROLL masks the loss of groups by their mean score, and samples no others for them."""
+    names = {"difficulty_low_threshold": 0.0, "difficulty_high_threshold": 1.0}
+    key = "algo.dynamic_sampling"
+    if not _read_flag(given, "difficulty_mask"):
+        if unread := [name for name in names if name in given]:
+            _refuse(f"{unread[0]}: ROLL reads it only with difficulty_mask=true: add that, or set {key}.low or high")
+        return {f"{key}.enabled": False}
+    low, high = (given.get(name, default) for name, default in names.items())
+    masks = {f"{key}.enabled": True, f"{key}.by": "reward", f"{key}.max_rounds": 1, f"{key}.rest": "mask"}
+    return masks | {f"{key}.low": low, f"{key}.high": high}
+
+
 def loss_aggregation(given: Values) -> dict[str, Any]:
     """ROLL reads loss_agg_mode alone where it is given."""
     by_token = "token-mean" if _read_flag(given, "token_level_loss") else "seq-mean-token-mean"

@@ -136,9 +136,15 @@ def list_open_keys() -> list[str]:
     """The dotted keys of the schema whose value is a dictionary, of every kind of data and reward."""
     groups = {each.name: {"": each.type} for each in fields(Config)} | SCHEMAS
     kinds = [(group, kind) for group, kinds in groups.items() for kind in kinds.values() if is_dataclass(kind)]
-    return sorted(
-        {f"{group}.{each.name}" for group, kind in kinds for each in fields(kind) if get_origin(each.type) is dict}
-    )
+    return sorted({key for group, kind in kinds for key in _list_dictionaries(group, kind)})
+
+
+def _list_dictionaries(name: str, kind: Any) -> Iterator[str]:
+    for each in fields(kind):
+        if get_origin(each.type) is dict:
+            yield f"{name}.{each.name}"
+        elif is_dataclass(each.type):
+            yield from _list_dictionaries(f"{name}.{each.name}", each.type)
 
 
 def open_overrides(overrides: Sequence[str]) -> list[str]:

@@ -54,8 +54,11 @@ LEARNING = (
           {"reward/equal_groups_frac": "groups of equal rewards",
            "sampling/equal_correct_frac": "sampled groups, all right",
            "sampling/equal_wrong_frac": "sampled groups, all wrong",
+           "sampling/too_easy_frac": "sampled groups, too easy", "sampling/too_hard_frac": "sampled groups, too hard",
            "reward/failed_frac": "responses without a reward"},
           "Without a critic, a group of equal rewards has advantages of 0."),
+    Chart("Prompts passed over", "count",
+          {"sampling/num_skipped": "last group not kept", "sampling/num_outside_value": "by the critic's value"}),
     Chart("Episodes", "mean per episode", {"environment/*": "*"},
           without="max_turns_frac tokens_mean"),
 )

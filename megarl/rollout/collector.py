@@ -8,7 +8,7 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -105,6 +105,38 @@ class Independent:
                 given.set_result(None)
                 return
         self._num_free += 1
+
+
+class Meeting:
+    """Has the episodes of a group scored: each as soon as it has ended, or all together once the last one has."""
+
+    def __init__(self, scorer: Scorer, num_episodes: int):
+        self._scorer, self._num_episodes = scorer, num_episodes
+        self._ended: dict[int, Episode] = {}
+        self._scores: asyncio.Future[dict[int, Score]] | None = None
+
+    async def score(self, number: int, episode: Episode) -> Score:
+        """Of the episode with this number. The reward sees a group in their order, without those that failed."""
+        if not self._scorer.sees_group:
+            return await self._score_one(episode)
+        self._scores = self._scores or asyncio.get_running_loop().create_future()
+        self._ended[number] = episode
+        if len(self._ended) == self._num_episodes:
+            self._scores.set_result(await self._score_all())
+        return (await self._scores)[number]
+
+    async def _score_one(self, episode: Episode) -> Score:
+        if episode.failure is not None:
+            return Score(0.0, False, failure=episode.failure)
+        return await self._scorer.score(episode.prompt, episode.response)
+
+    async def _score_all(self) -> dict[int, Score]:
+        scores = {n: Score(0.0, False, failure=it.failure) for n, it in self._ended.items()}
+        whole = {n: it for n, it in sorted(self._ended.items()) if it.failure is None}
+        if whole:
+            prompt, responses = next(iter(whole.values())).prompt, [it.response for it in whole.values()]
+            scores |= zip(whole, await self._scorer.score_group(prompt, responses), strict=True)
+        return scores
 
 
 class Collector:
@@ -246,19 +278,20 @@ class Collector:
     ) -> tuple[Sample, ...]:
         """servers: of each prompt. first: number of the first episode, for the sender."""
         requests = []
+        meetings = [Meeting(self.scorer, num_responses) for _ in prompts]
         for row, (prompt, server) in enumerate(zip(prompts, servers, strict=True)):
             for k in range(num_responses):
                 name = None if key is None else f"{key}/{row}/{k}"
                 seed = draw_seed() if name is None else compute_sampling_seed(f"{self._seed}/{name}/environment")
                 requests.append(EpisodeRequest(prompt, name, seed, sampling, server))
         samples = await gather_all(
-            self._run_one(first + number, request, sender, number // num_responses)
+            self._run_one(first + number, request, sender, number // num_responses, meetings[number // num_responses])
             for number, request in enumerate(requests)
         )
         return tuple(samples)
 
     async def _run_one(
-        self, number: int, request: EpisodeRequest, sender: Lockstep | Independent, group: int
+        self, number: int, request: EpisodeRequest, sender: Lockstep | Independent, group: int, meeting: "Meeting"
     ) -> Sample:
         self.num_running += 1
         try:
@@ -270,7 +303,7 @@ class Collector:
                 finally:
                     sender.leave(number)
                 details["tokens"] = len(episode.response)
-            return Sample(episode.prompt, episode.response, await self._score(episode), group)
+            return Sample(episode.prompt, episode.response, await self._score(number, episode, meeting), group)
         except DeadlineError as error:
             # All episodes that shared a call may have the same error.
             if not hasattr(error, "__notes__"):
@@ -279,11 +312,9 @@ class Collector:
         finally:
             self.num_running -= 1
 
-    async def _score(self, episode: Episode) -> Score:
-        if episode.failure is not None:
-            return Score(0.0, False, failure=episode.failure)
+    async def _score(self, number: int, episode: Episode, meeting: "Meeting") -> Score:
         with span("score", process=RESPONSES, track="rewards", prompt=episode.prompt.id):
-            score = await self.scorer.score(episode.prompt, episode.response)
+            score = await meeting.score(number, episode)
         rewards = [turn.reward for turn in episode.response.turns]
         if score.failure is not None or not any(rewards):
             return score
@@ -359,11 +390,15 @@ def build_sequences(rollout: Rollout, critic_prompt: CriticPrompt | None = None)
 
 
 def build_tensors(
-    rollout: Rollout, critic_prompt: CriticPrompt | None = None, max_staleness: int | None = None
+    rollout: Rollout,
+    critic_prompt: CriticPrompt | None = None,
+    max_staleness: int | None = None,
+    parts: Collection[str] = (),
 ) -> RolloutTensors:
     """All tensors of a rollout, on the CPU.
 
-    critic_prompt: None without data.critic_prompt. max_staleness: of which tokens are too old; None: none is.
+    critic_prompt: None without data.critic_prompt. max_staleness: of which tokens are too old; None: none is. parts:
+    names of `RolloutTensors.reward_parts`.
     """
     samples = rollout.samples
     longest = max((len(s.response) for s in samples), default=0)
@@ -391,6 +426,9 @@ def build_tensors(
         groups=torch.tensor([s.group for s in samples], dtype=torch.int64),
         ages=torch.tensor([s.age for s in samples], dtype=torch.int64),
         rewards=torch.tensor([s.score.reward for s in samples], dtype=torch.float32),
+        reward_parts=torch.tensor([[s.score.details.get(name, 0.0) for name in parts] for s in samples])
+        if parts
+        else None,
         failed=torch.tensor([s.score.failure is not None for s in samples], dtype=torch.bool),
         truncated=torch.tensor([s.response.finish_reason is FinishReason.length for s in samples], dtype=torch.bool),
         turn_rewards=build_turn_rewards(samples, longest),
@@ -399,14 +437,15 @@ def build_tensors(
         first_old_logprobs=first_old,
         scored=scored,
         too_stale=too_stale if bool(too_stale.any()) else None,
+        masked=torch.tensor([s.masked for s in samples]) if any(s.masked for s in samples) else None,
         critic_sequences=build_sequences(rollout, critic_prompt) if critic_prompt else None,
     )
 
 
 def build_turn_rewards(samples: Sequence[Sample], longest: int) -> Tensor | None:
-    """The rewards of the turns before the last, at their actions' last tokens, float32 [B, longest]; None: there are
-    none. What the last turn gave stands at the end, with the rest of `Score.reward`, as does the reward of a turn whose
-    action has no token.
+    """`Score.token_rewards`, and the rewards of the turns before the last at their actions' last tokens, float32 [B,
+    longest]; None: there are none. What the last turn gave stands at the end, with the rest of `Score.reward`, as does
+    the reward of a turn whose action has no token.
     """
     places = [
         (row, turn.end - 1, turn.reward)
@@ -414,11 +453,15 @@ def build_turn_rewards(samples: Sequence[Sample], longest: int) -> Tensor | None
         for turn in sample.response.turns[:-1]
         if turn.reward and turn.end > turn.start and sample.score.failure is None
     ]
-    if not places:
+    placed = [row for row, sample in enumerate(samples) if sample.score.token_rewards and sample.score.failure is None]
+    if not places and not placed:
         return None
-    rows, columns, rewards = zip(*places, strict=True)
     turn_rewards = torch.zeros(len(samples), longest, dtype=torch.float32)
-    turn_rewards[torch.tensor(rows), torch.tensor(columns)] = torch.tensor(rewards, dtype=torch.float32)
+    for row in placed:
+        found = torch.tensor(samples[row].score.token_rewards, dtype=torch.float32)
+        turn_rewards[row, : len(found)] = found
+    for row, column, reward in places:
+        turn_rewards[row, column] += reward
     return turn_rewards
 
 

@@ -8,8 +8,9 @@ rollouts.jsonl has every response of training, one strict JSON object a line, a 
               "turns": [{"start", "end", "text", "reward", "details"}, ...]},
  "score": {"reward", "correct", "details", "answer", "failure"}}
 
-and "group_number" where the sample has it, with the meanings of megarl/types.py. `iteration` is 0 or less during value
-pretraining; `sample` counts the lines of a rollout from 0. Numbers are read back bit for bit.
+and "group_number" and the score's "token_rewards" where the sample has them, with the meanings of megarl/types.py.
+`iteration` is 0 or less during value pretraining; `sample` counts the lines of a rollout from 0. Numbers are read back
+bit for bit.
 
 RUN_DIR/journal has the responses whose update is in no checkpoint yet, one file for each call, so that a resumed run
 need not sample again:
@@ -89,7 +90,8 @@ def to_record(sample: Sample) -> dict[str, Any]:
             "finish_reason": response.finish_reason.value,
             "turns": [{**vars(turn), "details": dict(turn.details)} for turn in response.turns],
         },
-        "score": {**vars(score), "details": dict(score.details)},
+        "score": {name: value for name, value in vars(score).items() if name != "token_rewards" or value}
+        | {"details": dict(score.details)},
     }
     return record if sample.group_number is None else record | {"group_number": sample.group_number}
 
@@ -104,7 +106,7 @@ def from_record(record: Mapping[str, Any], **changes: Any) -> Sample:
     return Sample(
         Prompt(**{**record["prompt"], "token_ids": tuple(record["prompt"]["token_ids"])}),
         Response(**response),
-        Score(**record["score"]),
+        Score(**{**record["score"], "token_rewards": tuple(record["score"].get("token_rewards", ()))}),
         record["group"],
         group_number=record.get("group_number"),
         **changes,
@@ -137,7 +139,14 @@ _LINE = _form(
         finish_reason=Literal[tuple(reason.value for reason in FinishReason)],
         turns=list[_form(start=_WHOLE, end=_WHOLE, text=str, reward=float, details=_NUMBERS)],  # type: ignore[misc]
     ),
-    score=_form(reward=float, correct=bool, details=_NUMBERS, answer=str | None, failure=str | None),
+    score=_form(
+        reward=float,
+        correct=bool,
+        details=_NUMBERS,
+        answer=str | None,
+        failure=str | None,
+        token_rewards=(list[float], []),
+    ),
     group_number=(_WHOLE | None, None),
 )
 

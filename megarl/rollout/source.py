@@ -4,17 +4,25 @@ import math
 import random
 import threading
 import warnings
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megarl.config.schema.algo import DynamicSamplingConfig, ReplayConfig, SamplingBy, ValuePretrainConfig, uses_topr
+from megarl.config.schema.algo import (
+    DynamicSamplingConfig,
+    ReplayConfig,
+    SamplingBy,
+    SamplingRest,
+    ValuePretrainConfig,
+    uses_topr,
+)
 from megarl.config.schema.root import Config
 from megarl.report.evaluation import describe_failures
 from megarl.rollout.collector import Collector, check_versions, compute_staleness
@@ -53,59 +61,84 @@ def has_signal(group: Group, by: SamplingBy) -> bool:
     return len(rewards) > 1 and max(rewards) - min(rewards) > SAME * max(1.0, *map(abs, rewards))
 
 
+def find_fault(group: Group, config: DynamicSamplingConfig) -> str | None:
+    """Why dynamic sampling does not keep a group, as its share is named in the metrics; None: it does."""
+    scores = [sample.score for sample in group if sample.score.failure is None]
+    if not has_signal(group, config.by):
+        # A group whose samples have all failed is neither correct nor wrong.
+        return "failed" if not scores else "equal_correct" if scores[0].correct else "equal_wrong"
+    mean = fmean(score.correct if config.by is SamplingBy.correct else score.reward for score in scores)
+    if config.low is not None and mean <= config.low:
+        return "too_hard"
+    return "too_easy" if config.high is not None and mean >= config.high else None
+
+
 def collect_groups(
     collect: Callable[[int], list[Group]], num_groups: int, config: DynamicSamplingConfig, *, one_by_one: bool = False
 ) -> tuple[list[Group], Metrics]:
-    """Collect `num_groups` groups, with dynamic sampling those with a signal; returns them and the metrics sampling/*.
+    """Collect `num_groups` groups, with dynamic sampling those that it keeps; returns them and the metrics sampling/*.
 
     collect: `collect(n)` gives the groups of n further prompts. From the second round on their number, `num_groups` at
     most, follows from the share of groups kept so far. one_by_one: they are asked for one by one, and `num_groups` of
-    them count as a round. After `max_rounds` the rest is filled up with groups without a signal, with a warning.
-    Raises NoSignalError where none has a signal.
+    them count as a round. After `max_rounds` the rest is filled up with groups that are not kept, with a warning.
+    Raises NoSignalError where none is kept and they are not masked.
     """
     if not config.enabled:
         return collect(num_groups), {}
     max_rounds, by = config.max_rounds, config.by
     kept: list[Group] = []
-    equal: list[Group] = []
+    others: list[Group] = []
+    faults = Counter[str]()
     num_asked, num_rounds = 0, 0.0
     while len(kept) < num_groups and num_rounds < max_rounds:
         share = (len(kept) or 0.5) / max(1, num_asked) if num_rounds else 1.0
         wanted = 1 if one_by_one else min(num_groups, math.ceil((num_groups - len(kept)) / share))
         for group in collect(wanted):
-            (kept if has_signal(group, by) else equal).append(group)
-        num_asked = len(kept) + len(equal)
+            fault = find_fault(group, config)
+            (kept if fault is None else others).append(group)
+            faults.update([] if fault is None else [fault])
+        num_asked = len(kept) + len(others)
         num_rounds = num_asked / num_groups if one_by_one else num_rounds + 1
-    # A group whose samples have all failed is neither correct nor wrong.
-    graded = [[s.score for s in group if s.score.failure is None] for group in equal]
-    num_correct = sum(scores[0].correct for scores in graded if scores)
-    num_wrong = sum(map(bool, graded)) - num_correct
-    if len(kept) < num_groups:
+    is_masked = config.rest is SamplingRest.mask
+    if len(kept) < num_groups and not (kept and is_masked):
         text = f"with {'right and wrong responses' if by is SamplingBy.correct else 'different rewards'}"
-        text += f" {_describe(math.ceil(num_rounds), equal, num_correct, num_wrong)}"
-        if not kept:
+        text += f" {_describe(math.ceil(num_rounds), others, faults)}"
+        if not kept and not is_masked:
             raise NoSignalError(f"dynamic sampling found no group {text}")
-        text = f"dynamic sampling found {len(kept)} of {num_groups} groups {text}; the rest is filled up with others"
+        rest = "has no policy loss" if is_masked else "is filled up with others"
+        text = f"dynamic sampling found {len(kept)} of {num_groups} groups {text}; the rest {rest}"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
-    rewards = [s.score.reward for group in kept + equal for s in group if s.score.failure is None]
+    rewards = [s.score.reward for group in kept + others for s in group if s.score.failure is None]
     metrics = {
-        "sampling/reward_mean": sum(rewards) / len(rewards),
+        "sampling/reward_mean": sum(rewards) / max(1, len(rewards)),
         "sampling/rounds": float(math.ceil(num_rounds)),
         "sampling/num_prompts": float(num_asked),
         "sampling/signal_frac": len(kept) / num_asked,
-        "sampling/equal_correct_frac": num_correct / num_asked,
-        "sampling/equal_wrong_frac": num_wrong / num_asked,
+        **{f"sampling/{fault}_frac": faults[fault] / num_asked for fault in _list_faults(config)},
     }
-    return (kept + equal)[:num_groups], metrics
+    if is_masked:
+        others = [tuple(replace(sample, masked=True) for sample in group) for group in others]
+    return (kept + others)[:num_groups], metrics
 
 
-def _describe(num_rounds: int, equal: Sequence[Group], num_correct: int, num_wrong: int) -> str:
-    failures = describe_failures([sample for group in equal for sample in group])
+def _list_faults(config: DynamicSamplingConfig) -> Iterator[str]:
+    """Those that are measured"""
+    yield from ("equal_correct", "equal_wrong")
+    yield from ("too_hard",) if config.low is not None else ()
+    yield from ("too_easy",) if config.high is not None else ()
+
+
+def _describe(num_rounds: int, others: Sequence[Group], faults: Mapping[str, int]) -> str:
+    failures = describe_failures([sample for group in others for sample in group])
+    num_correct, num_wrong = faults["equal_correct"], faults["equal_wrong"]
     text = (
         f"in algo.dynamic_sampling.max_rounds={num_rounds} rounds; of the other groups"
         f" {num_correct} are correct and {num_wrong} wrong{f' ({failures})' if failures else ''}"
     )
-    if num_graded := sum(has_signal(group, SamplingBy.reward) for group in equal):
+    num_correct, num_wrong = num_correct + faults["too_easy"], num_wrong + faults["too_hard"]
+    if faults["too_easy"] or faults["too_hard"]:
+        text += f"; {faults['too_easy']} are above algo.dynamic_sampling.high and {faults['too_hard']} below low"
+    elif num_graded := sum(has_signal(group, SamplingBy.reward) for group in others):
         text += f"; in {num_graded} of them rewards differ, which algo.dynamic_sampling.by=reward learns from"
     if num_correct == num_wrong == 0:
         return f"{text}: fix the reward or the environment"
@@ -430,14 +463,18 @@ class GroupSource:
         collector: Collector,
         sampler: PromptSampler[Prompt],
         with_servers: Callable[[Callable[[], Any]], Any] = lambda ask: ask(),
+        find_values: Callable[[Sequence[Prompt]], Sequence[float]] | None = None,
     ):
         """with_servers: repeats a call that failed because a server was lost, once the server is back. Where groups
-        are under way, `begin_again` is to be called then."""
+        are under way, `begin_again` is to be called then. find_values: the critic's value of each prompt, before its
+        first token; needed for dynamic_sampling.value_low and value_high."""
         self._train = config.train
         self._pretraining, self._sampling = config.algo.value_pretrain, config.algo.dynamic_sampling
         self._max_staleness = config.rollout.max_staleness
         self._engine = engine
-        self._guard = with_servers
+        self._guard, self._find_values = with_servers, find_values
+        self._num_outside = 0
+        """Prompts passed over in this iteration by the critic's value"""
         self._collector = collector
         self._sampler = sampler
         self._replay = ReplayBuffer(config.algo.replay, config.seed)
@@ -505,9 +542,33 @@ class GroupSource:
         self.restore(self._state)
         return num_dropped
 
-    def _collect(self, num_groups: int, key: str, weight_version: int) -> tuple[Sample, ...]:
+    def _draw(self, num_prompts: int) -> list[Prompt]:
+        """The next prompts whose value is in the range; after max_rounds draws those with the nearest values fill the
+        rest."""
+        low, high = self._sampling.value_low, self._sampling.value_high
+        if self._find_values is None or (low is None and high is None):
+            return self._sampler.next_batch(num_prompts)
+        chosen: list[Prompt] = []
+        outside: list[tuple[float, Prompt]] = []
+        for _ in range(self._sampling.max_rounds):
+            drawn = self._sampler.next_batch(num_prompts - len(chosen))
+            for prompt, value in zip(drawn, self._find_values(drawn), strict=True):
+                distance = max(-math.inf if low is None else low - value, -math.inf if high is None else value - high)
+                if distance < 0:
+                    chosen.append(prompt)
+                else:
+                    outside.append((distance, prompt))
+            if len(chosen) == num_prompts:
+                break
+        nearest = sorted(outside, key=lambda found: found[0])[: num_prompts - len(chosen)]
+        self._num_outside += len(outside) - len(nearest)
+        return chosen + [prompt for _, prompt in nearest]
+
+    def _collect(
+        self, num_groups: int, key: str, weight_version: int, draw: Callable[[int], list[Prompt]] | None = None
+    ) -> tuple[Sample, ...]:
         """Sample the groups of so many further prompts now."""
-        prompts, num_responses = self._sampler.next_batch(num_groups), self._train.responses_per_prompt
+        prompts, num_responses = (draw or self._sampler.next_batch)(num_groups), self._train.responses_per_prompt
         return tuple(
             self._guard(lambda: self._collector.sample(prompts, num_responses, key=key, weight_version=weight_version))
         )
@@ -530,12 +591,22 @@ class GroupSource:
         sampled: list[tuple[Sample, ...]] = []
 
         def collect(num_groups: int) -> list[Group]:
-            sampled.append(self._collect(num_groups, f"iteration-{iteration}/round-{len(sampled) + 1}", weight_version))
+            key = f"iteration-{iteration}/round-{len(sampled) + 1}"
+            sampled.append(self._collect(num_groups, key, weight_version, self._draw))
             return split_groups(sampled[-1])
 
         fresh, metrics = collect_groups(collect, self._train.num_prompts - len(replayed), self._sampling)
-        self._replay.add(fresh)
+        self._replay.add([group for group in fresh if not group[0].masked])
+        if self._num_outside or (self._sampling.value_low, self._sampling.value_high) != (None, None):
+            metrics["sampling/num_outside_value"], self._num_outside = float(self._num_outside), 0
+        if self._sampling.enabled and self._sampling.skip_epochs:
+            metrics["sampling/num_skipped"] = float(self._skip([group for it in sampled for group in split_groups(it)]))
         return IterationBatch(fresh, replayed, tuple(sampled), metrics)
+
+    def _skip(self, groups: Sequence[Group]) -> int:
+        """Note the prompts of groups that are not kept; how many others were passed over for them."""
+        dropped = [it[0].prompt for it in groups if find_fault(it, self._sampling) not in (None, "failed")]
+        return self._sampler.skip(dropped, self._sampling.skip_epochs)
 
     def _take_complete(self, iteration: int, weight_version: int) -> IterationBatch:
         """With max_staleness=n: wait until enough groups are complete, while those of n further iterations are under
@@ -565,7 +636,7 @@ class GroupSource:
             return taken[-num_groups:]
 
         fresh, metrics = collect_groups(take, planned[0], self._sampling, one_by_one=True)
-        self._replay.add(fresh)
+        self._replay.add([group for group in fresh if not group[0].masked])
         metrics |= compute_staleness([s for group in fresh for s in group], weight_version, self._max_staleness)
         return IterationBatch(fresh, replayed, (join_groups(taken, 0).samples,), metrics)
 
@@ -579,7 +650,7 @@ class GroupSource:
             num_responses,
             self._collector.journal,
             self._groups,
-            partial(has_signal, by=self._sampling.by) if self._sampling.enabled else lambda _group: True,
+            lambda group: not self._sampling.enabled or find_fault(group, self._sampling) is None,
         )
 
     def _find_state(self) -> SourceState:

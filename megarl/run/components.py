@@ -32,7 +32,18 @@ from megarl.rollout.source import GroupSource, SavedPretraining, SavedSource, jo
 from megarl.run.inputs import Inputs
 from megarl.task.data import PromptSampler
 from megarl.task.render import CriticPrompt
-from megarl.types import Experience, Metrics, Rollout, Sequences, TrainingSamples
+from megarl.types import (
+    Experience,
+    FinishReason,
+    Metrics,
+    Prompt,
+    Response,
+    Rollout,
+    Sample,
+    Score,
+    Sequences,
+    TrainingSamples,
+)
 
 T = TypeVar("T")
 
@@ -195,7 +206,8 @@ class Source:
             assert it.engine
             assert it.collector
             sampler = PromptSampler(inputs.data.train, config.seed)
-            self.groups = GroupSource(config, it.engine, it.collector, sampler, fleet.ask)
+            find_values = self._find_values if Role.critic in it.roles else None
+            self.groups = GroupSource(config, it.engine, it.collector, sampler, fleet.ask, find_values)
         fleet.forget_groups = self.groups.begin_again
 
     def take(self, iteration: int) -> tuple[Rollout, Metrics]:
@@ -226,6 +238,15 @@ class Source:
             fresh = [sample for group in batch.fresh for sample in group]
             metrics |= evaluation.compute_score_metrics(fresh, with_environment=self._has_turns)
         return join_groups(batch.fresh + batch.replayed, version), metrics
+
+    def _find_values(self, prompts: Sequence[Prompt]) -> list[float]:
+        """The critic's value of each prompt, in the state before its response."""
+        # Of which no token has a say in its own value.
+        token = Response((0,), "", (0.0,), (True,), (0,), FinishReason.length)
+        samples = tuple(Sample(prompt, token, Score(0.0, False), number) for number, prompt in enumerate(prompts))
+        tensors = build_tensors(Rollout(samples, 0), self._components.inputs.critic_prompt)
+        found: list[float] = self._components.roles[Role.critic].values(tensors.critic_input).result()[:, 0].tolist()
+        return found
 
     def state(self) -> dict[str, Any]:
         """The fields of a `TrainerState` that are the source's."""
@@ -272,7 +293,8 @@ class Roles:
         is_pairs = compares_pairs(algo)
         reads_policy = reads_old_logprobs(algo) and not reuses_logprobs if iteration > 0 else algo.kl.in_reward
         policy, critic, reference = self.policy, self.critic, self.reference
-        tensors = build_tensors(rollout, self.critic_prompt, self.config.rollout.max_staleness)
+        parts = algo.reward_norm.parts
+        tensors = build_tensors(rollout, self.critic_prompt, self.config.rollout.max_staleness, parts)
         sequences, temperature = tensors.sequences, self.config.rollout.temperature
         full_kl = algo.kl.in_reward and algo.kl.reward_estimator is KLEstimator.full
         old = policy.logprobs(sequences, temperature) if policy and reads_policy else None

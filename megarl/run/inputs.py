@@ -146,7 +146,7 @@ def _add_prompts(config: Config, inputs: Inputs) -> Inputs:
     first = data.train[0], data.heldout[0]
     with contextlib.closing(build_scorer(config.reward)) as scorer:
         chosen = f"{name_choice('reward', config.reward)} with {name_choice('data', config.data)}"
-        scorer.check(first, config.reward.wrong, chosen)
+        scorer.check(first, config.reward.wrong, chosen, config.algo.reward_norm.parts)
     conversation = build_conversation(config, tokenizer, vocab_size)
     turns = check_conversation(conversation, first)
     if inputs.critic_prompt is not None:

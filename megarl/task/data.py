@@ -819,13 +819,16 @@ def draw(problems: Sequence[T], number: int | None, seed: str) -> list[T]:
 
 class PromptSampler(Generic[T]):
     """Draws prompts, or groups of saved responses, without replacement within an epoch; a batch may span epochs. The
-    order depends on the prompts, the seed and the epoch only."""
+    order depends on the prompts, the seed and the epoch only, but for prompts that are to be skipped."""
 
     def __init__(self, prompts: Sequence[T], seed: int):
         if not prompts:
             raise ValueError("the sampler needs at least one prompt")
         self._prompts, self._seed = tuple(prompts), seed
         self._fingerprint = hashlib.sha256("\n".join(p.id for p in self._prompts).encode()).hexdigest()
+        self._skipped: dict[str, int] = {}
+        """The epoch up to which a prompt is passed over, by its id"""
+        self._num_skipped = 0
         self._start_epoch(0)
 
     def next_batch(self, n: int) -> list[T]:
@@ -835,14 +838,24 @@ class PromptSampler(Generic[T]):
             if self._position == len(self._order):
                 self._start_epoch(self._epoch + 1)
             taken = self._order[self._position : self._position + n - len(batch)]
-            batch.extend(self._prompts[i] for i in taken)
+            found = [p for p in map(self._prompts.__getitem__, taken) if self._skipped.get(p.id, -1) < self._epoch]
+            batch.extend(found)
+            self._num_skipped += len(taken) - len(found)
             self._position += len(taken)
         return batch
+
+    def skip(self, prompts: Iterable[T], num_epochs: int) -> int:
+        """Pass over these prompts in so many further epochs. Returns how many were since the last call."""
+        self._skipped = {name: last for name, last in self._skipped.items() if last >= self._epoch}
+        self._skipped |= dict.fromkeys((prompt.id for prompt in prompts), self._epoch + num_epochs)
+        found, self._num_skipped = self._num_skipped, 0
+        return found
 
     def state(self) -> dict[str, int | str]:
         """Where the sampler stands, as plain values."""
         stands = {"epoch": self._epoch, "position": self._position}
-        return {"seed": self._seed, "prompts": self._fingerprint, **stands}
+        skips = {"skipped": json.dumps(self._skipped)} if self._skipped else {}
+        return {"seed": self._seed, "prompts": self._fingerprint, **stands, **skips}
 
     def restore(self, state: Mapping[str, int | str]) -> None:
         """Continue where `state()` was taken. Raises ValueError where the state is of other prompts or another seed."""
@@ -852,6 +865,7 @@ class PromptSampler(Generic[T]):
                 raise ValueError(f"the sampler's state is of another run: {found}")
         self._start_epoch(int(state["epoch"]))
         self._position = int(state["position"])
+        self._skipped, self._num_skipped = json.loads(str(state.get("skipped", "{}"))), 0
 
     def _start_epoch(self, epoch: int) -> None:
         self._epoch, self._position = epoch, 0

@@ -3,6 +3,7 @@ programs, and by the user's own function, with megarl's, TRL's or verl's paramet
 
 import asyncio
 import base64
+import contextlib
 import importlib.util
 import inspect
 import json
@@ -11,12 +12,13 @@ import os
 import queue
 import re
 import secrets
+import signal
 import subprocess
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import is_dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -43,10 +45,17 @@ class AsyncReward:
 
     is_users = False
     """Whether it is the user's own code, which may print, start processes, and use files and the network"""
+    sees_group = False
+    """Whether a score depends on the other responses to the prompt: `score_group` is then to be called for all that the
+    prompt has got, and not `score`"""
 
     async def score(self, prompt: Prompt, response: Response) -> Score:
         """Score a response. Whatever it raises costs the sample."""
         raise NotImplementedError
+
+    async def score_group(self, prompt: Prompt, responses: Sequence[Response]) -> list[Score | BaseException]:
+        """The scores of responses to one prompt, or what costs a response its score. What it raises costs all."""
+        return await asyncio.gather(*(self.score(prompt, each) for each in responses), return_exceptions=True)
 
     async def check(self, prompt: Prompt, response: Response) -> Score:
         """Before anything starts: score a response to one of the data's prompts. Raises ValueError where the reward
@@ -135,27 +144,38 @@ class ProcessReward(AsyncReward):
         return len(self._processes)
 
     def _score(self, prompt: Prompt, response: Response) -> Score:
+        self._open()
+        question = self.ask(prompt, response)
+        try:
+            return self.read(self._call(question), prompt)
+        except CallError as error:
+            if self.given_up is not None and error.kind in ("time", "memory", "died"):
+                return self.given_up
+            raise self._explain(error) from error
+
+    def _open(self) -> None:
         with self._lock:
             if not self._is_open:
                 for process in reversed(self._processes[: self._start()]):
                     self._idle.put(process)
                 self._is_open = True
-        question = self.ask(prompt, response)
+
+    def _call(self, question: dict[str, Any]) -> Any:
+        """The answer of a process that is idle. Raises CallError."""
         process = self._idle.get()
         try:
-            return self.read(process.call(question), prompt)
-        except CallError as error:
-            if self.given_up is not None and error.kind in ("time", "memory", "died"):
-                return self.given_up
-            reasons = {
-                "start": f"'s process does not start: {error}",
-                "raised": f" raised {error}",
-                "time": f" took longer than reward.timeout_s={self._config.timeout_s:g} s",
-                "memory": f" needed more memory than reward.memory_gb={self._config.memory_gb:g}",
-            }
-            raise RewardFailedError(f"the reward{reasons.get(error.kind, f' failed: {error}')}") from error
+            return process.call(question)
         finally:
             self._idle.put(process)
+
+    def _explain(self, error: CallError) -> RewardFailedError:
+        reasons = {
+            "start": f"'s process does not start: {error}",
+            "raised": f" raised {error}",
+            "time": f" took longer than reward.timeout_s={self._config.timeout_s:g} s",
+            "memory": f" needed more memory than reward.memory_gb={self._config.memory_gb:g}",
+        }
+        return RewardFailedError(f"the reward{reasons.get(error.kind, f' failed: {error}')}")
 
 
 def list_answers(prompt: Prompt, reward: str) -> tuple[str, ...]:
@@ -444,31 +464,67 @@ RESERVED_NAMES |= {"failed_frac", "heldout"}
 """What the trainer itself logs under reward/."""
 
 
-def serve_function(path: str, state: Any = None) -> Callable[..., dict[str, Any]]:
-    """What the process calls: the user's function; without a question it gives the function's state.
+AT_A_TIME = 64
+"""Calls of an async function that one process awaits at a time"""
+BLOCKED_S = 2.0
+"""Beyond reward.timeout_s, before a process ends whose async function keeps the others from running"""
 
-    state: what the function is to go on from. Raises ValueError where it cannot be loaded or called, or keeps none.
+
+def serve_function(path: str, timeout_s: float, sees_group: bool = False, state: Any = None) -> Callable[..., Any]:
+    """What the process calls: the user's function; without questions it says what the function is and keeps.
+
+    timeout_s: of a call that is awaited. state: what the function is to go on from. Raises ValueError where it cannot
+    be loaded or called, or keeps none.
     """
     target: Any = load_callable(path)
-    function = adapt(path, target)
+    function = UserFunction(path, target, sees_group)
     keeps = hasattr(target, "state_dict") and hasattr(target, "load_state_dict")
     if state is not None:
         if not keeps:
             raise ValueError(f"the checkpoint has a state of {path}, which has no state_dict and load_state_dict now")
         target.load_state_dict(state)
+    # One event loop for all calls: what the function keeps open, such as connections, belongs to it.
+    runner = asyncio.Runner()
 
-    def score(question: str | None = None) -> dict[str, Any]:
-        if question is None:
-            return {"state": check_state(f"reward.path={path}", target.state_dict())} if keeps else {}
-        prompt, response = decode_question(question)
+    def answer(question: str) -> Any:
+        prompt, responses = decode_question(question)
+        with _describing(path, prompt):
+            return function.encode(call(function.begin, prompt, responses), responses)
+
+    async def answer_later(question: str) -> Any:
+        prompt, responses = decode_question(question)
+        limit = asyncio.timeout(timeout_s)
         try:
-            return encode_score(function(prompt, response))
-        except MemoryError:
-            raise
-        except Exception as error:
-            raise DescribedError(_explain(path, error, prompt)) from error
+            with _describing(path, prompt):
+                async with limit:
+                    found = await function.begin(prompt, responses)
+                return function.encode(found, responses)
+        except DescribedError as error:
+            return {"late": True} if limit.expired() else {"error": str(error)}
 
-    return score
+    async def answer_all(questions: Sequence[str]) -> list[Any]:
+        return await asyncio.gather(*map(answer_later, questions))
+
+    def serve(questions: Sequence[str] | None = None) -> Any:
+        if questions is None:
+            kept = {"state": check_state(f"reward.path={path}", target.state_dict())} if keeps else {}
+            return {"is_async": function.is_async, **kept}
+        if not function.is_async:
+            return [answer(question) for question in questions]
+        signal.setitimer(signal.ITIMER_REAL, timeout_s + BLOCKED_S)
+        return runner.run(answer_all(questions))
+
+    return serve
+
+
+@contextlib.contextmanager
+def _describing(path: str, prompt: Prompt) -> Iterator[None]:
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise DescribedError(_explain(path, error, prompt)) from error
 
 
 def _explain(path: str, error: Exception, prompt: Prompt) -> str:
@@ -482,23 +538,27 @@ def _explain(path: str, error: Exception, prompt: Prompt) -> str:
 
 
 class FunctionReward(ProcessReward):
-    """Calls the user's function; one that keeps a state in one process alone."""
+    """Calls the user's function: of one response, or of a group's; one that keeps a state in one process alone, and an
+    async one AT_A_TIME times at once in each."""
 
     path = f"{serve_function.__module__}:{serve_function.__name__}"
     key = "reward.path"
     is_users = True
 
     def __init__(self, config: schema.FunctionRewardConfig):
-        super().__init__(config, path=config.path)
-        self._keeps_state = False
+        self.sees_group = isinstance(config, schema.GroupFunctionRewardConfig)
+        super().__init__(config, path=config.path, timeout_s=config.timeout_s, sees_group=self.sees_group)
+        self._keeps_state, self._at_a_time = False, 1
+        self._waiting: deque[tuple[str, Future[Any]]] = deque()
 
     def _start(self) -> int:
-        """Also finds out whether the function keeps a state."""
+        """Also finds out whether the function keeps a state, and whether it is async."""
         count = super()._start()
         try:
-            self._keeps_state = "state" in self._processes[0].call({})
+            found = self._processes[0].call({})
         except CallError as error:
             raise ConfigError([f"{self.key}: {error}"]) from error
+        self._keeps_state, self._at_a_time = "state" in found, AT_A_TIME if found["is_async"] else 1
         if self._keeps_state and (number := self._config.num_workers or 1) > 1:
             why = "the reward has state_dict and load_state_dict, and each process would keep a state of its own"
             raise ConfigError([f"reward.num_workers: {number} found; {why}: must be 1 or null"])
@@ -522,94 +582,186 @@ class FunctionReward(ProcessReward):
         for process in self._processes:
             process.stop()
 
-    def ask(self, prompt: Prompt, response: Response) -> dict[str, Any]:
-        return {"question": encode_question(prompt, response)}
+    async def score(self, prompt: Prompt, response: Response) -> Score:
+        """Raises RewardFailedError, and ValueError for RESERVED_NAMES in the details."""
+        (found,) = await self.score_group(prompt, [response])
+        if isinstance(found, BaseException):
+            raise found
+        return found
 
-    def read(self, answer: Any, prompt: Prompt) -> Score:
-        """Raises ValueError for RESERVED_NAMES in `details`."""
+    async def check(self, prompt: Prompt, response: Response) -> Score:
+        """A group is tried as one of two."""
+        found = (await self.score_group(prompt, [response] * (1 + self.sees_group)))[-1]
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    async def score_group(self, prompt: Prompt, responses: Sequence[Response]) -> list[Score | BaseException]:
+        """Raises RewardFailedError."""
+        answered: Future[Any] = Future()
+        self._waiting.append((encode_question(prompt, responses), answered))
+        self._threads.submit(self._serve)
+        return [self._read(answer) for answer in await asyncio.wrap_future(answered)]
+
+    def close(self) -> None:
+        super().close()
+        while taken := self._take(1):
+            taken[0][1].set_exception(RewardFailedError("the reward was closed"))
+
+    def _serve(self) -> None:
+        """Answer as many of the questions that wait as the function takes at a time."""
+        try:
+            self._open()
+        except Exception as error:
+            for _, answered in self._take(1):
+                answered.set_exception(error)
+        else:
+            self._answer(self._take(self._at_a_time))
+
+    def _take(self, most: int) -> list[tuple[str, "Future[Any]"]]:
+        taken: list[tuple[str, Future[Any]]] = []
+        with contextlib.suppress(IndexError):
+            while len(taken) < most:
+                question, answered = self._waiting.popleft()
+                if answered.set_running_or_notify_cancel():  # Nobody waits for the others any more.
+                    taken.append((question, answered))
+        return taken
+
+    def _answer(self, asked: Sequence[tuple[str, "Future[Any]"]]) -> None:
+        if not asked:
+            return
+        try:
+            answers = self._call({"questions": [question for question, _ in asked]})
+        except CallError as error:
+            if len(asked) == 1:
+                asked[0][1].set_exception(self._explain(error))
+                return
+            for each in asked:  # One of them took the process down: by itself no other fails with it.
+                self._answer([each])
+            return
+        for (_, answered), answer in zip(asked, answers, strict=True):
+            if isinstance(answer, list):
+                answered.set_result(answer)
+            else:
+                kind, text = ("time", "") if "late" in answer else ("raised", answer["error"])
+                answered.set_exception(self._explain(CallError(kind, text)))
+
+    def _read(self, answer: dict[str, Any]) -> Score | BaseException:
+        if answer["failure"] is not None:
+            return RewardFailedError(answer["failure"])
         if reserved := RESERVED_NAMES & answer["details"].keys():
             names = ", ".join(sorted(reserved))
             found = f"reward.path={self._options['path']}: found details {names}"
-            raise ValueError(f"{found}; megarl's own metrics have these names under reward/")
-        return Score(**answer)
+            return ValueError(f"{found}; megarl's own metrics have these names under reward/")
+        return Score(**{**answer, "token_rewards": tuple(answer["token_rewards"])})
 
 
 ACCEPTED = (
     "(prompt, response), TRL's (prompts, completions, **columns)"
     " or verl's (data_source, solution_str, ground_truth, extra_info)"
 )
+ACCEPTED_OF_GROUPS = "(prompt, responses) or TRL's (prompts, completions, **columns) with reward=group_function"
 RESULTS = 'a number, True or False, a dict with "score" (or "reward"), or a megarl.types.Score'
 CORRECT_AT = 1.0
 """The least score that counts as correct, where the function says nothing about it"""
 
 
-def adapt(path: str, function: Callable[..., Any]) -> Callable[[Prompt, Response], Score]:
-    """The function as one from (prompt, response) to a Score; what it returns may be awaited.
+class UserFunction:
+    """The user's function as one of a prompt and responses to it: one, or with sees_group those of a group."""
 
-    Raises ValueError for parameters of another sort; what comes out does for columns that the data do not have, and
-    TypeError for another result.
-    """
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # Some builtins have none.
-        signature = inspect.signature(lambda prompt, response, /: None)
-    parameters = signature.parameters
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    is_trl, is_verl = "completions" in parameters, "solution_str" in parameters
-
-    def build(prompt: Prompt, response: Response) -> inspect.BoundArguments:
-        if not is_trl and not is_verl:
-            return signature.bind(prompt, response)
-        given = _build_trl(prompt, response) if is_trl else _build_verl(prompt, response)
-        return signature.bind(**{name: given[name] for name in given if takes_all or name in parameters})
-
-    if not is_trl:
+    def __init__(self, path: str, function: Callable[..., Any], sees_group: bool = False):
+        """Raises ValueError for parameters of another sort."""
+        self._path, self._function, self._sees_group = path, function, sees_group
+        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__
+        )
         try:
-            build(Prompt("", "", (), ""), None)  # type: ignore[arg-type]
-        except TypeError as error:
-            found = ", ".join(map(str, parameters.values()))
-            raise ValueError(f"{path} takes ({found}), {error}; accepted are {ACCEPTED}") from error
+            self._signature = inspect.signature(function)
+        except (TypeError, ValueError):  # Some builtins have none.
+            self._signature = inspect.signature(lambda prompt, response, /: None)
+        self._parameters = self._signature.parameters
+        self._takes_all = any(each.kind is each.VAR_KEYWORD for each in self._parameters.values())
+        self._is_trl, self._is_verl = "completions" in self._parameters, "solution_str" in self._parameters
+        if not self._is_trl:
+            try:
+                if sees_group and self._is_verl:
+                    raise TypeError("verl's functions score one response")
+                self._bind(Prompt("", "", (), ""), [])
+            except TypeError as error:
+                found = ", ".join(map(str, self._parameters.values()))
+                accepted = ACCEPTED_OF_GROUPS if sees_group else ACCEPTED
+                raise ValueError(f"{path} takes ({found}), {error}; accepted are {accepted}") from error
 
-    def score(prompt: Prompt, response: Response) -> Score:
+    def begin(self, prompt: Prompt, responses: Sequence[Response]) -> Any:
+        """What the function returns, which may have to be awaited. Raises ValueError for columns that the data do not
+        have."""
         try:
-            bound = build(prompt, response)
+            bound = self._bind(prompt, responses)
         except TypeError as error:
             has = ", ".join(sorted({"answer", *list_columns(prompt)}))
-            raise ValueError(f"reward.path={path}: {error}; the columns of the data are {has}") from error
-        result = call(function, *bound.args, **bound.kwargs)
-        if is_trl and (not isinstance(result, list | tuple) or len(result) != 1):
+            raise ValueError(f"reward.path={self._path}: {error}; the columns of the data are {has}") from error
+        return self._function(*bound.args, **bound.kwargs)
+
+    def read(self, result: Any, responses: Sequence[Response]) -> list[Any]:
+        """What of a result is of each response. Raises TypeError for another number of them."""
+        if not self._sees_group and not self._is_trl:
+            return [result]
+        results = result.tolist() if getattr(result, "ndim", None) == 1 else result
+        if not isinstance(results, list | tuple) or len(results) != len(responses):
+            given = "one completion" if len(responses) == 1 else f"{len(responses)} responses"
             needed = "TRL's functions return a list with as many numbers as there are completions"
-            raise TypeError(f"reward.path={path} returned {_show(result)} for one completion; {needed}")
-        return read_result(path, result[0] if is_trl else result)
+            if not self._is_trl:
+                needed = "reward=group_function needs a list with as many scores as there are responses"
+            raise TypeError(f"reward.path={self._path} returned {_show(result)} for {given}; {needed}")
+        return list(results)
 
-    return score
+    def encode(self, result: Any, responses: Sequence[Response]) -> list[dict[str, Any]]:
+        """The scores, as JSON. Raises TypeError for what is no result; of a group it costs its response alone."""
+        encoded = []
+        for found, response in zip(self.read(result, responses), responses, strict=True):
+            try:
+                encoded.append(encode_score(read_result(self._path, found, response), response))
+            except (TypeError, ValueError) as error:
+                if not self._sees_group:
+                    raise
+                encoded.append(encode_score(Score(0.0, False, failure=f"the reward failed: {error}"), response))
+        return encoded
+
+    def _bind(self, prompt: Prompt, responses: Sequence[Response]) -> inspect.BoundArguments:
+        first = responses[0] if responses else None
+        if not self._is_trl and not self._is_verl:
+            return self._signature.bind(prompt, list(responses) if self._sees_group else first)
+        given = _build_trl(prompt, responses) if self._is_trl else _build_verl(prompt, first)
+        chosen = {name: given[name] for name in given if self._takes_all or name in self._parameters}
+        return self._signature.bind(**chosen)
 
 
-def _build_trl(prompt: Prompt, response: Response) -> dict[str, Any]:
-    """TRL's keywords, each a list of one: the columns of the data, prompts and completions as chats where the data's
-    are."""
+def _build_trl(prompt: Prompt, responses: Sequence[Response]) -> dict[str, Any]:
+    """TRL's keywords, each a list with an entry for each response: the columns of the data, prompts and completions as
+    chats where the data's are."""
     is_chat = any(
         isinstance(value, list) and value and isinstance(value[0], Mapping) and "content" in value[0]
         for value in prompt.columns.values()
     )
-    chat = [message.to_dict() for message in prompt.messages]
+    chat, number = [message.to_dict() for message in prompt.messages], len(responses)
     columns = {"answer": prompt.answer, **list_columns(prompt)}
+    asked = chat if is_chat else prompt.messages[-1].content if prompt.messages else prompt.text
     return {
-        **{name: [value] for name, value in columns.items() if name not in ("prompt", "completion")},
-        "prompts": [chat if is_chat else prompt.messages[-1].content if prompt.messages else prompt.text],
-        "completions": [[{"role": "assistant", "content": response.text}] if is_chat else response.text],
-        "completion_ids": [response.token_ids.tolist()],
+        **{name: [value] * number for name, value in columns.items() if name not in ("prompt", "completion")},
+        "prompts": [asked] * number,
+        "completions": [[{"role": "assistant", "content": it.text}] if is_chat else it.text for it in responses],
+        "completion_ids": [response.token_ids.tolist() for response in responses],
     }
 
 
-def _build_verl(prompt: Prompt, response: Response) -> dict[str, Any]:
+def _build_verl(prompt: Prompt, response: Response | None) -> dict[str, Any]:
     """verl's keywords: columns of the data with verl's names where there are such, else what stands for them."""
     columns = list_columns(prompt)
     stated, extra = columns.get("reward_model"), columns.get("extra_info")
     truth = columns.get("ground_truth", prompt.answer)
     return {
         "data_source": columns.get("data_source", ""),
-        "solution_str": response and response.text,
+        "solution_str": "" if response is None else response.text,
         "ground_truth": stated.get("ground_truth", truth) if isinstance(stated, Mapping) else truth,
         "extra_info": extra if isinstance(extra, Mapping) else columns,
     }
@@ -620,12 +772,20 @@ def list_columns(prompt: Prompt) -> dict[str, Any]:
     return dict(prompt.columns or prompt.metadata)
 
 
-def read_result(path: str, result: Any) -> Score:
-    """The Score that a function's result means. Of a dict: "score" or "reward", "correct" or verl's "acc", and every
-    other number as a detail; texts and None are left out. Raises TypeError for what is no result."""
+OF_TURNS, OF_TOKENS = "turn_rewards", "token_rewards"
+"""Entries of a dict that a function returns"""
+
+
+def read_result(path: str, result: Any, response: Response) -> Score:
+    """The Score that a function's result means. Of a dict: "score" or "reward", "correct" or verl's "acc", rewards of
+    turns and of tokens, which are added, and every other number as a detail; texts and None are left out. Raises
+    TypeError for what is no result."""
     if isinstance(result, Score):
         return result
     entries = dict(result) if isinstance(result, Mapping) else {"score": result}
+    token_rewards, placed = _read_placed(path, entries, response)
+    if token_rewards is not None and "reward" not in entries:
+        entries = {"score": 0.0, **entries}
     numbers = {str(key): _read_number(value) for key, value in entries.items()}
     name = "reward" if "reward" in entries and "score" not in entries else "score"
     reward = numbers.get(name)
@@ -639,9 +799,39 @@ def read_result(path: str, result: Any) -> Score:
             logged = f"beside {name!r} there may be numbers, which are logged as means, and texts, which are not"
             raise TypeError(f"reward.path={path} returned {key!r}: {_show(value)}; {logged}")
     stated = next((numbers[key] for key in ("correct", "acc") if numbers.get(key) is not None), None)
-    given = entries[name] if isinstance(entries[name], bool) else reward >= CORRECT_AT
+    reward += placed
+    given = reward >= CORRECT_AT
     details = {key: value for key, value in numbers.items() if value is not None and key not in (name, "correct")}
-    return Score(reward, given if stated is None else stated >= CORRECT_AT, details)
+    correct = given if stated is None else stated >= CORRECT_AT
+    return Score(reward, correct, details, token_rewards=token_rewards or ())
+
+
+def _read_placed(path: str, entries: dict[str, Any], response: Response) -> tuple[tuple[float, ...] | None, float]:
+    """What stands at each token, of the two entries that are taken out, None without them; and their sum. Raises
+    TypeError for what does not fit the response."""
+    if not entries.keys() & {OF_TURNS, OF_TOKENS}:
+        return None, 0.0
+    placed, total = np.zeros(len(response)), 0.0
+    for name, number in ((OF_TURNS, len(response.turns)), (OF_TOKENS, len(response))):
+        if name not in entries:
+            continue
+        value = entries.pop(name)
+        items = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else []
+        found = [it for it in map(_read_number, items) if it is not None]
+        if not len(found) == len(items) == number:
+            needed = f"a list with a number for each of the {number} {name.removesuffix('_rewards')}s of the response"
+            raise TypeError(f"reward.path={path} returned {name!r}: {_show(value)}; it must be {needed}")
+        total += math.fsum(found)
+        if name == OF_TOKENS:
+            placed += np.array(found, dtype=np.float64)
+            if (wrong := placed[~response.generated]).any():
+                why = "the policy did not generate all of these tokens; it must be 0 where response.generated is False"
+                raise TypeError(f"reward.path={path} returned {name!r} with {wrong[wrong != 0][0]:g}: {why}")
+        else:
+            for turn, reward in zip(response.turns, found, strict=True):
+                if turn.end > turn.start:  # Of a turn without a token the reward stands at the end.
+                    placed[turn.end - 1] += reward
+    return tuple(placed.tolist()), total
 
 
 def _read_number(value: Any) -> float | None:
@@ -658,8 +848,8 @@ def _show(value: Any) -> str:
     return f"{shorten(repr(value), 60)} ({type(value).__name__})"
 
 
-def encode_question(prompt: Prompt, response: Response) -> str:
-    """All that a prompt and a response have, as JSON; of the prompt's columns what JSON has no type for is a text."""
+def encode_question(prompt: Prompt, responses: Sequence[Response]) -> str:
+    """All that a prompt and its responses have, as JSON; in its columns what JSON has no type for is a text."""
 
     def encode(value: Any) -> Any:
         match value:
@@ -673,29 +863,36 @@ def encode_question(prompt: Prompt, response: Response) -> str:
                 return dict(value)
         return vars(value) if is_dataclass(value) else str(value)
 
-    return json.dumps([prompt, response], default=encode)
+    return json.dumps([prompt, list(responses)], default=encode)
 
 
-def decode_question(text: str) -> tuple[Prompt, Response]:
-    """The prompt and the response that `encode_question` was given."""
-    prompt, response = json.loads(text)
-    experts, versions = response["routed_experts"], response["weight_versions"]
+def decode_question(text: str) -> tuple[Prompt, list[Response]]:
+    """The prompt and the responses that `encode_question` was given."""
+    prompt, responses = json.loads(text)
     prompt["token_ids"] = tuple(prompt["token_ids"])
     prompt["references"] = tuple(prompt["references"])
     prompt["messages"] = tuple(types.Message(**message) for message in prompt["messages"])
+    return Prompt(**prompt), [_decode_response(response) for response in responses]
+
+
+def _decode_response(response: dict[str, Any]) -> Response:
+    experts, versions = response["routed_experts"], response["weight_versions"]
     response |= {
         "weight_versions": types.WeightVersions(**{name: tuple(values) for name, values in versions.items()}),
         "finish_reason": types.FinishReason(response["finish_reason"]),
         "routed_experts": experts and types.RoutedExperts(**{**experts, "data": base64.b64decode(experts["data"])}),
         "turns": tuple(types.Turn(**turn) for turn in response["turns"]),
     }
-    return Prompt(**prompt), Response(**response)
+    return Response(**response)
 
 
-def encode_score(score: Score) -> dict[str, Any]:
-    """All that a score has, as JSON. Raises TypeError and ValueError for what is not a number."""
+def encode_score(score: Score, response: Response) -> dict[str, Any]:
+    """All that a score has, as JSON. Raises TypeError and ValueError for what is not a number, or does not fit the
+    response."""
     # The text "False" is true to Python, and so is NaN.
     if isinstance(score.correct, str) or score.correct not in (0, 1):
         raise TypeError(f"a Score has the correct {score.correct!r}; it must be True or False")
     details = {str(name): float(value) for name, value in score.details.items()}
+    if score.token_rewards and len(score.token_rewards) != len(response):
+        raise ValueError(f"a Score has {len(score.token_rewards)} token_rewards for {len(response)} tokens")
     return vars(score) | {"reward": float(score.reward), "correct": bool(score.correct), "details": details}

@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import task as schema
@@ -15,6 +15,8 @@ from megarl.task.process import describe, load_callable, shorten
 from megarl.task.reward import AsyncReward, DirectReward, RewardFailedError
 from megarl.task.served_rewards import HttpReward, JudgeReward, ScalarModelReward
 from megarl.types import FinishReason, Prompt, Response, RewardFunction, Score, check_score
+
+T = TypeVar("T")
 
 ROUNDING = 1e-9
 """Weights such as 0.7, 0.2 and 0.1 do not add up to 1 in binary."""
@@ -36,13 +38,24 @@ class WeightedReward(AsyncReward):
         self._parts = dict(parts)
         self._correct_by, self._correct_at = correct_by, correct_at
         self.is_users = any(part.reward.is_users for part in parts.values())
+        self.sees_group = any(part.reward.sees_group for part in parts.values())
 
     async def score(self, prompt: Prompt, response: Response) -> Score:
         """Raises RewardFailedError where a part fails, naming the first."""
-        return await self._add([part.reward.score(prompt, response) for part in self._parts.values()])
+        return self._add(await self._await([part.reward.score(prompt, response) for part in self._parts.values()]))
+
+    async def score_group(self, prompt: Prompt, responses: Sequence[Response]) -> list[Score | BaseException]:
+        found = await self._await([part.reward.score_group(prompt, responses) for part in self._parts.values()])
+        rows: list[Score | BaseException] = []
+        for row in range(len(responses)):
+            try:
+                rows.append(self._add([each if isinstance(each, BaseException) else each[row] for each in found]))
+            except RewardFailedError as error:
+                rows.append(error)
+        return rows
 
     async def check(self, prompt: Prompt, response: Response) -> Score:
-        return await self._add([part.reward.check(prompt, response) for part in self._parts.values()])
+        return self._add(await self._await([part.reward.check(prompt, response) for part in self._parts.values()]))
 
     def state(self) -> Any:
         found = {name: part.reward.state() for name, part in self._parts.items()}
@@ -57,9 +70,12 @@ class WeightedReward(AsyncReward):
         for part in self._parts.values():
             part.reward.close()
 
-    async def _add(self, calls: Sequence[Awaitable[Score]]) -> Score:
+    async def _await(self, calls: Sequence[Awaitable[T]]) -> list[T | BaseException]:
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    def _add(self, results: Sequence[Score | BaseException]) -> Score:
         scores: dict[str, Score] = {}
-        for name, result in zip(self._parts, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+        for name, result in zip(self._parts, results, strict=True):
             if isinstance(result, BaseException):
                 if not isinstance(result, Exception):
                     raise result
@@ -73,11 +89,14 @@ class WeightedReward(AsyncReward):
         for name, score in scores.items():
             details[name] = score.reward
             details |= {f"{name}/{detail}": value for detail, value in score.details.items()}
+        placed = [[self._parts[name].weight * it for it in x.token_rewards] for name, x in scores.items()]
+        token_rewards = tuple(map(math.fsum, zip(*filter(None, placed), strict=True)))
         if self._correct_by is not None:
             decides = scores[self._correct_by]
-            return Score(reward, decides.correct, details, decides.answer)
-        answers = [score.answer for score in scores.values() if score.answer is not None]
-        return Score(reward, reward >= self._correct_at - ROUNDING, details, answers[0] if answers else None)
+            return Score(reward, decides.correct, details, decides.answer, token_rewards=token_rewards)
+        answer = next((score.answer for score in scores.values() if score.answer is not None), None)
+        correct = reward >= self._correct_at - ROUNDING
+        return Score(reward, correct, details, answer, token_rewards=token_rewards)
 
 
 def build_reward(config: schema.RewardConfig, key: str = "reward") -> AsyncReward:
@@ -103,6 +122,7 @@ KINDS: Mapping[type[schema.RewardConfig], Callable[[Any], AsyncReward | RewardFu
     schema.ExactRewardConfig: lambda config: rewards.score_exact,
     schema.FormatRewardConfig: rewards.FormatReward,
     schema.FunctionRewardConfig: rewards.FunctionReward,
+    schema.GroupFunctionRewardConfig: rewards.FunctionReward,
     schema.HttpRewardConfig: HttpReward,
     schema.JudgeRewardConfig: JudgeReward,
     schema.LengthRewardConfig: rewards.LengthReward,
@@ -126,9 +146,22 @@ def reads_answers(config: schema.RewardConfig) -> bool:
 def check_finite(score: Score) -> None:
     """Raises RewardFailedError naming what of a score is no finite number."""
     numbers = {"reward": score.reward, **{f"details {name!r}": value for name, value in score.details.items()}}
+    numbers |= {f"reward at token {n}": value for n, value in enumerate(score.token_rewards)}
     for name, value in numbers.items():
         if not -math.inf < value < math.inf:  # An integer may be too large for a float.
             raise RewardFailedError(f"the {name} is {value}; it must be a finite number")
+
+
+def _settle(found: Score | BaseException) -> Score:
+    """The score; with `failure` for what cost a response its own."""
+    try:
+        if isinstance(found, Score):
+            check_finite(found)
+            return found
+        raise found
+    except Exception as error:
+        reason = str(error) if isinstance(error, RewardFailedError) else f"the reward raised {describe(error)}"
+        return Score(0.0, False, failure=reason)
 
 
 class Scorer:
@@ -137,24 +170,37 @@ class Scorer:
 
     def __init__(self, reward: AsyncReward | RewardFunction):
         self._reward = reward if isinstance(reward, AsyncReward) else DirectReward(reward)
+        self.sees_group = self._reward.sees_group
+        """Whether responses to one prompt are to be scored together"""
 
     async def score(self, prompt: Prompt, response: Response) -> Score:
         """The reward's score. Where it raises, hangs, dies or gives no finite number: a score with `failure`, one
         line."""
         try:
             score = await self._reward.score(prompt, response)
-            check_finite(score)
-            return score
         except Exception as error:
-            reason = str(error) if isinstance(error, RewardFailedError) else f"the reward raised {describe(error)}"
-            return Score(0.0, False, failure=reason)
+            return _settle(error)
+        return _settle(score)
 
-    def check(self, prompts: Iterable[Prompt], wrong: float = 0.0, chosen: str = "reward=... with data=...") -> None:
+    async def score_group(self, prompt: Prompt, responses: Sequence[Response]) -> list[Score]:
+        """As `score`, of all responses to a prompt at once."""
+        try:
+            return [_settle(each) for each in await self._reward.score_group(prompt, responses)]
+        except Exception as error:
+            return [_settle(error)] * len(responses)
+
+    def check(
+        self,
+        prompts: Iterable[Prompt],
+        wrong: float = 0.0,
+        chosen: str = "reward=... with data=...",
+        parts: Iterable[str] = (),
+    ) -> None:
         """Score an empty response to each prompt, which shows whether the reward can read the data's answers; where the
         user's own function scores, also the answer.
 
         wrong: reward.wrong, with which the scores must be in [0, 1]. chosen: the reward and the data, for the message.
-        Raises ConfigError.
+        parts: what the details must have. Raises ConfigError.
         """
 
         async def check_all() -> None:
@@ -167,6 +213,9 @@ class Scorer:
                         score = await self._reward.check(prompt, response)
                         check_finite(score)
                         check_score(score.reward, wrong)
+                        if missing := [name for name in parts if name not in score.details]:
+                            has = f"the reward's details have {', '.join(score.details) or 'none'}"
+                            raise ConfigError([f"algo.reward_norm.parts: found {missing[0]}; {has}"])
                     except ConfigError:
                         raise
                     except (ValueError, RewardFailedError) as error:

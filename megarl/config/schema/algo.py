@@ -28,6 +28,7 @@ ValueLoss = Enum(
 )
 LambdaLevel = Enum("LambdaLevel", {"token": "token", "turn": "turn"})
 SamplingBy = Enum("SamplingBy", {"correct": "correct", "reward": "reward"})
+SamplingRest = Enum("SamplingRest", {"learn": "learn", "mask": "mask"})
 LossAggMode = StrEnum(
     "LossAggMode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 )
@@ -75,6 +76,9 @@ class RewardNormConfig:
     """Rewards whose mean is subtracted."""
     std: NormScope = NormScope.none
     """Rewards whose standard deviation divides."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Weights w of parts r of the reward by name (`reward/NAME`), as {right: 1, short: 0.5}; R is then the sum of
+    w * (r - mean) / (std + 1e-6) over them, each within its group (GDPO 2601.05242, equations 4 and 5)."""
 
 
 @dataclass
@@ -163,7 +167,19 @@ class DynamicSamplingConfig:
     by: SamplingBy = key(SamplingBy.correct, when=DYNAMIC)
     """What must differ in a kept group: correct (right and wrong responses; DAPO, equation 11) or reward."""
     max_rounds: int = key(10, low=1, high=1000, when=DYNAMIC)
-    """Maximum rounds of generation in an iteration; after them, groups without a signal fill the rest."""
+    """Maximum rounds of generation in an iteration; after them, groups that are not kept fill the rest."""
+    low: float | None = key(None, when=DYNAMIC)
+    """Keep only groups whose mean of `by`, the share of correct responses or the reward, is above this."""
+    high: float | None = key(None, when=DYNAMIC)
+    """Keep only groups whose mean is below this."""
+    rest: SamplingRest = key(SamplingRest.learn, when=DYNAMIC)
+    """Whether groups that are not kept have a policy loss. mask with max_rounds=1 is ROLL's difficulty_mask."""
+    skip_epochs: int = key(0, low=0, when=DYNAMIC)
+    """Epochs in which the prompt of a group that was not kept is passed over, before it is tried again."""
+    value_low: float | None = key(None, when=(DYNAMIC, WITH_CRITIC))
+    """Pass over prompts to which the critic gives no value above this, before anything is generated."""
+    value_high: float | None = key(None, when=(DYNAMIC, WITH_CRITIC))
+    """Pass over those to which it gives no value below this."""
 
 
 @dataclass

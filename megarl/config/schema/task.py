@@ -226,7 +226,8 @@ class ProcessRewardConfig(RewardConfig):
     num_workers: int | None = key(None, kw_only=True, low=1, high=1024, why="each is a process")
     """Processes that score at a time; null: one for every four cores, 1 to 16."""
     timeout_s: float = key(5.0, kw_only=True, **SCORING)
-    """Time limit of scoring one response; an endless comparison counts as wrong, anything else as failed."""
+    """Time limit of a call, for a response or a group; an endless comparison counts as wrong, anything else as
+    failed."""
     memory_gb: float = key(8.0, kw_only=True, low=0.01, high=2**20, why="GiB")
     """Memory limit in GiB of one process, as address space beyond what it has after loading."""
 
@@ -286,6 +287,11 @@ class FunctionRewardConfig(ProcessRewardConfig):
 
     path: str = MISSING
     """The function, as FILE.py:NAME or package.module:NAME."""
+
+
+@dataclass
+class GroupFunctionRewardConfig(FunctionRewardConfig):
+    """Your own function of (prompt, responses), which scores all responses of a group at once; also TRL's."""
 
 
 @dataclass
@@ -424,6 +430,7 @@ SCHEMAS: dict[str, dict[str, type[Any]]] = {
         "reasoning_gym": ReasoningGymRewardConfig,
         "environment": EnvironmentRewardConfig,
         "function": FunctionRewardConfig,
+        "group_function": GroupFunctionRewardConfig,
         "numeric": NumericRewardConfig,
         "format": FormatRewardConfig,
         "length": LengthRewardConfig,

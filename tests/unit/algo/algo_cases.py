@@ -109,7 +109,18 @@ def with_failures(e: Experience, failed: list[bool]) -> Experience:
 
 LISTED = {"old": "old_logprobs", "ref": "ref_logprobs", "rollout": "rollout_logprobs", "sampling": "sampling_logprobs"}
 """The reference's names of fields that have another one there"""
-OF_EXPERIENCES = ("groups", "rewards", "turn_rewards", "truncated", "mask", "old", "ref", "ref_kl", "values")
+OF_EXPERIENCES = (
+    "groups",
+    "rewards",
+    "reward_parts",
+    "turn_rewards",
+    "truncated",
+    "mask",
+    "old",
+    "ref",
+    "ref_kl",
+    "values",
+)
 OF_SAMPLES = (
     *("mask", "loss_mask", "positive", "advantages", "old"),
     *("rollout", "sampling", "ref", "old_values", "returns"),

@@ -129,6 +129,12 @@ def kl(d, estimator):
 
 def penalise(batch, algo, response_length, wrong):
     rewards = [wrong + (1 - wrong) * r for r in batch.rewards]
+    if algo.reward_norm.parts:
+        rewards = [0.0] * len(rewards)
+        for k, weight in enumerate(algo.reward_norm.parts.values()):
+            for i, r in enumerate(batch.reward_parts):
+                peers = [batch.reward_parts[j][k] for j in members(batch.groups, i)]
+                rewards[i] += weight * (r[k] - mean(peers)) / (std(peers) + EPS)
     if algo.overlong.penalty:
         overlong = algo.overlong
         buffer = round(overlong.buffer_frac * response_length)

@@ -14,13 +14,14 @@ from megarl.algo.algorithm import (
     compute_kl,
     compute_normalised_rewards,
     compute_shaped_rewards,
+    compute_targets,
     compute_token_kl,
     update_reward_moments,
 )
 from megarl.algo.statistics import NonFiniteError, RunningMoments, merge_moments, split_blocks
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.schema.algo import KLEstimator
+from megarl.config.schema.algo import AdvantageStd, KLEstimator
 
 
 def test_the_full_kl_comes_from_the_models_and_not_from_log_probs():
@@ -138,3 +139,22 @@ def test_a_reward_that_is_not_finite_is_refused_with_its_row():
     e = make_experience([0, 1, 2], [2, 2, 2], [0.0, 1.0, float("nan")], [False] * 3, 0)
     with pytest.raises(NonFiniteError, match="rewards: 1 of 3 entries are not finite, first in row 2"):
         compute_shaped_rewards(e, configure())
+
+
+def test_parts_are_normalised_in_their_groups_by_themselves_and_summed_which_with_lite_ppo_is_gdpo():
+    """Group 0: part a is 1, 0, part b 0, 4: N(a) = 1, -1, N(b) = -1, 1. Group 1: a is equal, N(b) = 1, -1. With the
+    weights 1 and 0.5 the sums are 0.5, -0.5, 0.5, -0.5 of mean 0 and std 0.5."""
+    e = make_experience([0, 0, 1, 1], [2, 1, 1, 1], [9.0, 9.0, 0.0, 7.0], [False] * 4, 0, holes=False)
+    e = replace(e, reward_parts=f64([[1, 0], [0, 4], [1, 3], [1, 1]]))
+    algo = configure(advantage="group", advantage_std=AdvantageStd.batch, reward_norm__parts={"a": 1.0, "b": 0.5})
+    close(compute_shaped_rewards(e, algo), [0.5, -0.5, 0.5, -0.5], 1e-5)
+    samples, _ = compute_targets(e, algo, 0.0)
+    close(samples.advantages[:, 0], [1.0, -1.0, 1.0, -1.0], 1e-5)
+    # What decides about a correct response stays its score.
+    assert samples.positive.tolist() == [True, True, False, True]
+    for wrong, message in (
+        ({"reward_parts": None}, "a, b found with no reward_parts"),
+        ({"turn_rewards": torch.zeros(e.mask.shape)}, "found with rewards within the responses"),
+    ):
+        with pytest.raises(ValueError, match=rf"algo\.reward_norm\.parts: .*{message}"):
+            compute_shaped_rewards(replace(e, **wrong), algo)

@@ -103,6 +103,10 @@ def test_targets_equal_the_reference_also_with_turn_rewards_and_rewards_of_wrong
     if wrong:
         e = dataclasses.replace(e, rewards=e.rewards.clamp(0, 1))
     algo = data.draw(st.builds(configure, advantage=st.just(advantage), **COMMON, **ESTIMATORS[advantage]))
+    if turns is None and data.draw(st.booleans()):
+        drawn = torch.randint(3, (len(e.groups), 2), generator=torch.Generator().manual_seed(len(e.groups)))
+        e = dataclasses.replace(e, reward_parts=drawn.to(e.rewards.dtype))
+        algo.reward_norm.parts = {"a": 0.75, "b": -0.5}
     check(e, algo, 1e-7, wrong)
 
 
@@ -123,6 +127,20 @@ def test_positive_is_decided_by_the_raw_reward():
     samples, metrics = compute_targets(e, algo, 0.0)
     assert samples.positive.tolist() == [True, True, False]
     assert metrics["reward/positive_frac"] == pytest.approx(2 / 3)
+
+
+def test_a_masked_response_has_no_policy_loss_and_stays_in_the_statistics_and_with_the_critic():
+    e = make_experience([0, 0, 1], [3, 4, 2], [1.0, 0.0, 0.5], [False, True, False], 0, holes=False)
+    masked = dataclasses.replace(e, masked=torch.tensor([True, False, False]))
+    for filtered in (False, True):
+        algo = configure(advantage="gae", overlong__filter=filtered)
+        samples, metrics = compute_targets(masked, algo, 0.0)
+        unmasked, _ = compute_targets(e, algo, 0.0)
+        assert samples.loss_mask.sum(1).tolist() == [0, 0 if filtered else 4, 2]
+        for name in ("mask", "advantages", "returns"):
+            torch.testing.assert_close(getattr(samples, name), getattr(unmasked, name))
+        assert samples.critic_mask is None
+        assert metrics["policy/dropped_frac"] == pytest.approx((7 if filtered else 3) / 9)
 
 
 def test_neither_a_truncated_response_nor_a_token_that_is_too_stale_has_a_loss_and_the_critic_lacks_the_latter():

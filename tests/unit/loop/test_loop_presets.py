@@ -218,6 +218,21 @@ def test_dynamic_sampling_trains_on_groups_of_right_and_wrong_responses_only(tmp
             trainer.source.take(2)
 
 
+def test_the_critics_value_of_a_prompt_alone_is_that_before_the_response_and_decides_which_prompts_are_asked(tmp_path):
+    range_ = ("algo.dynamic_sampling.enabled=true", "algo.dynamic_sampling.value_high=100")
+    with World().open_trainer(tmp_path, ["algo=ppo", *range_]) as trainer:
+        trainer.fleet.publish(0)
+        rollout, metrics = trainer.source.take(1)
+        experience, _ = trainer.roles.score(rollout, 1)
+        found = trainer.source._find_values([sample.prompt for sample in rollout.samples])
+        assert found == experience.values[:, 0].tolist()
+        assert metrics["sampling/num_outside_value"] == 0
+        # No value is above the largest: the prompts with the nearest are asked.
+        trainer.source.groups._sampling.value_low = 200.0
+        _, metrics = trainer.source.take(2)
+        assert metrics["sampling/num_outside_value"] > 0
+
+
 REPLAY = ("algo=topr", "algo.replay.num_iterations=2", "algo.replay.frac=0.5", ONE_STEP, "train.num_iterations=4")
 
 

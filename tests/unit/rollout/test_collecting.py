@@ -16,7 +16,9 @@ from megarl.interfaces import Sampling, Truncation, TurnRequest
 from megarl.rollout import collector as collector_module
 from megarl.rollout.client import ConnectionLostError, OnEventLoop, call_in_thread
 from megarl.rollout.collector import EvalSet, Independent
+from megarl.rollout.conversation import Episode
 from megarl.rollout.rollout_file import Journal
+from megarl.task.reward import AsyncReward
 from megarl.task.scorer import Scorer
 from megarl.types import FinishReason, Prompt, Response, Score, Turn
 
@@ -217,6 +219,43 @@ def test_rewards_are_computed_while_others_generate_and_have_those_of_the_turns(
     # The verifier's and that of the turn.
     assert {(sample.score.reward, sample.score.correct) for sample in samples} == {(1.25, True)}
     engine.close()
+
+
+class CountingReward(AsyncReward):
+    """The number of responses in the group, as the score of each."""
+
+    sees_group = True
+
+    def __init__(self):
+        self.asked = []
+
+    async def score_group(self, prompt, responses):
+        self.asked.append((prompt.id, len(responses)))
+        return [Score(float(len(responses) + 10 * row), True) for row in range(len(responses))]
+
+
+def test_a_reward_that_sees_the_group_gets_it_whole_as_soon_as_its_last_episode_has_ended():
+    for in_lockstep in (True, False):
+        engine, reward = Engine(), CountingReward()
+        collector = build_collector(engine, scorer=Scorer(reward), in_lockstep=in_lockstep)
+        samples = collector.sample(PROMPTS[:2], 3, key="k")
+        assert sorted(reward.asked) == [("a", 3), ("b", 3)]
+        # With the turn's own reward.
+        assert [sample.score.reward for sample in samples] == [3.25, 13.25, 23.25] * 2
+        engine.close()
+
+
+def test_an_episode_that_has_failed_is_not_in_the_group_that_the_reward_sees():
+    async def run() -> list[Score]:
+        response = Response((1,), "x", (0.0,), (True,), (0,), FinishReason.stop)
+        episodes = [Episode(PROMPTS[0], response, failure) for failure in (None, "it broke", None)]
+        meeting = collector_module.Meeting(Scorer(CountingReward()), 3)
+        order = (2, 0, 1)
+        found = await asyncio.gather(*(meeting.score(n, episodes[n]) for n in order))
+        return [found[order.index(n)] for n in range(3)]
+
+    scores = asyncio.run(run())
+    assert [(score.reward, score.failure) for score in scores] == [(2.0, None), (0.0, "it broke"), (12.0, None)]
 
 
 def test_a_group_is_begun_without_waiting_and_goes_to_the_server_with_the_least_under_way():

@@ -74,7 +74,9 @@ def rollouts(draw) -> Rollout:
                 columns[0], draw(st.text()), columns[1], columns[2], columns[3], draw(st.sampled_from(FinishReason))
             )
             details = draw(st.dictionaries(st.text(), finite, max_size=2))
-            score = Score(draw(finite), draw(st.booleans()), details, draw(st.none() | st.text()))
+            placed = tuple(draw(finite) for _ in rows) if draw(st.booleans()) else ()
+            answer = draw(st.none() | st.text())
+            score = Score(draw(finite), draw(st.booleans()), details, answer, token_rewards=placed)
             samples.append(Sample(prompt, response, score, group))
     return Rollout(tuple(samples), draw(st.integers(0, 100)))
 
@@ -209,7 +211,8 @@ def build_samples() -> tuple[Sample, ...]:
         tokens = tuple(range(number + 1))
         logprobs = tuple(-0.1 / (k + 3) for k in tokens)
         response = Response(tokens, "x", logprobs, (True,) * len(tokens), (7,) * len(tokens), FinishReason.stop)
-        return Sample(PROMPTS[group], response, Score(1 / 3, True, {"format": 0.1}, "2"), group)
+        score = Score(1 / 3, True, {"format": 0.1}, "2", token_rewards=(0.1,) * len(tokens) if number else ())
+        return Sample(PROMPTS[group], response, score, group)
 
     return tuple(build(group, number) for group in (0, 1) for number in (0, 1, 2))
 

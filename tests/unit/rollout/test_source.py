@@ -6,7 +6,7 @@ import contextlib
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config.load import load_config
-from megarl.config.schema.algo import DynamicSamplingConfig, ReplayConfig, SamplingBy
+from megarl.config.schema.algo import DynamicSamplingConfig, ReplayConfig, SamplingBy, SamplingRest
 from megarl.rollout.collector import build_tensors
 from megarl.rollout.rollout_file import Journal
 from megarl.rollout.source import (
@@ -32,6 +32,7 @@ from megarl.rollout.source import (
     NoSignalError,
     ReplayBuffer,
     collect_groups,
+    find_fault,
     has_signal,
     join_groups,
 )
@@ -489,6 +490,96 @@ def test_the_age_of_a_replayed_sample_is_the_number_of_iterations_since_it_was_s
     drawn = sorted(buffer.draw(100, iteration=5), key=lambda group: group[0].prompt.id)
     rollout = join_groups([make_named("fresh", EASY, version=3), *drawn], 4)
     assert build_tensors(rollout).ages.tolist() == [0, 0, 3, 3, 2, 2, 1, 1]
+
+
+HALF, QUARTER, MOST = [0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0], [0.0, 1.0, 1.0, 1.0]
+
+
+def test_groups_outside_of_the_range_are_dropped_and_counted_as_too_easy_or_too_hard():
+    task = Task(QUARTER, HALF, MOST, EASY)
+    sampling = DynamicSamplingConfig(True, BY, 10, low=0.25, high=0.75)
+    groups, metrics = collect_groups(task.collect, 2, sampling)
+    assert [group[0].prompt.id for group in groups] == ["1", "5"]
+    assert metrics["sampling/num_prompts"] == 6
+    found = {name: metrics[f"sampling/{name}_frac"] for name in ("signal", "too_hard", "too_easy", "equal_correct")}
+    assert found == {"signal": 2 / 6, "too_hard": 2 / 6, "too_easy": 1 / 6, "equal_correct": 1 / 6}
+    # By correctness the mean is the share of correct responses, whatever they are paid.
+    group = make_named("0", [0.0, 0.1, 0.2, 9.0])
+    assert [
+        find_fault(group, replace(sampling, by=by, low=0.3, high=None))
+        for by in (SamplingBy.correct, SamplingBy.reward)
+    ] == ["too_hard", None]
+    with pytest.raises(
+        NoSignalError, match=r"0 are above algo\.dynamic_sampling\.high and 4 below low: the data are too h"
+    ):
+        collect_groups(Task(QUARTER).collect, 2, replace(sampling, max_rounds=2))
+
+
+def test_with_a_mask_the_groups_that_are_not_kept_have_no_policy_loss_and_are_not_replayed(recwarn):
+    mask = DynamicSamplingConfig(True, BY, 1, low=0.25, high=0.75, rest=SamplingRest.mask)
+    groups, metrics = collect_groups(Task(QUARTER, HALF).collect, 4, mask)
+    assert [[sample.masked for sample in group] for group in groups] == [[False] * 4] * 2 + [[True] * 4] * 2
+    assert metrics["sampling/rounds"] == 1
+    assert not recwarn.list
+    tensors = build_tensors(join_groups(groups, 0))
+    assert tensors.masked.tolist() == [False] * 8 + [True] * 8
+    assert build_tensors(join_groups(groups[:2], 0)).masked is None
+    # No group at all is kept: nothing is learned, and that is said.
+    with pytest.warns(RuntimeWarning, match=r"found 0 of 4 groups .*; the rest has no policy loss"):
+        groups, _ = collect_groups(Task(QUARTER).collect, 4, mask)
+    assert all(sample.masked for group in groups for sample in group)
+    collector = FakeCollector()
+    collector.maker.rewards = lambda number: (0.0, float(number % 2))
+    keys = ("algo.dynamic_sampling.max_rounds=1", "algo.dynamic_sampling.rest=mask")
+    source = build_source(collector, *REPLAY, "algo.dynamic_sampling.enabled=true", *keys)
+    batch = source.take(1, 0)
+    assert 0 < sum(group[0].masked for group in batch.fresh) < len(batch.fresh)
+    (kept,) = source.state().replay
+    assert kept == [group for group in batch.fresh if not group[0].masked]
+
+
+def test_a_prompt_without_a_signal_is_skipped_in_the_next_epochs_and_a_resumed_run_knows_it():
+    def take(source: GroupSource, iterations: Sequence[int]) -> list[list[str]]:
+        return [[group[0].prompt.id for group in source.take(i, 0).fresh] for i in iterations]
+
+    def build() -> GroupSource:
+        collector = FakeCollector()
+        collector.maker.rewards = lambda number: (0.0, float(number % 4 > 0))
+        return build_source(collector, *DYNAMIC, "algo.dynamic_sampling.skip_epochs=2")
+
+    whole, first = build(), build()
+    taken, begun = take(whole, range(1, 13)), take(first, range(1, 7))
+    resumed = build()
+    resumed.restore(first.state())
+    assert begun + take(resumed, range(7, 13)) == taken
+    asked = [int(name) for _, prompts in whole._collector.asked for name in prompts]
+    epoch = len(PROMPTS) - sum(number % 4 == 0 for number in range(len(PROMPTS)))
+    second = asked[len(PROMPTS) : len(PROMPTS) + epoch]
+    assert sorted(second) == [number for number in range(len(PROMPTS)) if number % 4]
+
+
+def test_prompts_whose_value_is_outside_of_the_range_are_passed_over_and_the_nearest_fill_the_rest():
+    asked = []
+
+    def find_values(prompts: Sequence[Prompt]) -> list[float]:
+        asked.append(len(prompts))
+        return [int(prompt.id) / 20 for prompt in prompts]
+
+    def take(*keys: str) -> tuple[list[float], float]:
+        asked.clear()
+        source = build_source(FakeCollector(), "algo=vapo", "algo.dynamic_sampling.enabled=true", *keys)
+        source._find_values = find_values
+        batch = source.take(1, 0)
+        return [int(group[0].prompt.id) / 20 for group in batch.fresh], batch.metrics["sampling/num_outside_value"]
+
+    values, num_outside = take("algo.dynamic_sampling.value_low=0.25", "algo.dynamic_sampling.value_high=0.75")
+    assert len(values) == 4
+    assert all(0.25 < value < 0.75 for value in values)
+    assert asked[0] == 4
+    assert num_outside == sum(asked) - 4 > 0
+    # In one epoch nothing is above 1; the four nearest of all that were drawn are taken.
+    values, num_outside = take("algo.dynamic_sampling.value_low=1", "algo.dynamic_sampling.max_rounds=5")
+    assert (asked, sorted(values), num_outside) == ([4] * 5, [0.8, 0.85, 0.9, 0.95], 16)
 
 
 def fail(group: tuple[Sample, ...], *numbers: int) -> tuple[Sample, ...]:

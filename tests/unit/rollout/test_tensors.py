@@ -136,6 +136,16 @@ def test_rewards_of_turns_before_the_last_stand_at_their_actions_last_tokens_and
         assert build(build_sample(turns)).turn_rewards is None
 
 
+def test_what_a_reward_function_places_is_added_to_the_rewards_of_turns():
+    sample = build_sample([(0, 2, 0.25), (3, 7, 0.5)])
+    score = replace(sample.score, token_rewards=(0.5, 1.0, 0.0, 0.0, 0.0, 0.0, 2.0))
+    other = build_sample([(0, 3, 0.0)], length=3)
+    tensors = build(replace(sample, score=score), other)
+    assert tensors.turn_rewards.tolist() == [[0.5, 1.25, 0.0, 0.0, 0.0, 0.0, 2.0], [0.0] * 7]
+    failed = replace(sample, score=replace(score, failure="TimeoutError"))
+    assert not build(failed, build_sample([(0, 2, 0.25), (3, 7, 0.0)])).turn_rewards[0].any()
+
+
 def test_a_failed_sample_has_no_token_to_learn_from_and_no_turn_reward():
     turns = [(0, 2, 0.25), (3, 7, 0.0)]
     failed = build_sample(turns, reward=0.0, failure="TimeoutError")

@@ -222,6 +222,27 @@ def test_a_restored_sampler_goes_on_as_the_first_would_and_a_state_of_other_data
             first.restore(first.state() | change)
 
 
+def test_prompts_that_are_to_be_skipped_are_passed_over_for_so_many_epochs_also_in_a_restored_sampler() -> None:
+    def draw_epoch(sampler: PromptSampler[Prompt], num: int) -> set[str]:
+        return {prompt.id for prompt in sampler.next_batch(num)}
+
+    first, second = (PromptSampler(make_prompts(5), seed=5) for _ in range(2))
+    everything, prompts = draw_epoch(first, 5), make_prompts(5)
+    assert first.skip([prompts[1], prompts[3]], 2) == 0
+    assert draw_epoch(first, 3) == everything - {"p1", "p3"}
+    assert first.skip(prompts[:1], 1) == 2
+    second.restore(json.loads(json.dumps(first.state())))
+    # p0 was noted in the epoch before this one.
+    for sampler in (first, second):
+        assert draw_epoch(sampler, 2) == everything - {"p0", "p1", "p3"}
+        assert draw_epoch(sampler, 5) == everything
+        assert sampler.skip([], 1) == 3
+    assert first.state() == second.state()
+    # Where no other prompt is left, the next epoch that has some is the next one.
+    first.skip(prompts, 3)
+    assert draw_epoch(first, 5) == everything
+
+
 CHAT = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}]
 ANSWERED = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
 

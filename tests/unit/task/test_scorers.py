@@ -21,12 +21,13 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema import task as schema
 from megarl.config.schema.task import SCHEMAS, FunctionRewardConfig, read_parts
+from megarl.task.process import call
 from megarl.task.reward import (
     RESERVED_NAMES,
     AsyncReward,
     DirectReward,
     RewardFailedError,
-    adapt,
+    UserFunction,
     decode_question,
     encode_question,
     encode_score,
@@ -35,7 +36,7 @@ from megarl.task.scorer import Part, Scorer, WeightedReward, build_scorer, reads
 from megarl.types import FinishReason, Message, Prompt, Response, RoutedExperts, Score, Turn
 
 REQUIRED = {
-    "function": "path=reward_cases:build_prompt",
+    **dict.fromkeys(("function", "group_function"), "path=reward_cases:build_prompt"),
     **dict.fromkeys(("http", "judge", "reward_model"), "url=http://127.0.0.1:9"),
     "weighted": "parts.right.kind=exact",
 }
@@ -258,7 +259,9 @@ def build_columned(record=RECORD):
 
 def score(function, record=RECORD, text="42"):
     response = Response((1, 2), text, (0.0, 0.0), (True, True), (0, 0), FinishReason.stop)
-    return adapt("mine.py:score", function)(build_columned(record), response)
+    prompt, mine = build_columned(record), UserFunction("mine.py:score", function)
+    (encoded,) = mine.encode(call(mine.begin, prompt, [response]), [response])
+    return Score(**encoded)
 
 
 def reward_as_trl(prompts, completions, solution, **columns):
@@ -298,7 +301,9 @@ def test_a_function_gets_what_its_parameters_ask_for_with_the_columns_as_the_dat
 @pytest.mark.parametrize(
     ("result", "expected"),
     [
-        *[(it, Score(float(it), it == 1)) for it in (0.25, 1, True, False)],
+        *[(it, Score(float(it), it == 1)) for it in (0.25, 1, True, False, np.float32(0.25), np.True_, np.array(1),
+            torch.tensor([True]), Decimal(1))],
+        (torch.tensor(0.25, dtype=torch.bfloat16, requires_grad=True), Score(0.25, False)),
         ({"score": 0.5, "correct": True, "brief": 1}, Score(0.5, True, {"brief": 1.0})),
         ({"reward": 1.0, "note": "text", "none": None}, Score(1.0, True)),
         (Score(0.1, True, {"a": 2.0}), Score(0.1, True, {"a": 2.0})),
@@ -313,6 +318,63 @@ def test_a_function_gets_what_its_parameters_ask_for_with_the_columns_as_the_dat
 )  # fmt: skip
 def test_a_number_a_truth_value_a_dict_or_a_score_is_a_score(result, expected):
     assert score(lambda prompt, response: result) == expected
+
+
+def place(result, sees_group=False):
+    """Of a response of two turns with an observation between them"""
+    generated, turns = (True, True, False, True, True), (Turn(0, 2, "a"), Turn(3, 5, "b"))
+    response = Response((1, 2, 3, 4, 5), "b", (0.0,) * 5, generated, (0,) * 5, FinishReason.stop, turns=turns)
+    mine = UserFunction("mine.py:score", lambda *_: result, sees_group)
+    return mine.encode(mine.begin(build_columned(), [response]), [response])[0]
+
+
+@pytest.mark.parametrize(
+    ("result", "reward", "token_rewards"),
+    [
+        ({"score": 0.5, "turn_rewards": [0.25, 0.5]}, 1.25, [0, 0.25, 0, 0, 0.5]),
+        ({"turn_rewards": torch.tensor([0.25, 0.0])}, 0.25, [0, 0.25, 0, 0, 0]),
+        ({"reward": -1, "token_rewards": np.array([1, 2, 0, 3, 4])}, 9.0, [1, 2, 0, 3, 4]),
+        ({"token_rewards": [0.5, 0, 0, 0, 0], "turn_rewards": (0, True)}, 1.5, [0.5, 0, 0, 0, 1]),
+        (Score(2.0, False, token_rewards=(1.0, 0, 0, 0, 0)), 2.0, [1, 0, 0, 0, 0]),
+    ],
+)
+def test_rewards_of_turns_and_tokens_are_added_to_the_score_and_stand_at_their_tokens(result, reward, token_rewards):
+    found = place(result)
+    assert (found["reward"], list(found["token_rewards"])) == (reward, token_rewards)
+    assert place([result], sees_group=True) == found
+    assert found["correct"] == (reward >= 1 and not isinstance(result, Score))
+    assert found["details"] == {}
+    part = Part(give(Score(**{**found, "token_rewards": tuple(found["token_rewards"])})), 0.5)
+    (of_sum,) = ask(
+        Scorer(WeightedReward({"a": part, "b": Part(give(Score(1.0, True)), 1.0), "c": part}, None, 1.0)), ""
+    )
+    assert (of_sum.reward, of_sum.token_rewards) == (1 + reward, tuple(token_rewards))
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (
+            {"turn_rewards": [0.5]},
+            r"'turn_rewards': \[0\.5\] .*a list with a number for each of the 2 turns of the resp",
+        ),
+        ({"token_rewards": [0.5] * 4}, r"a list with a number for each of the 5 tokens of the response"),
+        ({"token_rewards": 0.5}, r"a list with a number"),
+        ({"turn_rewards": "ab"}, r"a list with a number"),
+        ({"turn_rewards": [0.5, None]}, r"a list with a number"),
+        ({"token_rewards": [0, 0, 0.5, 0, 0]}, r"'token_rewards' with 0\.5: the policy did not generate all"),
+        (Score(1.0, True, token_rewards=(0.5,)), r"a Score has 1 token_rewards for 5 tokens"),
+    ],
+)
+def test_rewards_that_do_not_fit_the_response_are_refused(result, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        place(result)
+    assert re.search(message, place([result], sees_group=True)["failure"])
+
+
+def test_a_reward_of_a_token_that_is_no_number_is_named():
+    (score,) = ask(Scorer(give(Score(0.0, False, token_rewards=(0.0, math.nan)))), "")
+    assert score.failure == "the reward at token 1 is nan; it must be a finite number"
 
 
 ACCEPTED = r"mine\.py:score takes \(.*accepted are \(prompt, response\), TRL's .*verl's"
@@ -330,7 +392,8 @@ NO_RESULT = r'mine\.py:score returned .*; it must return a number, .*"score"'
         (lambda completions, **columns: 1.0, TypeError, r"returned 1\.0 \(float\) for one completion; TRL's functions"),
         *[(lambda prompt, response, it=it: it, TypeError, message)
           for its, message in [
-              (("1.0", None, [1.0], {"value": 1.0}, {"score": "good"}), NO_RESULT),
+              (("1.0", None, [1.0], [[1.0]], np.zeros(2), torch.zeros(1, 1), {"value": 1.0}, {"score": "good"},
+                {"score": {"score": 1.0}}, {"score": [1.0]}), NO_RESULT),
               # An entry is a number or a text,
               ([{"score": 1.0, "style": it}
                 for it in ([0.5], np.array([0.5, 0.7]), torch.zeros(2), {"a": 1.0}, b"1", 1j, object)], NO_ENTRY),
@@ -347,7 +410,7 @@ def test_other_parameters_columns_and_results_are_refused_with_what_is_accepted(
 @pytest.mark.parametrize("value", NO_TRUTHS)
 def test_a_scores_correct_is_a_truth_value(value):
     with pytest.raises(TypeError, match=r"a Score has the correct .*; it must be True or False"):
-        encode_score(Score(0.0, value))
+        encode_score(Score(0.0, value), build_response(""))
 
 
 def test_prompts_and_responses_are_the_same_in_the_other_process():
@@ -355,9 +418,9 @@ def test_prompts_and_responses_are_the_same_in_the_other_process():
     numbers = ((-0.1, -0.2, 0, -0.3), (True, True, False, True), (3, 3, 4, 4))
     experts = RoutedExperts(b"\x00\xff", 1, 1, 4)
     response = Response((5, 6, 7, 8), "two", *numbers, FinishReason.max_turns, experts, turns)
-    same, rebuilt = decode_question(encode_question(build_columned(), response))
+    same, (rebuilt, again) = decode_question(encode_question(build_columned(), [response, response]))
     assert (same, same.messages, same.columns) == (build_columned(), build_columned().messages, RECORD)
-    assert rebuilt == response
+    assert rebuilt == again == response
     assert rebuilt.rollout_logprobs.dtype == np.float32
 
 
@@ -451,3 +514,186 @@ def test_what_a_reward_keeps_is_saved_and_goes_on_in_another_process(tmp_path):
     ):
         with keeping(name, num_workers=num_workers) as scorer, pytest.raises(ConfigError, match=message):
             scorer.check([build_columned()])
+
+
+ASYNC = """
+import asyncio, time
+
+running, loop = 0, None
+
+async def score(prompt, response):
+    global running, loop
+    loop = loop or asyncio.get_running_loop()
+    assert loop is asyncio.get_running_loop()
+    running += 1
+    try:
+        await asyncio.sleep({"wait": 600, "slow": 0.5}.get(response.text, 0.1))
+        if response.text == "block":
+            time.sleep(600)
+        if response.text == "raise":
+            raise KeyError("missing")
+        if response.text == "timeout":
+            raise TimeoutError("of its own")
+        return {"score": 1.0, "running": running}
+    finally:
+        running -= 1
+"""
+
+
+def test_calls_of_an_async_function_are_awaited_together_and_each_has_its_own_limit(tmp_path):
+    (tmp_path / "later.py").write_text(ASYNC)
+    config = FunctionRewardConfig(path=f"{tmp_path}/later.py:score", num_workers=1, timeout_s=3.0)
+    with contextlib.closing(build_scorer(config)) as scorer:
+        # The first goes alone; while it is awaited the others come together.
+        scores = ask(scorer, "slow", *["good"] * 5, "wait", "raise", "timeout")
+        assert max(score.details.get("running", 0) for score in scores) >= 6
+        reasons = [score.failure for score in scores]
+        assert reasons[:6] == [None] * 6
+        assert reasons[6] == "the reward took longer than reward.timeout_s=3 s"
+        assert "the reward raised KeyError: 'missing' (" in reasons[7]
+        assert "the reward raised TimeoutError: of its own (" in reasons[8]
+        # What keeps the others from running costs itself alone.
+        reasons = [score.failure for score in ask(scorer, "slow", "good", "block", "good")]
+        assert reasons == [None, None, "the reward took longer than reward.timeout_s=3 s", None]
+
+
+GROUPS = """
+import numpy, torch
+from megarl.types import Score
+
+def rank(prompt, responses):
+    lengths = [len(response.text) for response in responses]
+    return [{"score": sum(other < mine for other in lengths) / len(lengths), "length": mine} for mine in lengths]
+
+def odd(prompt, responses):
+    odd = {"none": None, "nan": float("nan"), "list": [1.0], "named": {"score": 1.0, "mean": 1.0}, "other": "text"}
+    return [odd.get(response.text, Score(0.5, True)) for response in responses]
+
+def short(prompt, responses):
+    return [1.0] * (len(responses) - 1)
+
+def bare(prompt, responses):
+    return 1.0
+
+def broken(prompt, responses):
+    return [1.0 / len(response.text) for response in responses]
+
+def of_numpy(prompt, responses):
+    return numpy.arange(len(responses))
+
+def of_torch(prompt, responses):
+    return torch.arange(len(responses)) > 0
+
+def square(prompt, responses):
+    return numpy.zeros((len(responses), len(responses)))
+
+def as_trl(prompts, completions, level, **columns):
+    assert prompts == ["6 * 7?"] * len(completions) and level == [3] * len(completions)
+    return [float(len(set(completions)))] * len(completions)
+
+async def later(prompt, responses):
+    return [True for response in responses]
+
+class Novelty:
+    seen = []
+    def __call__(self, prompt, responses):
+        scores = [float(response.text not in self.seen) for response in responses]
+        self.seen = [*self.seen, *(response.text for response in responses)]
+        return scores
+    def state_dict(self):
+        return self.seen
+    def load_state_dict(self, state):
+        self.seen = state
+
+novelty = Novelty()
+"""
+
+
+@pytest.fixture
+def open_group_scorer(tmp_path):
+    (tmp_path / "groups.py").write_text(GROUPS)
+
+    def open_scorer(name, **keys):
+        config = schema.GroupFunctionRewardConfig(path=f"{tmp_path}/groups.py:{name}", **{"num_workers": 1, **keys})
+        return contextlib.closing(build_scorer(config))
+
+    return open_scorer
+
+
+def ask_for_group(scorer, *texts):
+    return asyncio.run(scorer.score_group(build_columned(), [build_response(text) for text in texts]))
+
+
+def test_a_group_function_scores_the_responses_to_a_prompt_together(open_group_scorer):
+    with open_group_scorer("rank") as scorer:
+        assert scorer.sees_group
+        scorer.check([build_columned()])
+        scores = ask_for_group(scorer, "aa", "a", "aaa", "")
+        assert scores == [Score(n / 4, False, {"length": length}) for n, length in ((2, 2), (1, 1), (3, 3), (0, 0))]
+    for name, expected in (
+        ("as_trl", [2.0, 2.0, 2.0]),
+        ("of_numpy", [0.0, 1.0, 2.0]),
+        ("of_torch", [0.0, 1.0, 1.0]),
+        ("later", [1.0, 1.0, 1.0]),
+    ):
+        with open_group_scorer(name) as scorer:
+            assert [(it.reward, it.failure) for it in ask_for_group(scorer, "a", "b", "a")] == [
+                (reward, None) for reward in expected
+            ]
+
+
+def test_what_is_wrong_with_a_score_costs_its_response_and_with_a_call_the_group(open_group_scorer):
+    with open_group_scorer("odd") as scorer:
+        good, *failed = ask_for_group(scorer, "good", "none", "nan", "list", "named", "other")
+        assert good == Score(0.5, True)
+        for score, reason in zip(
+            failed,
+            (
+                "odd returned None (NoneType); it must return a number",
+                "the reward is nan; it must be a finite number",
+                "odd returned [1.0] (list); it must return a number",
+                "found details mean; megarl's own metrics",
+                "odd returned 'text' (str); it must return a number",
+            ),
+            strict=True,
+        ):
+            assert reason in score.failure
+    for name, reason in (
+        ("short", r"returned \[1\.0\] \(list\) for 2 responses; reward=group_function needs a list with as many"),
+        ("bare", r"returned 1\.0 \(float\) for 2 responses"),
+        ("square", r"returned array\(.* for 2 responses"),
+        ("broken", r"ZeroDivisionError.*groups\.py, line \d+"),
+    ):
+        with open_group_scorer(name) as scorer:
+            first, second = ask_for_group(scorer, "", "a")
+            assert first == second
+            assert re.search(reason, first.failure)
+            with pytest.raises(ConfigError, match=reason):
+                scorer.check([build_columned()])
+
+
+def test_a_group_function_keeps_a_state_and_is_a_part_of_a_weighted_sum(open_group_scorer, tmp_path):
+    with open_group_scorer("novelty", num_workers=None) as scorer:
+        assert [score.reward for score in ask_for_group(scorer, "a", "b")] == [1.0, 1.0]
+        state = scorer.state()
+    parts = {
+        "new": {"kind": "group_function", "path": f"{tmp_path}/groups.py:novelty", "weight": 0.5},
+        "right": {"kind": "exact"},
+    }
+    with contextlib.closing(build_scorer(schema.WeightedRewardConfig(parts=parts, correct_by="right"))) as scorer:
+        scorer.load_state({"new": state})
+        assert ask_for_group(scorer, "42", "a") == [
+            Score(1.5, True, {"new": 1.0, "right": 1.0}, "42"),
+            Score(0.0, False, {"new": 0.0, "right": 0.0}, "a"),
+        ]
+        assert scorer.state() == {"new": ["a", "b", "42", "a"], "right": None}
+    parts["new"]["path"] = f"{tmp_path}/groups.py:odd"
+    with contextlib.closing(build_scorer(schema.WeightedRewardConfig(parts=parts, correct_by="right"))) as scorer:
+        failed, score = ask_for_group(scorer, "none", "42")
+        assert "new: " in failed.failure
+        assert score.reward == 1.25
+
+
+def test_verls_functions_score_no_groups():
+    with pytest.raises(ValueError, match=r"verl's functions score one response; accepted are \(prompt, responses\) or"):
+        UserFunction("mine.py:score", compute_score, sees_group=True)
