@@ -127,15 +127,18 @@ HTTP_ANSWER = Draft202012Validator({"type": "object", "required": ["reward"], "p
 
 
 class HttpReward(AsyncReward):
-    """POSTs {"prompt", "response", "answer", "metadata"} as JSON and reads {"reward", "correct", "details"}. "correct"
-    may be left out: it is then whether the reward is at least 1; so may "details", numbers by name."""
+    """POSTs {"prompt", "response", "answer", "metadata"} as JSON, with "references" where there are several answers,
+    and reads {"reward", "correct", "details"}. "correct" may be left out: it is then whether the reward is at least 1;
+    so may "details", numbers by name."""
 
     def __init__(self, config: schema.HttpRewardConfig):
         self._server = ScoringServer(config)
 
     async def score(self, prompt: Prompt, response: Response) -> Score:
         """Raises RewardFailedError where the server gives no score, saying what is wrong with its answer."""
-        asked = {"prompt": prompt.text, "response": response.text, "answer": prompt.answer}
+        asked: dict[str, Any] = {"prompt": prompt.text, "response": response.text, "answer": prompt.answer}
+        if prompt.references:
+            asked["references"] = list(prompt.references)
         found = await self._server.post("", {**asked, "metadata": dict(prompt.metadata)})
         wrong = best_match(HTTP_ANSWER.iter_errors(found))
         if wrong is not None:

@@ -5,14 +5,16 @@ import json
 import math
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from reward_cases import ask
+from reward_cases import ask, build_response
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.task import HttpRewardConfig, JudgeRewardConfig, ScalarModelRewardConfig, Verdict
 from megarl.task.scorer import build_scorer
+from megarl.task.served_rewards import fill_rubric
 from megarl.types import Message, Prompt, Score
 
 RIGHT = {"reward": 0.5, "correct": True, "details": {"a": 1}}
@@ -105,6 +107,14 @@ def test_a_server_of_ones_own_is_asked_at_its_url_with_prompt_response_answer_an
     assert score(HttpRewardConfig(url=f"{server.url}{path}")) == [Score(0.5, True, {"a": 1.0})]
     question = {"prompt": "question", "response": "text", "answer": "85", "metadata": {"k": "v"}}
     assert server.calls == [(path or "/", question, None)]
+
+
+def test_a_server_gets_every_answer_where_there_are_several(serve):
+    server, several = serve({"": RIGHT}), replace(PROMPT, references=("85", "85.0"))
+    with contextlib.closing(build_scorer(own(server))) as scorer:
+        ask(scorer, "text", prompt=several)
+    assert server.calls[0][1]["references"] == ["85", "85.0"]
+    assert "85 or 85.0" in fill_rubric("{answer} {response}", several, build_response("text"))
 
 
 @pytest.mark.parametrize(
