@@ -114,6 +114,8 @@ class Prompt:
     and in recorded rollouts"""
     references: tuple[str, ...] = field(default=(), compare=False)
     """All reference answers where there are several, of which `answer` is the first; empty in recorded rollouts"""
+    source: str = ""
+    """With data=mix: the name of its source"""
 
     @property
     def answers(self) -> tuple[str, ...]:
@@ -327,6 +329,10 @@ class RolloutTensors:
     """bool [B]: there is no reward (`Score.failure`): the row's mask has no True, and no statistic counts it"""
     truncated: Tensor
     """bool [B]: the response was cut at the length limit"""
+    reward_scales: Tensor | None = None
+    """float64 [B], with data=mix: what the source's rewards are multiplied by; None: all by 1"""
+    length_limits: Tensor | None = None
+    """int64 [B], with data=mix: maximum tokens of the response; None: rollout.response_length for all"""
     turn_rewards: Tensor | None
     """float32 [B, T]: the environment's rewards of the turns before the last, at their actions' last tokens, and
     `Score.token_rewards`, in the scale of `rewards`, which include them; None where there are none"""

@@ -561,13 +561,17 @@ def compute_decoupled_rewards(experience: Experience, weights: Mapping[str, floa
     return rewards
 
 
-def compute_overlong_penalty(lengths_B: Tensor, config: OverlongConfig, response_length: int) -> Tensor:
+def compute_overlong_penalty(lengths_B: Tensor, config: OverlongConfig, response_length: int | Tensor) -> Tensor:
     """penalty * clip((response_length - buffer - length) / buffer, -1, 0), float64 [B] (DAPO 2503.14476, equation 13).
 
     lengths_B: int64 [B], all tokens of each response: the limit counts tokens that were not generated too.
-    response_length: the limit.
+    response_length: the limit, of all or of each, int64 [B].
     """
-    buffer = config.count_buffer(response_length)
+    buffer: int | Tensor
+    if isinstance(response_length, Tensor):
+        buffer = torch.tensor([config.count_buffer(limit) for limit in response_length.tolist()])
+    else:
+        buffer = config.count_buffer(response_length)
     start = response_length - buffer
     return config.penalty * ((start - lengths_B.double()) / buffer).clamp(-1.0, 0.0)
 
@@ -582,6 +586,8 @@ def compute_penalised_rewards(
         rewards = compute_decoupled_rewards(experience, algo.reward_norm.parts)
     else:
         rewards = compute_scaled_rewards(experience.rewards, wrong)
+    if experience.reward_scales is not None:
+        rewards = rewards * experience.reward_scales
     if algo.overlong.penalty == 0:
         return rewards
     if response_length is None:
@@ -590,7 +596,8 @@ def compute_penalised_rewards(
             " penalty grows towards"
         )
     lengths = experience.sequences.response_lengths
-    return rewards + compute_overlong_penalty(lengths, algo.overlong, response_length)
+    limits = response_length if experience.length_limits is None else experience.length_limits
+    return rewards + compute_overlong_penalty(lengths, algo.overlong, limits)
 
 
 def update_reward_moments(
@@ -627,7 +634,8 @@ def compute_shaped_rewards(
     reward_moments: statistics.RunningMoments | None = None,
     wrong: float = 0.0,
 ) -> Tensor:
-    """R' per sample: scale (`wrong`), overlong penalty, normalisation and clipping, in this order; float64 [B]."""
+    """R' per sample: scale (`wrong`, then that of its source), overlong penalty, normalisation and clipping, in this
+    order; float64 [B]."""
     rewards = compute_penalised_rewards(experience, algo, response_length, wrong)
     rewards = compute_normalised_rewards(rewards, experience.groups, algo.reward_norm, reward_moments)
     if algo.reward_clip is not None:
@@ -645,9 +653,9 @@ def compute_turn_rewards(
     """The part of R' that stands at the ends of turns before the last, [B, T] in the dtype of `turn_rewards`; None
     where there is none.
 
-    It is (1 - wrong) * reward of the turn / (std + 1e-6), with the std that divides the response's reward, and 0 where
-    that reward is one of a set of equal ones. What else R' has is for the end: the mean that is subtracted, the offset
-    of `wrong`, the overlong penalty, and what the clip cuts off.
+    It is (1 - wrong) * scale of the source * reward of the turn / (std + 1e-6), with the std that divides the
+    response's reward, and 0 where that reward is one of a set of equal ones. What else R' has is for the end: the mean
+    that is subtracted, the offset of `wrong`, the overlong penalty, and what the clip cuts off.
     """
     if experience.turn_rewards is None:
         return None
@@ -657,6 +665,8 @@ def compute_turn_rewards(
         rewards = compute_penalised_rewards(experience, algo, response_length, wrong)
         moments = statistics.compute_moments(rewards, experience.groups, algo.reward_norm.std, reward_moments)
         scale_B = torch.where(moments.constant, 0.0, 1 / (moments.std + statistics.STD_EPS))
+    if experience.reward_scales is not None:
+        scale_B = scale_B * experience.reward_scales
     out = torch.zeros_like(experience.turn_rewards)
     for block in statistics.split_blocks(experience.mask):
         turn_rewards = (1 - wrong) * block.flatten(experience.turn_rewards).double()

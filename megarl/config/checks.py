@@ -23,6 +23,7 @@ from megarl.config.schema.algo import (
     uses_topr,
 )
 from megarl.config.schema.key import Effect, Key, get_key, show
+from megarl.config.schema.mix import list_sources, name_in_source, split_config
 from megarl.config.schema.roles import Dtype, ModelSource, ParallelConfig, TrainedRoleConfig
 from megarl.config.schema.root import NO_QUANTIZED_WEIGHTS, Config, TrainConfig, check_truncation
 
@@ -126,6 +127,28 @@ def _is_off(value: object, default: object, stated: Key) -> bool:
     return stated.off is not None and value == stated.off
 
 
+def _check_sources(config: Config) -> Iterator[str]:
+    """One message per problem of a source of data=mix; none for other data."""
+    try:
+        sources = list_sources(config)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    for name, source in sources.items():
+        for group in ("data", "reward", "environment"):
+            place = Place(source.config, getattr(source.config, group), group)
+            yield from (name_in_source(name, problem) for problem in check_keys(place))
+        yield from (name_in_source(name, problem) for problem in _check_parts(source.config))
+    for name, each in config.train.eval_sets.items():
+        key = f"train.eval_sets.{name}"
+        if sources and each.source not in sources:
+            yield f"{key}.source: found {show(each.source)}; it must be one of data.sources: {', '.join(sources)}"
+        elif not sources and each.source is not None:
+            yield f"{key}.source: found {each.source}; it has no effect without data=mix: leave it out"
+        if name in sources:
+            yield f"{key}: a source has this name, under which its held-out prompts are logged: choose another"
+
+
 def _check_parts(config: Config) -> Iterator[str]:
     """One message per problem of the parts of a weighted sum; none for another reward."""
     if isinstance(config.reward, task.WeightedRewardConfig):
@@ -178,7 +201,7 @@ def check_config(config: Config) -> list[str]:
     if unknown := unknown or list(objective.check_options(config.algo)):
         return unknown
     # What follows takes numbers to be in their ranges, and divides by them.
-    return [*check_keys(Place(config, config, "")), *_check_parts(config)] or [
+    return [*check_keys(Place(config, config, "")), *_check_parts(config), *_check_sources(config)] or [
         *_check_train(config),
         *_check_model(config),
         *_check_roles(config),
@@ -186,9 +209,8 @@ def check_config(config: Config) -> list[str]:
         *_check_rollout(config),
         *_check_saved(config),
         *_check_pairs(config),
-        *_check_environment(config),
+        *(name_in_source(*it) for it in _check_each(config)),
         *_check_sampling(config),
-        *_check_reward_parts(config),
         *check_algo(config.algo, config.train.responses_per_prompt, config.train.num_optimizer_steps),
     ]
 
@@ -363,11 +385,19 @@ def find_return_range(config: Config) -> tuple[float, float] | None:
     """The least and the largest return of a response without a KL or a normalization of rewards; None where the
     configuration does not say, because the scores, or an environment's rewards of turns, may be any number.
     """
+    sources = list_sources(config).values()
+    found = [_find_own_range(each.config, each.reward_scale) for each in sources] or [_find_own_range(config)]
+    ranges = [each for each in found if each is not None]
+    return (min(low for low, _ in ranges), max(high for _, high in ranges)) if len(ranges) == len(found) else None
+
+
+def _find_own_range(config: Config, scale: float = 1.0) -> tuple[float, float] | None:
+    """scale: reward_scale of the source."""
     scores = task.find_score_range(config.reward)
     if scores is None or not isinstance(config.environment, task.SingleTurnEnvironmentConfig):
         return None
     wrong, clip = config.reward.wrong, config.algo.reward_clip
-    low, high = (wrong + (1 - wrong) * score for score in scores)
+    low, high = sorted(scale * (wrong + (1 - wrong) * score) for score in scores)
     low -= config.algo.overlong.penalty
     if clip is not None:
         low, high = (min(max(end, -clip), clip) for end in (low, high))
@@ -381,12 +411,21 @@ def _show(*numbers: float) -> str:
 # Generation, and what is learned without it.
 
 
+def _check_each(config: Config) -> Iterator[tuple[str, str]]:
+    """The name of each source, or "", with a problem of its limits and of what answers the policy."""
+    overlong = config.algo.overlong
+    for name, each in split_config(config).items():
+        length = each.rollout.response_length
+        if overlong.penalty > 0 and overlong.count_buffer(length) < 1:
+            less = f"which is less than one token of rollout.response_length ({length})"
+            why = f"found {overlong.buffer_frac:g}, {less}; algo.overlong.penalty needs one"
+            yield name, f"algo.overlong.buffer_frac: {why}"
+        yield from ((name, problem) for problem in (*_check_environment(each), *_check_reward_parts(each)))
+
+
 def _check_rollout(config: Config) -> Iterator[str]:
-    rollout, overlong, kl = config.rollout, config.algo.overlong, config.algo.kl
+    rollout, kl = config.rollout, config.algo.kl
     longest = config.data.prompt_length + rollout.response_length
-    if overlong.penalty > 0 and overlong.count_buffer(rollout.response_length) < 1:
-        less = f"which is less than one token of rollout.response_length ({rollout.response_length})"
-        yield f"algo.overlong.buffer_frac: found {overlong.buffer_frac:g}, {less}; algo.overlong.penalty needs one"
     least = LARGEST_KL_ERROR * config.train.num_samples
     if kl.in_reward and kl.target is not None and kl.horizon <= least:
         right = f"it must be above {least:g} ({LARGEST_KL_ERROR:g} * samples of an iteration)"

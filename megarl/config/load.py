@@ -39,9 +39,10 @@ from megarl.config.overrides import (
     to_plain,
     write_value,
 )
+from megarl.config.schema.mix import OF_RUN, list_sources
 from megarl.config.schema.roles import ModelSource
 from megarl.config.schema.root import Config, check_truncation, get_temperature, register
-from megarl.config.schema.task import SCHEMAS, FileDataConfig, FunctionDataConfig
+from megarl.config.schema.task import SCHEMAS, FileDataConfig, FunctionDataConfig, MixDataConfig
 from megarl.files import RUN_FILE, load_json_object
 
 MAX_CHECKED_SWEEP_RUNS = 256
@@ -60,7 +61,7 @@ OF_ONE_SET = ("data.path", "data.heldout_path", "data.subset", "data.split", "da
 """Keys that can be right for one set of problems only"""
 OF_THE_CRITIC = ("data.critic_prompt", "data.critic_prompt_length")
 NAMES_CODE = (
-    *("reward.path", "reward.url", "reward.parts"),
+    *("reward.path", "reward.url", "reward.parts", "data.sources", "data.common"),
     *("environment.path", "environment.tools", "environment.id", "data.id", "data.path"),
 )
 """Keys that name code, or a server to which responses and a key are sent"""
@@ -287,8 +288,9 @@ def find_changes(overrides: Sequence[str], values: Mapping[str, Any]) -> tuple[l
     return choices, {key: (preset.get(key), value) for key, value in values.items() if preset.get(key) != value}
 
 
-def to_config(composed: DictConfig) -> Config:
-    """A composed tree as plain dataclasses, checked. Raises ConfigError."""
+def to_config(composed: DictConfig, overrides: Sequence[str] = ()) -> Config:
+    """A composed tree as plain dataclasses, checked. overrides: that Hydra has composed it from. Raises ConfigError."""
+    _open_presets(composed, overrides)
     config = _to_dataclasses(composed)
     if problems := check_config(config):
         raise ConfigError(problems)
@@ -337,11 +339,39 @@ def _compose(overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfi
     outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
     try:
         with initialize_config_dir(str(CONF_DIR), version_base="1.3", job_name="megarl"):
-            return compose("config", overrides=open_overrides(overrides), return_hydra_config=with_hydra)
+            composed = compose("config", overrides=open_overrides(overrides), return_hydra_config=with_hydra)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([_describe(error, overrides)]) from error
     finally:
         GlobalHydra.instance().hydra = outer
+    _open_presets(composed, overrides)
+    return composed
+
+
+def _open_presets(composed: DictConfig, overrides: Sequence[str]) -> None:
+    """Put what a preset that a source of data=mix names as its kind (gsm8k) says in its place, with the kind that it is
+    of. Once is enough. Raises ConfigError."""
+    if OmegaConf.get_type(composed, "data") is not MixDataConfig:
+        return
+    mix, paths = composed.data, [text for text in overrides if is_search_path(text)]
+    nodes = {f"data.sources.{name}": node for name, node in mix.sources.items()} | {"data.common": mix.common}
+    for key, node in ((key, node) for key, node in nodes.items() if isinstance(node, DictConfig)):
+        for group, own in (("data", node), *((it, node.get(it)) for it in ("environment", "reward"))):
+            kind = own.get("kind") if isinstance(own, DictConfig) else None
+            if not isinstance(kind, str) or kind in SCHEMAS[group]:
+                continue
+            if kind not in (options := [each for each in list_options(group, paths) if each != "mix"]):
+                where = key if group == "data" else f"{key}.{group}"
+                raise ConfigError([f"{where}.kind: found {kind!r}; the choices are {', '.join(options)}"])
+            preset = _compose([*paths, f"{group}={kind}"])[group]
+            schema, values = OmegaConf.get_type(preset), OmegaConf.to_container(preset, resolve=True)
+            assert isinstance(values, dict)
+            before = OmegaConf.structured(schema)
+            given = {**own, "prompt_length": None} | dict.fromkeys(OF_RUN)
+            for option, value in values.items():
+                if option not in given and (OmegaConf.is_missing(before, option) or before[option] != value):
+                    OmegaConf.update(own, str(option), value, force_add=True)
+            own.kind = next(name for name, each in SCHEMAS[group].items() if each is schema)
 
 
 def _describe(error: Exception, overrides: Sequence[str] = ()) -> str:
@@ -497,12 +527,15 @@ def _find_brought(overrides: Sequence[str]) -> dict[str, str]:
 
 def load_configs(runs: dict[str, list[str]]) -> dict[str, Config]:
     """The checked configuration of each set, by set. Raises ConfigError."""
-    configs = {name: load_config(overrides, "evaluate") for name, overrides in runs.items()}
+    configs: dict[str, Config] = {}
+    for name, overrides in runs.items():
+        config = load_config(overrides, "evaluate")
+        configs |= {own: source.config for own, source in list_sources(config).items()} or {name: config}
     evaluate = next(iter(configs.values())).evaluate
     problems = list(check_truncation("evaluate", evaluate, get_temperature(evaluate)))
     for name in evaluate.paths:
-        if name not in runs:
-            problems.append(f"evaluate.paths.{name}: no such set; data= names {', '.join(runs)}")
+        if name not in configs:
+            problems.append(f"evaluate.paths.{name}: no such set; data= names {', '.join(configs)}")
         elif evaluate.heldout:
             problems.append(f"evaluate.heldout: has no effect on evaluate.paths.{name}, which takes the set's place")
     if problems:

@@ -203,7 +203,7 @@ def write_value(value: Any) -> str:
 def name_choice(group: str, config: DataConfig | RewardConfig) -> str:
     """`data=jsonl data.path=train.jsonl`, `data=addition`, `reward=function reward.path=my_reward.py:score`."""
     kind = next((name for name, schema in SCHEMAS[group].items() if schema is type(config)), "...")
-    path = getattr(config, "path", None) or ""
+    path = str(getattr(config, "path", None) or "")
     if path.startswith(TOY_PROBLEMS):
         return f"{group}={path.removeprefix(TOY_PROBLEMS)}"
     return f"{group}={kind}{f' {group}.path={path}' if path else ''}"

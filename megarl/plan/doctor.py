@@ -37,6 +37,7 @@ from megarl.config.load import expand_sets, load, load_config, load_configs
 from megarl.config.names import rewrite_overrides
 from megarl.config.overrides import take_config_dirs
 from megarl.config.placement import check_allocation, check_cluster, count_nodes, list_groups, place, read_allocation
+from megarl.config.schema.mix import name_in_source, split_config
 from megarl.config.schema.roles import ModelSource
 from megarl.config.schema.root import LEAST_OF_KIND, ClusterConfig, Config
 from megarl.config.schema.task import HuggingFaceDataConfig
@@ -259,12 +260,15 @@ def check_models(config: Config, command: str = "train") -> Iterator[Finding]:
 
 def check_dataset(config: Config) -> Iterator[Finding]:
     """A dataset of the Hugging Face hub that cannot be read here without a network."""
-    data = config.data
-    if isinstance(data, HuggingFaceDataConfig) and data.path:
-        words = (str(data.path), data.subset, data.split, "data.split")
-        if "data" in run_programs({"data": f"{READ_DATA}open_dataset(*{words!r})"})[1]:
-            how = f"where there is a network, `hf download --repo-type dataset {data.path}`; HF_HOME names the cache"
-            yield Finding(MISSING, f"data.path: {data.path} cannot be read here without a network", how)
+    for name, data in ((name, each.data) for name, each in split_config(config).items()):
+        if isinstance(data, HuggingFaceDataConfig) and data.path:
+            words = (str(data.path), data.subset, data.split, "data.split")
+            if "data" in run_programs({"data": f"{READ_DATA}open_dataset(*{words!r})"})[1]:
+                found = f"data.path: {data.path} cannot be read here without a network"
+                how = (
+                    f"where there is a network, `hf download --repo-type dataset {data.path}`; HF_HOME names the cache"
+                )
+                yield Finding(MISSING, name_in_source(name, found), how)
 
 
 def check_tensors(config: Config) -> Iterator[Finding]:

@@ -26,14 +26,14 @@ class Chart:
     title: str
     unit: str
     metrics: Mapping[str, str]
-    """The label of each metric; a name that ends in * stands for all that begin with it, * in its label for the rest"""
+    """The label of each metric; a name with * stands for all with something in its place, which * is in its label"""
     note: str = ""
     """How to read it, in a sentence"""
     floor: float = -math.inf
     """Values below are drawn there."""
     is_stack: bool = False
     without: str = ""
-    """Names that a * does not stand for, without their beginning"""
+    """What a * does not stand for"""
 
 
 GREEDY, SAMPLED = "held out, greedy", "training, sampled"
@@ -59,6 +59,12 @@ LEARNING = (
           "Without a critic, a group of equal rewards has advantages of 0."),
     Chart("Prompts passed over", "count",
           {"sampling/num_skipped": "last group not kept", "sampling/num_outside_value": "by the critic's value"}),
+    Chart("Reward by source", "training, mean per response", {"source/*/reward": "*"}),
+    Chart("Right answers by source", "training, share of responses", {"source/*/correct": "*"}),
+    Chart("Right answers by set", "held out or evaluated, share of responses", {"eval/*/correct": "*"}),
+    Chart("Response length by source", "training, generated tokens", {"source/*/response_length": "*"}),
+    Chart("Left out by dynamic sampling", "share of a source's responses", {"source/*/dropped_frac": "*"}),
+    Chart("Epochs", "passes over a source's prompts", {"source/*/epochs": "*"}),
     Chart("Episodes", "mean per episode", {"environment/*": "*"},
           without="max_turns_frac tokens_mean"),
 )
@@ -127,10 +133,11 @@ def name_metrics(chart: Chart, names: Iterable[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     known = list(names)
     for pattern, label in chart.metrics.items():
-        start, star, _ = pattern.partition("*")
-        rests = [name.removeprefix(start) for name in known if (name.startswith(start) if star else name == pattern)]
-        kept = [rest for rest in rests if rest not in chart.without.split()]
-        found |= {start + rest: label.replace("*", rest) for rest in kept[:MOST_CURVES]}
+        start, star, end = pattern.partition("*")
+        of_it = [each for each in known if (each.startswith(start) and each.endswith(end) if star else each == pattern)]
+        rests = {name: name.removeprefix(start).removesuffix(end) for name in of_it}
+        kept = [(name, rest) for name, rest in rests.items() if rest not in chart.without.split()]
+        found |= {name: label.replace("*", rest) for name, rest in kept[:MOST_CURVES]}
     return found
 
 

@@ -72,6 +72,51 @@ def compute_heldout_metrics(samples: Sequence[Sample], *, with_environment: bool
     }
 
 
+def compute_source_metrics(sampled: Sequence[Sequence[Sample]], fresh: Sequence[Sequence[Sample]]) -> Metrics:
+    """source/NAME/* of an iteration's responses; empty without data=mix. sampled: all of them, any number at a time.
+    fresh: the groups of them that are learned from."""
+    by_source: dict[str, list[Sample]] = defaultdict(list)
+    for sample in (sample for samples in sampled for sample in samples):
+        by_source[sample.prompt.source].append(sample)
+    metrics: Metrics = {}
+    for name, samples in by_source.items():
+        if not name:
+            continue
+        num_kept = sum(len(group) for group in fresh if group[0].prompt.source == name)
+        scored = [sample for sample in samples if sample.score.failure is None]
+        found: dict[str, float] = {
+            "samples": len(samples),
+            "dropped_frac": 1 - num_kept / len(samples),
+            "failed_frac": count_failed(samples) / len(samples),
+            "response_length": _mean(int(sample.response.generated.sum()) for sample in samples),
+        }
+        if scored:
+            found["reward"] = _mean(sample.score.reward for sample in scored)
+            found["correct"] = _mean(sample.score.correct for sample in scored)
+        metrics |= {f"source/{name}/{each}": float(value) for each, value in found.items()}
+    return metrics
+
+
+def compute_set_metrics(name: str, samples: Sequence[Sample]) -> Metrics:
+    """eval/NAME/* of the responses to one set; those without a reward count as wrong."""
+    scores, responses = [sample.score for sample in samples], [sample.response for sample in samples]
+    return {
+        f"eval/{name}/reward_mean": fmean(0.0 if score.failure else score.reward for score in scores),
+        f"eval/{name}/correct": fmean(score.correct and not score.failure for score in scores),
+        f"eval/{name}/failed_frac": fmean(score.failure is not None for score in scores),
+        f"eval/{name}/length_mean": fmean(int(response.generated.sum()) for response in responses),
+        f"eval/{name}/truncated_frac": fmean(each.finish_reason is FinishReason.length for each in responses),
+    }
+
+
+def compute_heldout_by_source(samples: Sequence[Sample]) -> Metrics:
+    """eval/NAME/* of the held-out prompts of each source; empty without data=mix."""
+    by_source: dict[str, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        by_source[sample.prompt.source].append(sample)
+    return {k: v for name, own in by_source.items() if name for k, v in compute_set_metrics(name, own).items()}
+
+
 def _mean(values: Iterable[float]) -> float:
     found = list(values)
     return sum(found) / len(found)

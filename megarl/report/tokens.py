@@ -134,7 +134,11 @@ def _describe(sample: Sample) -> dict[str, Any]:
     return {
         "group": sample.group,
         "age": sample.age,
-        "prompt": {"id": prompt.id, **{n: shorten(getattr(prompt, n), LONGEST_TEXT) for n in ("text", "answer")}},
+        "prompt": {
+            "id": prompt.id,
+            **({"source": prompt.source} if prompt.source else {}),
+            **{n: shorten(getattr(prompt, n), LONGEST_TEXT) for n in ("text", "answer")},
+        },
         "score": {"reward": score.reward, "correct": score.correct, "details": dict(score.details), **texts},
         "finish_reason": response.finish_reason.value,
         "num_tokens": len(response),

@@ -8,21 +8,22 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from statistics import fmean
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megarl.algo.statistics import allocate_zeros
+from megarl.config.schema.mix import Source
 from megarl.cpu.process import Lockstep
 from megarl.interfaces import DeadlineError, Sampling, TurnRequest
+from megarl.report.evaluation import compute_set_metrics
 from megarl.report.timeline import RESPONSES, span
 from megarl.rollout.client import ConnectionLostError, gather_all
-from megarl.rollout.conversation import Episode, EpisodeRequest, EpisodeRunner, draw_seed
+from megarl.rollout.conversation import Episode, EpisodeRequest, EpisodeRunner, SourceRunners, draw_seed
 from megarl.rollout.engine import ATTEMPT_PAUSE_S, MAX_ATTEMPTS, SGLangEngine, compute_sampling_seed
 from megarl.rollout.rollout_file import Journal
 from megarl.task.render import CriticPrompt
@@ -39,18 +40,6 @@ class EvalSet:
     sampling: Sampling
     notes: tuple[str, ...] = ()
     """How the data were read"""
-
-
-def compute_set_metrics(name: str, samples: Sequence[Sample]) -> Metrics:
-    """eval/NAME/* of the responses to one set; those without a reward count as wrong."""
-    scores, responses = [sample.score for sample in samples], [sample.response for sample in samples]
-    return {
-        f"eval/{name}/reward_mean": fmean(0.0 if score.failure else score.reward for score in scores),
-        f"eval/{name}/correct": fmean(score.correct and not score.failure for score in scores),
-        f"eval/{name}/failed_frac": fmean(score.failure is not None for score in scores),
-        f"eval/{name}/length_mean": fmean(int(response.generated.sum()) for response in responses),
-        f"eval/{name}/truncated_frac": fmean(each.finish_reason is FinishReason.length for each in responses),
-    }
 
 
 class Independent:
@@ -146,7 +135,7 @@ class Collector:
         self,
         engine: SGLangEngine,
         scorer: Scorer,
-        runner: EpisodeRunner,
+        runner: EpisodeRunner | SourceRunners,
         *,
         seed: int,
         temperature: float,
@@ -394,11 +383,12 @@ def build_tensors(
     critic_prompt: CriticPrompt | None = None,
     max_staleness: int | None = None,
     parts: Collection[str] = (),
+    sources: Mapping[str, Source] | None = None,
 ) -> RolloutTensors:
     """All tensors of a rollout, on the CPU.
 
     critic_prompt: None without data.critic_prompt. max_staleness: of which tokens are too old; None: none is. parts:
-    names of `RolloutTensors.reward_parts`.
+    names of `RolloutTensors.reward_parts`. sources: of data=mix.
     """
     samples = rollout.samples
     longest = max((len(s.response) for s in samples), default=0)
@@ -431,6 +421,7 @@ def build_tensors(
         else None,
         failed=torch.tensor([s.score.failure is not None for s in samples], dtype=torch.bool),
         truncated=torch.tensor([s.response.finish_reason is FinishReason.length for s in samples], dtype=torch.bool),
+        **({} if sources is None else build_source_tensors([sources[s.prompt.source] for s in samples])),
         turn_rewards=build_turn_rewards(samples, longest),
         mask=mask,
         rollout_logprobs=logprobs,
@@ -440,6 +431,14 @@ def build_tensors(
         masked=torch.tensor([s.masked for s in samples]) if any(s.masked for s in samples) else None,
         critic_sequences=build_sequences(rollout, critic_prompt) if critic_prompt else None,
     )
+
+
+def build_source_tensors(sources: Sequence[Source]) -> dict[str, Tensor]:
+    """`RolloutTensors.reward_scales` and `length_limits`, of the source of each sample."""
+    return {
+        "reward_scales": torch.tensor([each.reward_scale for each in sources], dtype=torch.float64),
+        "length_limits": torch.tensor([each.config.rollout.response_length for each in sources]),
+    }
 
 
 def build_turn_rewards(samples: Sequence[Sample], longest: int) -> Tensor | None:

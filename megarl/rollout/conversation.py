@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.config.errors import ConfigError, describe_error
+from megarl.config.schema.mix import split_config
 from megarl.config.schema.root import Config, RolloutConfig
 from megarl.config.schema.task import (
     MultiTurnEnvironmentConfig,
@@ -492,6 +493,23 @@ class EpisodeRunner:
                 reason = f"{what} took longer than environment.step_deadline_s={deadline_s:g} s"
                 raise EnvironmentFailure(reason) from error
             raise EnvironmentFailure(f"{what} raised {describe_error(error)}") from error
+
+
+class SourceRunners:
+    """Runs each episode as its prompt's source has it."""
+
+    def __init__(self, runners: Mapping[str, EpisodeRunner]):
+        self._runners = runners
+
+    async def run(self, request: EpisodeRequest, send: Send) -> Episode:
+        return await self._runners[request.prompt.source].run(request, send)
+
+
+def build_runner(config: Config, conversations: Mapping[str, Conversation | None]) -> EpisodeRunner | SourceRunners:
+    """What runs the episodes of a run. conversations: by source, under "" without data=mix."""
+    configs = split_config(config)
+    runners = {name: EpisodeRunner(configs[name].rollout.response_length, each) for name, each in conversations.items()}
+    return runners[""] if "" in runners else SourceRunners(runners)
 
 
 class _Begun(Exception):

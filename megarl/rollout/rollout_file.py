@@ -8,9 +8,9 @@ rollouts.jsonl has every response of training, one strict JSON object a line, a 
               "turns": [{"start", "end", "text", "reward", "details"}, ...]},
  "score": {"reward", "correct", "details", "answer", "failure"}}
 
-and "group_number" and the score's "token_rewards" where the sample has them, with the meanings of megarl/types.py.
-`iteration` is 0 or less during value pretraining; `sample` counts the lines of a rollout from 0. Numbers are read back
-bit for bit.
+and "group_number", the score's "token_rewards" and, with data=mix, the prompt's "source" where the sample has them,
+with the meanings of megarl/types.py. `iteration` is 0 or less during value pretraining; `sample` counts the lines of a
+rollout from 0. Numbers are read back bit for bit.
 
 RUN_DIR/journal has the responses whose update is in no checkpoint yet, one file for each call, so that a resumed run
 need not sample again:
@@ -82,6 +82,7 @@ def to_record(sample: Sample) -> dict[str, Any]:
     """The sample as JSON, but for what has an entry per token."""
     prompt, response, score = sample.prompt, sample.response, sample.score
     own = {name: getattr(prompt, name) for name in ("id", "text", "token_ids", "answer")}
+    own |= {"source": prompt.source} if prompt.source else {}
     record = {
         "group": sample.group,
         "prompt": own | {"metadata": dict(prompt.metadata)},
@@ -129,7 +130,7 @@ _NUMBERS = dict[str, float]
 _LINE = _form(
     iteration=int,
     **dict.fromkeys(("weight_version", "sample", "num_samples", "group"), _WHOLE),
-    prompt=_form(id=str, text=str, answer=str, token_ids=_TOKENS, metadata=dict[str, str]),
+    prompt=_form(id=str, text=str, answer=str, token_ids=_TOKENS, metadata=dict[str, str], source=(str, "")),
     response=_form(
         token_ids=_TOKENS,
         text=str,

@@ -29,6 +29,7 @@ from megarl.rollout.collector import Collector, check_versions, compute_stalenes
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.rollout_file import Group, Journal, SavedGroups, name_group, read_group
 from megarl.task.data import PromptSampler
+from megarl.task.mix import MixSampler
 from megarl.types import Metrics, Prompt, Rollout, Sample
 
 CLOSE_DEADLINE_S = 5.0
@@ -222,7 +223,7 @@ class GroupScheduler:
     def __init__(
         self,
         start: Callable[[Prompt, str], "Future[Group]"],
-        sampler: PromptSampler[Prompt],
+        sampler: PromptSampler[Prompt] | MixSampler,
         num_responses: int,
         journal: Journal | None,
         state: GroupState,
@@ -238,7 +239,7 @@ class GroupScheduler:
         self._next_number, self._next_place, self._num_places = state.first, state.next_place, state.next_place
         self._taken = set(state.taken)
         """Numbers of the groups taken, from that of the oldest that is not taken on"""
-        self._drawn: dict[int, tuple[Prompt, Mapping[str, int | str]]] = {}
+        self._drawn: dict[int, tuple[Prompt, Mapping[str, Any]]] = {}
         """The groups not taken, oldest first: prompt, and state of the sampler before it"""
         self._again: set[int] = set()
         """Those that were begun before, or by an earlier start of the run, and are not under way"""
@@ -294,7 +295,7 @@ class GroupScheduler:
         for future in broken_off:
             future.cancel()
 
-    def state(self) -> tuple[Mapping[str, int | str], GroupState]:
+    def state(self) -> tuple[Mapping[str, Any], GroupState]:
         """The sampler's state before the oldest group that has not been taken, and which have been."""
         with self._changed:
             now = self._next_number, (None, self._sampler.state())
@@ -408,8 +409,8 @@ def _number(samples: Group, number: int) -> Group:
 class SourceState:
     """The state of a source after an iteration."""
 
-    sampler: Mapping[str, int | str]
-    """PromptSampler.state(), with rollout.max_staleness > 0 before the oldest group that has not been taken"""
+    sampler: Mapping[str, Any]
+    """The sampler's, complete, with rollout.max_staleness > 0 before the oldest group that has not been taken"""
     replay: tuple[list[Group], ...]
     """ReplayBuffer.state()"""
     pool: tuple[list[Group], ...] = ()
@@ -461,7 +462,7 @@ class GroupSource:
         config: Config,
         engine: SGLangEngine,
         collector: Collector,
-        sampler: PromptSampler[Prompt],
+        sampler: PromptSampler[Prompt] | MixSampler,
         with_servers: Callable[[Callable[[], Any]], Any] = lambda ask: ask(),
         find_values: Callable[[Sequence[Prompt]], Sequence[float]] | None = None,
     ):
@@ -512,8 +513,9 @@ class GroupSource:
             batch = self._sample(iteration, weight_version)
         else:
             batch = self._take_complete(iteration, weight_version)
+        self._sampler.note([sample for group in batch.sampled for sample in group])
         self._state, self._taken = self._find_state(), batch.fresh
-        return batch
+        return replace(batch, metrics=batch.metrics | self._sampler.count_epochs())
 
     def keep_logprobs(self, old_logprobs: Tensor) -> None:
         """Keep the trainer's log-probs of the iteration taken last for when its samples are replayed (TOPR's mu).
@@ -655,7 +657,7 @@ class GroupSource:
 
     def _find_state(self) -> SourceState:
         sampler, groups = (self._sampler.state(), self._groups) if self._ahead is None else self._ahead.state()
-        return SourceState(sampler, self._replay.state(), tuple(self._pool), groups)
+        return SourceState(self._sampler.complete(sampler), self._replay.state(), tuple(self._pool), groups)
 
 
 class SavedSource:

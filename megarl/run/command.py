@@ -208,7 +208,7 @@ def run_composed(composed: DictConfig, run: Callable[[Config, Path], Results], c
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     try:
         with stopping_on_signals(), contextlib.ExitStack() as stack:
-            config = to_config(composed)
+            config = to_config(composed, list_overrides())
             if problems := list(check_cluster(config, command)):
                 raise ConfigError(problems)
             if config.logger.capture_output:

@@ -5,7 +5,7 @@ learn from it (Roles), and the servers with the current weights, restarted where
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import accumulate
+from itertools import accumulate, groupby, islice
 from typing import Any, TypeVar
 
 import torch
@@ -16,8 +16,8 @@ from megarl.algo.diagnostics import compute_batch_metrics
 from megarl.algo.losses import measure_pairs
 from megarl.algo.objective import reads_old_logprobs
 from megarl.config.schema.algo import KLEstimator, compares_pairs, needs_reference
+from megarl.config.schema.mix import has_turns, list_sources
 from megarl.config.schema.root import Config
-from megarl.config.schema.task import MultiTurnEnvironmentConfig
 from megarl.interfaces import DeadlineError, Pending, RolloutServers, TrainBackend, WeightSync, wait_all
 from megarl.mcore.spec import Role
 from megarl.report import evaluation
@@ -30,7 +30,7 @@ from megarl.rollout.pairs import Pairs, PairSource, build_group
 from megarl.rollout.rollout_file import RolloutWriter
 from megarl.rollout.source import GroupSource, SavedPretraining, SavedSource, join_groups
 from megarl.run.inputs import Inputs
-from megarl.task.data import PromptSampler
+from megarl.task.mix import build_sampler
 from megarl.task.render import CriticPrompt
 from megarl.types import (
     Experience,
@@ -142,8 +142,9 @@ class Fleet:
         self.forget_groups: Callable[[], None] = lambda: None
         """Breaks off what is under way, after servers were restarted"""
         self._components, self._offloader, say = components, components.offloader, components.report.message
-        self.heldout = components.inputs.data.heldout[: config.train.num_eval_prompts]
-        self._has_turns = isinstance(config.environment, MultiTurnEnvironmentConfig)
+        by_source = groupby(components.inputs.data.heldout, key=lambda prompt: prompt.source)
+        self.heldout = [it for _, own in by_source for it in islice(own, config.train.num_eval_prompts)]
+        self._has_turns = has_turns(config)
         restarts_all, most = self._offloader.offload is not None, config.rollout.max_server_restarts
         self._recovery = Recovery(components.servers, say, most, self._reconnect, restarts_all)
 
@@ -176,6 +177,7 @@ class Fleet:
             it.token_file.write_heldout(iteration, rollout)
         if text := evaluation.describe_failures(rollout.samples):
             it.report.message(f"warning: {key}: {text}; they count as wrong")
+        further |= evaluation.compute_heldout_by_source(rollout.samples)
         return evaluation.compute_heldout_metrics(rollout.samples, with_environment=self._has_turns) | further
 
     def _reconnect(self) -> None:
@@ -192,7 +194,7 @@ class Source:
         self.num_samples = 0
         """Responses sampled so far"""
         self._components, self._fleet, self._max_failed_frac = components, fleet, config.reward.max_failed_frac
-        self._has_turns = isinstance(config.environment, MultiTurnEnvironmentConfig)
+        self._has_turns = has_turns(config)
         it, inputs = components, components.inputs
         self._pretraining: SavedPretraining | None = None
         if inputs.saved_rollouts is not None:
@@ -205,7 +207,7 @@ class Source:
         else:
             assert it.engine
             assert it.collector
-            sampler = PromptSampler(inputs.data.train, config.seed)
+            sampler = build_sampler(config, inputs.data.train)
             find_values = self._find_values if Role.critic in it.roles else None
             self.groups = GroupSource(config, it.engine, it.collector, sampler, fleet.ask, find_values)
         fleet.forget_groups = self.groups.begin_again
@@ -234,6 +236,7 @@ class Source:
         if text := evaluation.describe_failures(sampled):
             it.report.message(f"warning: iteration-{iteration}: {text}; they are not learned from")
         metrics = batch.metrics | {"sampling/total_samples": self.num_samples}
+        metrics |= evaluation.compute_source_metrics(batch.sampled, batch.fresh)
         if iteration > 0:
             fresh = [sample for group in batch.fresh for sample in group]
             metrics |= evaluation.compute_score_metrics(fresh, with_environment=self._has_turns)
@@ -293,8 +296,8 @@ class Roles:
         is_pairs = compares_pairs(algo)
         reads_policy = reads_old_logprobs(algo) and not reuses_logprobs if iteration > 0 else algo.kl.in_reward
         policy, critic, reference = self.policy, self.critic, self.reference
-        parts = algo.reward_norm.parts
-        tensors = build_tensors(rollout, self.critic_prompt, self.config.rollout.max_staleness, parts)
+        parts, sources = algo.reward_norm.parts, list_sources(self.config) or None
+        tensors = build_tensors(rollout, self.critic_prompt, self.config.rollout.max_staleness, parts, sources)
         sequences, temperature = tensors.sequences, self.config.rollout.temperature
         full_kl = algo.kl.in_reward and algo.kl.reward_estimator is KLEstimator.full
         old = policy.logprobs(sequences, temperature) if policy and reads_policy else None

@@ -11,6 +11,7 @@ from megarl.config.checks import describe_iteration_size
 from megarl.config.errors import ConfigError
 from megarl.config.overrides import name_choice
 from megarl.config.schema.algo import compares_pairs, count_values, needs_reference
+from megarl.config.schema.mix import naming_source, split_config
 from megarl.config.schema.root import Config
 from megarl.files import load_json_object
 from megarl.interfaces import Sampling, Truncation
@@ -26,7 +27,7 @@ from megarl.rollout.rollout_file import NO_GROUPS, Limits, SavedGroups, find_gro
 from megarl.rollout.server import build_command, load_generation_spec
 from megarl.sync.pieces import check_serving_layout
 from megarl.sync.sync import PROBE_LENGTH, build_probe_tokens
-from megarl.task.data import DataSplits, build_data, build_evaluation_set, draw
+from megarl.task.data import DataSplits, Split, build_data, build_evaluation_set, draw, join_splits, split_data
 from megarl.task.environments import ToolPrompt, build_tool_prompt
 from megarl.task.render import CriticPrompt, Renderer, use_chat_template
 from megarl.task.scorer import build_scorer
@@ -54,8 +55,8 @@ class Inputs:
     pairs: Pairs | None = None
     """What a reward model learns from"""
     data: DataSplits = field(default_factory=lambda: DataSplits((), (), 0))
-    conversation: Conversation | None = None
-    """What answers the policy; None with environment=single_turn"""
+    conversations: Mapping[str, Conversation | None] = field(default_factory=lambda: {"": None})
+    """What answers the policy, by source, without data=mix under ""; None with environment=single_turn"""
     probe_tokens: tuple[int, ...] = ()
     """The text on which every weight sync is verified"""
     eval_sets: tuple[EvalSet, ...] = ()
@@ -138,23 +139,32 @@ def load_pairs(config: Config, models: Models, tokenizer: "PreTrainedTokenizerBa
 def _add_prompts(config: Config, inputs: Inputs) -> Inputs:
     """With the data, and what has been tried on their first prompts."""
     tokenizer, vocab_size = inputs.tokenizer, inputs.architecture.vocab_size
-    tools = build_tool_prompt(config.environment, config.data, tokenizer)
+    configs, tools = split_config(config), dict[str, ToolPrompt | None]()
+    splits, conversations = dict[str, Split](), dict[str, Conversation | None]()
+    for name, each in configs.items():
+        with naming_source(name):
+            tools[name] = build_tool_prompt(each.environment, each.data, tokenizer)
     spec = load_generation_spec(inputs.checkpoint)
-    rollout, ends = add_turn_end(config.rollout, spec, Renderer(config.data, tokenizer, tools))
-    data = build_data(config.data, tokenizer, config.seed, tools, vocab_size)
+    rollout, ends = add_turn_end(config.rollout, spec, Renderer(config.data, tokenizer, next(iter(tools.values()))))
+    for name, each in configs.items():
+        with naming_source(name):
+            splits[name] = split_data(each.data, tokenizer, config.seed, tools[name], vocab_size)
+    data, turns = join_splits(splits), dict[str, None]()
     sets = build_eval_sets(config, tokenizer, tools, vocab_size)
-    first = data.train[0], data.heldout[0]
-    with contextlib.closing(build_scorer(config.reward)) as scorer:
-        chosen = f"{name_choice('reward', config.reward)} with {name_choice('data', config.data)}"
-        scorer.check(first, config.reward.wrong, chosen, config.algo.reward_norm.parts)
-    conversation = build_conversation(config, tokenizer, vocab_size)
-    turns = check_conversation(conversation, first)
+    for name, each in configs.items():
+        first = [next(prompt for prompt in side if prompt.source == name) for side in (data.train, data.heldout)]
+        with naming_source(name):
+            with contextlib.closing(build_scorer(each.reward)) as scorer:
+                chosen = f"{name_choice('reward', each.reward)} with {name_choice('data', each.data)}"
+                scorer.check(first, config.reward.wrong, chosen, config.algo.reward_norm.parts)
+            conversations[name] = build_conversation(each, tokenizer, vocab_size)
+            turns |= dict.fromkeys(check_conversation(conversations[name], first))
     if inputs.critic_prompt is not None:
         inputs.critic_prompt.check(data.train)
     return replace(
         inputs,
         data=replace(data, notes=(*data.notes, ends, *turns)),
-        conversation=conversation,
+        conversations=conversations,
         probe_tokens=build_probe_tokens(data.heldout, vocab_size, min(PROBE_LENGTH, inputs.architecture.max_length)),
         eval_sets=sets,
         stop_token_ids=tuple(rollout.stop_token_ids),
@@ -164,23 +174,24 @@ def _add_prompts(config: Config, inputs: Inputs) -> Inputs:
 def build_eval_sets(
     config: Config,
     tokenizer: "PreTrainedTokenizerBase",
-    tools: ToolPrompt | None,
+    tools: Mapping[str, ToolPrompt | None],
     vocab_size: int | None = None,
 ) -> tuple[EvalSet, ...]:
-    """Read all sets. vocab_size: rows of the model's embedding.
+    """Read all sets. tools: by source. vocab_size: rows of the model's embedding.
 
     Raises ConfigError naming train.eval_sets.NAME for a file that cannot be read.
     """
     sets: list[EvalSet] = []
+    configs = split_config(config)
     for name, each in config.train.eval_sets.items():
-        key, notes = f"train.eval_sets.{name}.path", list[str]()
+        key, notes, source = f"train.eval_sets.{name}.path", list[str](), each.source or ""
         try:
             prompts = build_evaluation_set(
-                *(config.data, tokenizer, config.seed),
+                *(configs[source].data, tokenizer, config.seed),
                 name=name,
                 path=each.path,
                 num_problems=each.num_prompts,
-                tools=tools,
+                tools=tools[source],
                 key=key,
                 vocab_size=vocab_size,
                 notes=notes,
@@ -188,6 +199,7 @@ def build_eval_sets(
         except ConfigError as error:
             problems = [text if text.startswith(key) else f"{key}: {text}" for text in error.problems]
             raise ConfigError(problems) from error
+        prompts = tuple(replace(prompt, source=source) for prompt in prompts)
         sampling = Sampling(each.temperature, urgent=True, truncation=Truncation(each.top_p, each.top_k))
         sets.append(EvalSet(str(name), prompts, each.num_samples, sampling, tuple(notes)))
     return tuple(sets)

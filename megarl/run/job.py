@@ -27,8 +27,8 @@ from megarl.config.checks import describe_sizes
 from megarl.config.errors import ConfigError
 from megarl.config.load import MODEL_FILE
 from megarl.config.overrides import list_values
+from megarl.config.schema.mix import has_turns
 from megarl.config.schema.root import SERVERS, Config, Transport, get_temperature, list_ks
-from megarl.config.schema.task import MultiTurnEnvironmentConfig
 from megarl.cpu.process import describe_threads, settle_threads
 from megarl.files import CHECKPOINTS, RUN_FILE, CheckpointError, Folder, check_space, locking, name_checkpoint
 from megarl.interfaces import UNPUBLISHED, DeadlineError, Pending, RolloutServers, TrainBackend, wait_all
@@ -42,7 +42,7 @@ from megarl.report.text import LOG_NAME, Decode, Progress, append_log, format_he
 from megarl.report.tokens import TOKENS_FILE, TokenFile
 from megarl.rollout.client import ServerOffloader
 from megarl.rollout.collector import Collector
-from megarl.rollout.conversation import EpisodeRunner
+from megarl.rollout.conversation import EpisodeRunner, build_runner
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.rollout_file import JOURNAL, ROLLOUTS_FILE, Journal, RolloutWriter, SavedGroups
 from megarl.run.checkpoint import (
@@ -68,6 +68,7 @@ from megarl.signals import Stopped, get_terminal, is_stopping, show_warnings
 from megarl.sync.ranks import Ranks
 from megarl.sync.sync import DiskSync, ShardSync
 from megarl.task.data import PromptSampler
+from megarl.task.mix import build_run_scorer, build_sampler
 from megarl.task.scorer import Scorer, build_scorer, reads_answers
 from megarl.trainer import Summary, Trainer, format_limit
 from megarl.types import Sample
@@ -187,7 +188,7 @@ def open_components(
             yield components
             return
         engine = _open_engine(stack, config, inputs.checkpoint, servers, inputs.stop_token_ids)
-        scorer = stack.enter_context(contextlib.closing(build_scorer(config.reward)))
+        scorer = stack.enter_context(contextlib.closing(build_run_scorer(config)))
         collector = build_collector(config, inputs, engine, scorer, journal)
         report.show_processes(lambda: f"{collector.num_running} responses under way")
         # With rollout.offload the servers give memory back before each call of a role from here on.
@@ -264,7 +265,7 @@ def build_collector(
     config: Config, inputs: Inputs, engine: SGLangEngine, scorer: Scorer, journal: Journal | None = None
 ) -> Collector:
     return Collector(
-        *(engine, scorer, EpisodeRunner(config.rollout.response_length, inputs.conversation)),
+        *(engine, scorer, build_runner(config, inputs.conversations)),
         seed=config.seed,
         temperature=config.rollout.temperature,
         in_lockstep=config.rollout.max_staleness == 0,
@@ -344,9 +345,9 @@ def _run(config: Config, inputs: Inputs, run_dir: Path) -> Summary:
 def _describe_run(config: Config, inputs: Inputs, run_dir: Path, report: Report) -> None:
     """Print what the run is, and record it with versions and hardware."""
     saved, algo = inputs.saved_groups, config.algo
-    has_turns = isinstance(config.environment, MultiTurnEnvironmentConfig) if saved is None else saved.has_turns
+    with_turns = has_turns(config) if saved is None else saved.has_turns
     sizes, data = describe_sizes(config), describe_data(config, inputs)
-    objective = format_objective(algo, config.train.responses_per_prompt, config.reward.wrong, has_turns=has_turns)
+    objective = format_objective(algo, config.train.responses_per_prompt, config.reward.wrong, has_turns=with_turns)
     if needs_critic(algo) and (critic := format_critic(config.policy, config.critic, algo)) is not None:
         objective += f"\n{critic}"
     groups = [group for group in placement.list_groups(config) if group.num_processes]
@@ -458,10 +459,13 @@ class _Attempts:
                 f" that critic with critic.init={self.run_dir}/critic algo.value_pretrain.enabled=false"
             )
         try:
-            saved = self.inputs.saved_groups
-            drawn: Sequence[Any] = self.inputs.data.train if saved is None else saved.groups
-            drawn = drawn if self.inputs.pairs is None else self.inputs.pairs.train
-            PromptSampler(drawn, self.config.seed).restore(state.source.sampler)
+            saved, pairs = self.inputs.saved_groups, self.inputs.pairs
+            if pairs is not None:
+                PromptSampler(pairs.train, self.config.seed).restore(state.source.sampler)
+            elif saved is not None:
+                PromptSampler(saved.groups, self.config.seed).restore(state.source.sampler)
+            else:
+                build_sampler(self.config, self.inputs.data.train).restore(state.source.sampler)
         except ValueError as error:
             raise CheckpointError(f"{self.run_dir}: the data have changed: {error}") from error
         cut_files(self.run_dir, state.sizes)

@@ -21,6 +21,7 @@ from megarl.config.load import load
 from megarl.config.overrides import name_choice, take_config_dirs
 from megarl.config.schema import task as schema
 from megarl.config.schema.algo import compares_pairs
+from megarl.config.schema.mix import name_in_source, naming_source, split_config
 from megarl.config.schema.root import Config
 from megarl.models.checkpoint import default_cache_dir, load_tokenizer, resolve_checkpoint
 from megarl.rollout.pairs import build_pairs
@@ -59,8 +60,12 @@ def main() -> None:
         for line in loaded.lines:
             print(line)
         problems = list[str]()
-        for line in preview(loaded.config, problems):
-            print(line)
+        for name, config in split_config(loaded.config).items():
+            own = list[str]()
+            with naming_source(name):
+                for line in preview(config, own):
+                    print(f"{name}: {line}" if name else line)
+            problems += [name_in_source(name, problem) for problem in own]
     except ConfigError as error:
         end_with_config_error(error)
     for problem in problems:

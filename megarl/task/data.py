@@ -105,6 +105,7 @@ def read_problems(
     located = list(records)
     if not located:
         raise ConfigError([if_none])
+    located = _select(located, config.select)
     for where, record in located:
         for name, value in record.items():
             _refuse_media(where, str(name), value)
@@ -185,6 +186,19 @@ def _leave_out_blank(located: list[Located], names: Sequence[str]) -> tuple[list
     first = located[min(blank)][0]
     note = f"; {len(blank)} without {' or '.join(names)} are left out, the first {first}"
     return [each for number, each in enumerate(located) if number not in blank], note
+
+
+def _select(located: list[Located], wanted: Mapping[str, Any]) -> list[Located]:
+    """The records that have one of the values in each of these fields. Raises ConfigError where none is left."""
+    for name, value in wanted.items():
+        values = {str(each) for each in (value if isinstance(value, list) else [value])}
+        kept = [(where, record) for where, record in located if str(get_field(record, name)) in values]
+        if not kept:
+            has = ", ".join(sorted({repr(str(get_field(record, name))) for _, record in located})[:10])
+            found = f"found {value!r}; none of {len(located)} records, as {located[0][0]}, has it, they have {has}"
+            raise ConfigError([f"data.select.{name}: {shorten(found, 400)}"])
+        located = kept
+    return located
 
 
 def find_fields(records: Sequence[Located], config: schema.FileDataConfig) -> tuple[str, str | None, list[str]]:
@@ -440,17 +454,21 @@ def load_files(config: schema.JsonlDataConfig, seed: int) -> ProblemSplits:
     """The problems of data.path and of data.heldout_path. Raises ConfigError."""
     read = read_parquet if isinstance(config, schema.ParquetDataConfig) else read_jsonl
 
-    def load(key: str, name: str | None) -> Read:
-        if not name:
-            raise ConfigError([f"{key}: found nothing; it must be a file, {key}=FILE"])
-        path = Path(name).expanduser()
-        if not path.is_file():
-            what = "is a directory" if path.is_dir() else f"does not exist (from {Path.cwd()})"
-            raise ConfigError([f"{key}: {name} {what}; it must be a file"])
+    def load(key: str, name: Any) -> Read:
+        names = name if isinstance(name, list) else [name]
+        if not name or not all(isinstance(each, str) and each for each in names):
+            raise ConfigError([f"{key}: found {name or 'nothing'}; it must be a file, {key}=FILE"])
+        paths = [Path(each).expanduser() for each in names]
+        for path in paths:
+            if not path.is_file():
+                what = "is a directory" if path.is_dir() else f"does not exist (from {Path.cwd()})"
+                raise ConfigError([f"{key}: {path} {what}; it must be a file"])
+        records = (record for path in paths for record in read(path))
+        shown = ", ".join(names)
         try:
-            return read_problems(read(path), config, f"{key}: {name} holds no problems; expected one or more records")
+            return read_problems(records, config, f"{key}: {shown} holds no problems; expected one or more records")
         except OSError as error:
-            raise ConfigError([f"{key}: {name} cannot be read: {error}"]) from error
+            raise ConfigError([f"{key}: {shown} cannot be read: {error}"]) from error
 
     return _join(load, ("data.path", config.path), ("data.heldout_path", config.heldout_path))
 
@@ -609,17 +627,26 @@ class DataSplits:
     """How the data were read: columns, chat template, special tokens"""
 
 
-def build_data(
+@dataclass(frozen=True)
+class Split:
+    """Problems with their prompts, before what both sides ask is taken out of the training side."""
+
+    train: list[Tokenized]
+    heldout: list[Tokenized]
+    num_read: int
+    num_too_long: int
+    shares_questions: bool
+    notes: tuple[str, ...]
+
+
+def split_data(
     config: schema.DataConfig,
     tokenizer: "PreTrainedTokenizerBase",
     seed: int,
     tools: ToolPrompt | None = None,
     vocab_size: int | None = None,
-) -> DataSplits:
-    """The prompts of a run, the same for the same seed. No question is on both sides, unless the source shares them.
-
-    tools: those that the prompts describe. vocab_size: rows of the model's embedding. Raises ConfigError.
-    """
+) -> Split:
+    """Both sides of a source, the same for the same seed; arguments of `build_data`. Raises ConfigError."""
     problems = load_problems(config, seed)
     renderer = Renderer(config, tokenizer, tools, vocab_size)
     notes, num_read = list(problems.notes), len(problems.train)
@@ -634,17 +661,42 @@ def build_data(
             raise ConfigError([f"data.num_heldout: found {config.num_heldout}; it must be 1 or more"])
         heldout = draw(whole, config.num_heldout, f"heldout/{seed}")
         num_read += len(problems.heldout) - len(whole) + len(heldout)
-        if not problems.shares_questions:
-            asked = {problem.question_key for problem, _ in heldout}
-            train = [item for item in train if item[0].question_key not in asked]
-        if not train:
-            raise ConfigError(
-                ["data: every training question is held out as well; the two files or splits must differ"]
-            )
     notes.append(describe_prompts(renderer, train))
-    num_dropped = num_read - len(train) - len(heldout)
-    kept, held = (tuple(prompt for _, prompt in side) for side in (train, heldout))
-    return DataSplits(kept, held, num_dropped, num_dropped - num_too_long, tuple(notes))
+    return Split(train, heldout, num_read, num_too_long, problems.shares_questions, tuple(notes))
+
+
+def build_data(
+    config: schema.DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    seed: int,
+    tools: ToolPrompt | None = None,
+    vocab_size: int | None = None,
+) -> DataSplits:
+    """The prompts of a run, the same for the same seed. No question is on both sides, unless the source shares them.
+
+    tools: those that the prompts describe. vocab_size: rows of the model's embedding. Raises ConfigError.
+    """
+    return join_splits({"": split_data(config, tokenizer, seed, tools, vocab_size)})
+
+
+def join_splits(splits: Mapping[str, Split]) -> DataSplits:
+    """The prompts of all sources, one source after the other, each with its source's name. What one of them holds out
+    none trains on, but for sources that ask the same on both sides. Raises ConfigError where a source has none left."""
+    asked = {problem.question_key for split in splits.values() for problem, _ in split.heldout}
+    train, heldout, notes, num_dropped, num_too_long = list[Prompt](), list[Prompt](), list[str](), 0, 0
+    for name, split in splits.items():
+        kept = split.train if split.shares_questions else [it for it in split.train if it[0].question_key not in asked]
+        if not kept:
+            key, others = (f"data.sources.{name}", " by one of the sources") if name else ("data", "")
+            why = f"every training question is held out as well{others}; the two files or splits must differ"
+            raise ConfigError([f"{key}: {why}"])
+        train += [replace(prompt, source=name) if name else prompt for _, prompt in kept]
+        heldout += [replace(prompt, source=name) if name else prompt for _, prompt in split.heldout]
+        notes += [f"{name}: {note}" if name else note for note in split.notes]
+        notes += [f"{name}: {len(kept)} prompts to train on, {len(split.heldout)} held out"] if name else []
+        num_dropped += split.num_read - len(kept) - len(split.heldout)
+        num_too_long += split.num_too_long
+    return DataSplits(tuple(train), tuple(heldout), num_dropped, num_dropped - num_too_long, tuple(notes))
 
 
 def describe_prompts(renderer: Renderer, items: Sequence[Tokenized]) -> str:
@@ -821,7 +873,7 @@ class PromptSampler(Generic[T]):
     """Draws prompts, or groups of saved responses, without replacement within an epoch; a batch may span epochs. The
     order depends on the prompts, the seed and the epoch only, but for prompts that are to be skipped."""
 
-    def __init__(self, prompts: Sequence[T], seed: int):
+    def __init__(self, prompts: Sequence[T], seed: int | str):
         if not prompts:
             raise ValueError("the sampler needs at least one prompt")
         self._prompts, self._seed = tuple(prompts), seed
@@ -851,17 +903,28 @@ class PromptSampler(Generic[T]):
         found, self._num_skipped = self._num_skipped, 0
         return found
 
-    def state(self) -> dict[str, int | str]:
+    def note(self, samples: Sequence[Any]) -> None:
+        """Responses do not decide which prompts are drawn."""
+
+    def count_epochs(self) -> dict[str, float]:
+        """Metrics by source: there are none."""
+        return {}
+
+    def complete(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A state of this sampler is complete as it is."""
+        return state
+
+    def state(self) -> dict[str, Any]:
         """Where the sampler stands, as plain values."""
         stands = {"epoch": self._epoch, "position": self._position}
         skips = {"skipped": json.dumps(self._skipped)} if self._skipped else {}
         return {"seed": self._seed, "prompts": self._fingerprint, **stands, **skips}
 
-    def restore(self, state: Mapping[str, int | str]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Continue where `state()` was taken. Raises ValueError where the state is of other prompts or another seed."""
         for key, own in (("seed", self._seed), ("prompts", self._fingerprint)):
-            if state[key] != own:
-                found = f"its {key} is {state[key]!r}, here it is {own!r}"
+            if state.get(key) != own:
+                found = f"its {key} is {state.get(key)!r}, here it is {own!r}"
                 raise ValueError(f"the sampler's state is of another run: {found}")
         self._start_epoch(int(state["epoch"]))
         self._position = int(state["position"])

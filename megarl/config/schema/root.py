@@ -205,6 +205,8 @@ class EvalSetConfig:
 
     path: str = MISSING
     """File (.jsonl, .parquet) or directory of a dataset with the same fields as data.path."""
+    source: str | None = None
+    """With data=mix: the source whose keys, environment and reward it has."""
     num_prompts: int | None = key(None, low=1)
     """Prompts, drawn at random under `seed`; null: all."""
     num_samples: int = key(1, low=1)
@@ -241,7 +243,7 @@ class TrainConfig:
     eval_every: int = key(10, low=1, when=GENERATED)
     """Iterations between evaluations on held-out prompts; also before the first and after the last."""
     num_eval_prompts: int = key(256, low=1, despite=TRAINED, when=(GENERATED, OF_HELDOUT))
-    """Maximum held-out prompts of an evaluation."""
+    """Maximum held-out prompts of an evaluation, with data=mix of each source."""
     eval_sets: dict[str, EvalSetConfig] = field(default_factory=dict)
     """Further sets by name, as in train.eval_sets='{gsm8k: {path: test.jsonl}}', each with `path`, `num_prompts` (null:
     all), `num_samples` (1), `temperature` (0), `top_p` (1) and `top_k` (-1); logged as eval/NAME/*."""

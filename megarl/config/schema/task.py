@@ -1,7 +1,7 @@
 """The variants of data.*, environment.* and reward.*: each has keys of its own."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from math import isfinite
@@ -95,6 +95,8 @@ class FileDataConfig(DataConfig):
     """Field with the question; null: the first of the usual names that a record has."""
     answer_field: str | None = None
     """Field with the answer; null: likewise. In both, a dot selects a field of a nested record."""
+    select: dict[str, Any] = field(default_factory=dict)
+    """Field -> value, or list of values, of the records that are read; others are left out: {data_source: gsm8k}."""
     answer_part: AnswerPart | None = None
     """Part of an answer that is the reference. after_hashes: the text after the last ####, as in GSM8K; boxed: the
     content of the last \\boxed{}; null: whole, or after_hashes if every answer ends with "#### NUMBER"."""
@@ -104,6 +106,8 @@ class FileDataConfig(DataConfig):
 class JsonlDataConfig(FileDataConfig):
     """A file with one JSON object per line."""
 
+    path: Any = None
+    """The file, or a list of files."""
     heldout_path: str | None = None
     """File of the held-out problems; null: a part of `path` is held out."""
 
@@ -133,6 +137,23 @@ class VerifiersDataConfig(DataConfig):
     """The environment; conf/data/verifiers.yaml takes it from environment=verifiers."""
     args: dict[str, Any] = field(default_factory=dict)
     """Its arguments; likewise."""
+
+
+ShareBy = Enum("ShareBy", {"samples": "samples", "tokens": "tokens"})
+
+
+@dataclass
+class MixDataConfig(DataConfig):
+    """Several sources of prompts. What a source does not say itself is the run's own."""
+
+    sources: dict[str, Any] = field(default_factory=dict)
+    """Name -> `kind`, a choice of data=, its keys, and `share`, `reward` and `environment` (each with kind and keys),
+    `reward_scale` (1), `response_length`: {math: {kind: gsm8k, share: 0.7, reward: {kind: math}}, ...}."""
+    common: dict[str, Any] = field(default_factory=dict)
+    """The same keys for the sources that do not have their own, for example {kind: jsonl, path: all.jsonl}."""
+    share_by: ShareBy = ShareBy.samples
+    """What shares are of: samples, or the tokens of responses, by their lengths so far. Without shares each source has
+    as many prompts as it has problems."""
 
 
 @dataclass
@@ -415,6 +436,7 @@ SCHEMAS: dict[str, dict[str, type[Any]]] = {
         "parquet": ParquetDataConfig,
         "huggingface": HuggingFaceDataConfig,
         "verifiers": VerifiersDataConfig,
+        "mix": MixDataConfig,
     },
     "environment": {
         "single_turn": SingleTurnEnvironmentConfig,
@@ -492,14 +514,27 @@ def _read_part(name: str, given: Any) -> RewardPart:
         raise ConfigError([f"{key}.weight: found {weight!r}; it must be a finite number"])
     if of_sum := [option for option in options if option in OF_ALL]:
         raise ConfigError([f"{key}.{of_sum[0]}: has no effect in a part; reward.{of_sum[0]} is that of the sum"])
-    node = OmegaConf.structured(SCHEMAS["reward"][str(kind)])
-    known = [str(option) for option in node if option not in OF_ALL]
+    config = build_choice("reward", str(kind), options, key, ("weight",), OF_ALL)
+    assert isinstance(config, RewardConfig)
+    return RewardPart(name, float(weight), config)
+
+
+def build_choice(
+    group: str,
+    kind: str,
+    options: Mapping[str, Any],
+    key: str,
+    beside: Iterable[str] = (),
+    without: Collection[str] = (),
+) -> Any:
+    """The configuration of a choice of a group with these of its keys. beside, without: keys that a message names too
+    or not. Raises ConfigError naming what is wrong below `key`."""
+    node = OmegaConf.structured(SCHEMAS[group][kind])
+    known = [str(option) for option in node if option not in without]
     try:
         for option, value in options.items():
             OmegaConf.update(node, option, value)
-        config = OmegaConf.to_object(node)
+        return OmegaConf.to_object(node)
     except OmegaConfBaseException as error:
         wrong = f"{key}.{getattr(error, 'key', kind)}: {str(error).strip().splitlines()[0]}"
-        raise ConfigError([f"{wrong}; kind={kind} has {', '.join(('weight', *known))}"]) from error
-    assert isinstance(config, RewardConfig)
-    return RewardPart(name, float(weight), config)
+        raise ConfigError([f"{wrong}; kind={kind} has {', '.join((*beside, *known))}"]) from error

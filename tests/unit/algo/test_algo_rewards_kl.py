@@ -16,6 +16,7 @@ from megarl.algo.algorithm import (
     compute_shaped_rewards,
     compute_targets,
     compute_token_kl,
+    compute_turn_rewards,
     update_reward_moments,
 )
 from megarl.algo.statistics import NonFiniteError, RunningMoments, merge_moments, split_blocks
@@ -97,6 +98,20 @@ def test_the_scale_comes_before_the_overlong_penalty_and_the_running_moments():
     close(compute_shaped_rewards(e, algo, 10, wrong=-1.0), [-1.0, 0.0, -2.0])
     moments = update_reward_moments(RunningMoments(), e, algo, 10, -1.0)
     assert (moments.count, moments.mean) == (3, -1.0)
+
+
+def test_a_source_scales_its_rewards_of_responses_and_turns_and_has_a_length_limit_of_its_own():
+    # Scaled to -1, 1, -1 by `wrong`, then by 3, 3 and 0.5; a response of 4 tokens is at the limit of its source only.
+    e = make_experience([0, 0, 1], [2, 4, 4], [0.0, 1.0, 0.0], [False, False, True], 0, holes=False)
+    algo = configure(overlong__penalty=1.0, overlong__buffer_frac=0.5)
+    turns = torch.zeros_like(e.old_logprobs)
+    turns[:, 0] = 1.0
+    e = replace(e, reward_scales=f64([3.0, 3.0, 0.5]), length_limits=torch.tensor([10, 10, 4]), turn_rewards=turns)
+    close(compute_shaped_rewards(e, algo, 10, wrong=-1.0), [-3.0, 3.0, -1.5])
+    found = compute_turn_rewards(e, algo, 10, wrong=-1.0)
+    close(found[:, 0], [6.0, 6.0, 1.0])
+    plain = replace(e, reward_scales=None, length_limits=None)
+    close(compute_shaped_rewards(plain, algo, 10, wrong=-1.0), [-1.0, 1.0, -1.0])
 
 
 SCOPES = ["none", "batch", "group", "running"]

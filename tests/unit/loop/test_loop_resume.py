@@ -156,6 +156,13 @@ KEPT = {
         *("data=guess", "data.prompt_length=8", "data.critic_prompt='{answer}|'"),
         "model.random.alphabet=abcdef1234567-|",
     ],
+    "mix": [
+        *("algo=grpo", "algo.dynamic_sampling.enabled=true", "data=mix", "data.share_by=tokens"),
+        "data.prompt_length=32",
+        "data.sources.long={kind: letter_count, share: 2, num_heldout: 4, options: {letters: abc, max_dots: 4}}",
+        "data.sources.short={kind: letter_count, share: 1, num_heldout: 4, options: {letters: def, max_dots: 3}}",
+        "data.sources.short.response_length=6",
+    ],
     "own estimator": ["algo=lite_ppo", "algo.advantage=fakes.own_estimator:SLOW", "algo.advantage_std=none"],
 }
 
