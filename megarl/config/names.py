@@ -8,7 +8,7 @@ What ROLL means was read in its PPOConfig, RLVRConfig and functionals.py (releas
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from math import prod
+from math import ceil, prod
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -178,6 +178,12 @@ def warmup(given: Values) -> dict[str, Any]:
     return {"algo.value_pretrain.steps": steps} | ({"algo.value_pretrain.enabled": True} if steps else {})
 
 
+def staleness(given: Values) -> dict[str, Any]:
+    """A loss of older samples needs a correction here."""
+    ratio = given["async_generation_ratio"]
+    return {"rollout.max_staleness": ceil(ratio), "algo.mismatch.correction": "tis"} if ratio else {}
+
+
 def _group(names: Iterable[str]) -> list[list[str]]:
     """The names, those of one conversion together."""
     groups: dict[str, list[str]] = {}
@@ -277,6 +283,8 @@ def _assign(names: Sequence[str], values: Mapping[str, Sequence[Any]]) -> dict[s
 
 # Whole files of ROLL's RLVR pipeline, which tools/import_roll.py converts.
 
+ANSWER = "ground_truth"
+"""ROLL's field with the answer"""
 ROLES = {"actor_train": "policy", "critic": "critic", "reference": "reference"}
 _OFF: tuple[Any, ...] = (None, False, 0, "", "disable", "disabled", [], {})
 
@@ -328,7 +336,72 @@ def import_roll(given: Values) -> list[Outcome]:
             else:
                 outcomes += [Outcome(name, values[name], converted, ALIASES[name].text) for name in names]
                 break
-    return outcomes + [_import_key(key, value, values) for key, value in values.items() if key not in ALIASES]
+    domains = _import_domains(values)
+    left = values.keys() - ALIASES.keys() - {outcome.key for outcome in domains}
+    others = [_import_key(key, value, values) for key, value in values.items() if key in left]
+    if any("data.sources" in outcome.overrides for outcome in domains):  # What all sources have stands in data.common.
+        given = {key: value for each in others for key, value in each.overrides.items()}
+        short = {"data": "kind", "data.path": "path", "data.prompt_field": "prompt_field"}
+        common = {name: given[key] for key, name in short.items() if key in given} | {"answer_field": ANSWER}
+        outcomes[0].overrides.update({"data": "mix", "data.common": common, "reward": "math"})
+        for outcome in others:
+            for key in short.keys() & outcome.overrides.keys():
+                del outcome.overrides[key]
+    return outcomes + others + domains
+
+
+def _import_domains(values: Values) -> list[Outcome]:
+    """The data and rewards of ROLL's domains: one is the run's own, several are data=mix."""
+    outcomes: list[Outcome] = []
+    sources: dict[str, dict[str, Any]] = {}
+    probs = "actor_train.data_args.domain_interleave_probs."
+    is_shared = any(key.startswith(probs) for key in values)
+    for key in [key for key in values if re.fullmatch(r"rewards\.[^.]+\.worker_cls", key)]:
+        name = key.split(".")[1]
+        share, field = values.get(f"{probs}{name}"), _find_answer(str(values[key]))
+        if is_shared and not share:
+            outcomes.append(Outcome(key, values[key], {}, "domain_interleave_probs leaves the domain out"))
+            continue
+        try:
+            reward = _read_worker(name, values)
+        except ValueError as error:
+            outcomes.append(Outcome(key, values[key], {}, str(error), by_hand=True))
+            continue
+        sources[name] = {"share": share} if is_shared else {}
+        sources[name]["select"] = {"tag": values.get(f"rewards.{name}.tag_included") or [name]}
+        sources[name] |= {"answer_field": field} if field != ANSWER else {}
+        sources[name]["reward"] = reward
+        note = f"serve {reward['model']} at reward.url" if reward["kind"] == "judge" else ""
+        own = {"reward": reward["kind"], **{f"reward.{k}": v for k, v in reward.items() if k != "kind"}}
+        outcomes.append(Outcome(key, values[key], {**own, "data.answer_field": field}, note))
+    if len(sources) > 1:
+        outcomes = [outcome._replace(overrides={}) for outcome in outcomes]
+        outcomes[-1].overrides["data.sources"] = sources
+    return outcomes
+
+
+def _find_answer(worker: str) -> str:
+    return str(TABLE["roll_file"]["answers"].get(worker.rpartition(".")[2], ANSWER))
+
+
+def _read_worker(name: str, values: Values) -> dict[str, Any]:
+    """The reward of a domain, with its kind. Raises ValueError for one that is none of ours."""
+    own = f"rewards.{name}."
+    worker = str(values[f"{own}worker_cls"]).rpartition(".")[2]
+    if worker not in (table := TABLE["roll_file"]["workers"]):
+        raise ValueError("of its domain, a function of yours: reward=function reward.path=package.module:callable")
+    reward = dict(table[worker])
+    if worker == "CrossThinkQARuleRewardWorker":
+        if values.get(f"{own}response_length_penalty_coef"):
+            raise ValueError("response_length_penalty_coef is not here; algo.overlong.penalty prices long responses")
+        reward["path"] = reward["path"].replace("soft", values.get(f"{own}reward_type") or "soft")
+    if reward["kind"] == "judge":
+        path = "model_args.model_name_or_path"
+        models = [f"{own}judge_model_name", f"{own}{path}", f"reward_model.{path}"]
+        models = models[::-1] if values.get(f"{own}judge_model_type") == "cluster" else models
+        reward["model"] = next((values[key] for key in models if values.get(key)), None)
+        reward["url"] = values.get(f"{own}judge_api_url") or reward["url"]
+    return reward
 
 
 def _import_key(key: str, value: Any, values: Values) -> Outcome:
@@ -389,13 +462,25 @@ def minibatch(_: Any, values: Values, role: str) -> dict[str, Any]:
 
 
 def data_file(value: Any, _: Values, __: str) -> dict[str, Any]:
-    (name,) = [value] if isinstance(value, str) else value  # several are to be joined by hand
-    if not name.endswith((".jsonl", ".parquet")):
-        raise ValueError("one file of JSON lines (data=jsonl) or Parquet (data=parquet)")
-    return {"data": name.rpartition(".")[2], "data.path": name}
+    names = [value] if isinstance(value, str) else list(value)
+    kinds = {str(name).rpartition(".")[2] for name in names}
+    if len(kinds) != 1 or not kinds <= {"jsonl", "parquet"}:
+        raise ValueError("files of JSON lines (data=jsonl) or Parquet (data=parquet)")
+    return {"data": kinds.pop(), "data.path": names[0] if len(names) == 1 else names}
 
 
-def math_reward(worker: Any, _: Values, __: str) -> dict[str, Any]:
-    if not str(worker).endswith(".MathRuleRewardWorker"):
-        raise ValueError("of its domain, a function of yours: reward=function reward.path=package.module:callable")
-    return {"reward": "math", "data.answer_field": "ground_truth"}
+def pg_variant(value: Any, values: Values, _: str) -> dict[str, Any]:
+    if value == "topr":
+        weights = {end: values.get(f"actor_train.topr_{end}_weight", 1.0) for end in ("positive", "negative")}
+        return {"algo.rl_loss_coef": 0.0} | {f"algo.topr.{end}_loss_coef": it for end, it in weights.items()}
+    surrogates = {"ppo": "clip", "vanilla": "logprob", "cispo": "cispo"}
+    return {"algo.surrogate": surrogates[value]}
+
+
+def lora_layers(value: Any, _: Values, __: str) -> dict[str, Any]:
+    layers = {"attention": {"q_proj", "k_proj", "v_proj", "o_proj"}, "mlp": {"gate_proj", "up_proj", "down_proj"}}
+    names = set().union(*layers.values()) if value == "all-linear" else set(str(value).replace(" ", "").split(","))
+    chosen = [layer for layer, own in layers.items() if own <= names]
+    if names != set().union(*(layers[layer] for layer in chosen)):
+        raise ValueError(f"adapters are on all matrices of a layer: {value} found")
+    return {"policy.lora.layers": chosen}

@@ -429,8 +429,8 @@ def read_tests(prompt: Prompt) -> tuple[list[tuple[str, str]], list[str]]:
     """Pairs of input and output, and statements that must not raise, in metadata["tests"], else in the answer. Raises
     ValueError naming the prompt.
 
-    JSON: {"inputs": [texts], "outputs": [texts]}, {"asserts": [statements]}, or a list of statements; or plain text of
-    assert statements.
+    JSON: {"inputs": [texts], "outputs": [texts]}, {"asserts": [statements]}, or a list of statements; a list of records
+    with "assert_code" or "stdin" and "expected_stdout", as ROLL has them; or plain text of assert statements.
     """
     whole = json.dumps(prompt.references) if prompt.references else prompt.answer
     stored: Any = prompt.metadata.get("tests", whole)
@@ -439,6 +439,11 @@ def read_tests(prompt: Prompt) -> tuple[list[tuple[str, str]], list[str]]:
             stored = parse_json(stored)
         else:
             stored = [stored] if "assert" in stored else []
+        if isinstance(stored, list) and all(isinstance(each, dict) for each in stored):  # ROLL's test_cases
+            pairs = [each for each in stored if "assert_code" not in each]
+            inputs, outputs = [it.get("stdin", "") for it in pairs], [it.get("expected_stdout") for it in pairs]
+            asserts = [each["assert_code"] for each in stored if "assert_code" in each]
+            stored = {"inputs": inputs, "outputs": outputs, "asserts": [add_test_calls(each) for each in asserts]}
         stored = stored if isinstance(stored, dict) else {"asserts": stored}
         inputs, outputs, asserts = ([*stored.get(name, ())] for name in ("inputs", "outputs", "asserts"))
         if wrong := [value for value in (*inputs, *outputs, *asserts) if not isinstance(value, str)]:
@@ -452,6 +457,12 @@ def read_tests(prompt: Prompt) -> tuple[list[tuple[str, str]], list[str]]:
     if not inputs and not asserts:
         raise ValueError(f"prompt {prompt.id!r}: it has no tests; reward=code needs one at least")
     return list(zip(inputs, outputs, strict=True)), asserts
+
+
+def add_test_calls(code: str) -> Any:
+    """Statements that define test functions, as pytest finds them, with calls of these."""
+    names = re.findall(r"^def (test_\w*)\(\s*\)", code, re.MULTILINE) if isinstance(code, str) else []
+    return "\n".join([code, *(f"{name}()" for name in names)]) if names else code
 
 
 def normalize_output(text: str) -> list[str]:

@@ -143,6 +143,33 @@ def test_a_run_with_a_killed_process_ends_with_the_same_weights_metrics_and_roll
         assert re.search(r"resuming from\s+\S*/checkpoints/iteration--00002\n", text)
 
 
+def test_a_mix_of_two_sources_with_a_reward_each_is_killed_and_ends_the_same(tmp_path: Path) -> None:
+    reward = tmp_path / "few.py"
+    reward.write_text("def score(prompt, response):\n    return len(set(response.text)) / 8\n")
+    letters = "{kind: letter_count, num_heldout: 4, options: {letters: %s, max_dots: 4}, %s}"
+    mix = (
+        *(*OVERRIDES, "data=mix", "data.share_by=tokens", "data.prompt_length=32"),
+        f"data.sources.long={letters % ('abc', 'share: 0.6, reward: {kind: letter_count}')}",
+        f"data.sources.few={letters % ('def', 'share: 0.4, reward_scale: 0.5, response_length: 12')}",
+        *("data.sources.few.reward.kind=function", f"data.sources.few.reward.path='{reward}:score'"),
+    )
+    whole, run_dir, log = tmp_path / "whole", tmp_path / "killed", tmp_path / "killed.log"
+    train(*mix, f"hydra.run.dir={whole}")
+    run = start(*mix, f"hydra.run.dir={run_dir}", log=log)
+    try:
+        kill(run, run_dir, Plan("driver", "generation", 3, delay_s=0.1))
+        wait_end(run)
+    finally:
+        run.kill()
+    wait_until(lambda: not find_marked(run_dir / "logs"), "the end of a dead driver's processes", 60)
+    code, _ = wait_end(start(f"resume={run_dir}", log=log))
+    assert code == 0, log.read_text(errors="replace")[-5000:]
+    assert summarize(run_dir) == summarize(whole)
+    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert {f"source/{name}/{each}" for name in ("long", "few") for each in ("reward", "epochs")} <= lines[-1].keys()
+    assert {"eval/long/correct", "eval/few/reward_mean"} <= lines[-1].keys()
+
+
 @pytest.mark.timeout(900)
 def test_a_run_of_a_sweep_ends_as_the_run_alone_and_makes_a_page(out: Path, reference: dict[str, Any]) -> None:
     command = ("-m", *OVERRIDES, "algo.clip_high=0.28", f"hydra.sweep.dir={out}/sweep")
