@@ -6,7 +6,7 @@ of one arm's number and a constant: 95%, two-sided. It
 - does not hold where the whole interval is below the margin,
 - holds where the mean difference is the margin or more and the interval is above 0, or above the margin where that is
   negative: the arm is then not worse by as much,
-- and cannot be told otherwise.
+- and otherwise cannot be told from fewer than 20 seeds; from 20 on it does not hold.
 
 A difference that is real and smaller than the margin does not hold.
 """
@@ -22,10 +22,11 @@ from enum import Enum
 from html import escape
 from typing import Any
 
+from scipy.stats import t
+
 from megarl.report.charts import HEIGHT, WIDTH, Curve, draw_curves
 
-T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""97.5% quantile of Student's t for 1 to 9 degrees of freedom"""
+ENOUGH_SEEDS = 20
 BEGIN = "<!-- begin {}: made by tools/bench/experiments.py -->\n"
 END = "<!-- end {} -->"
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")
@@ -136,6 +137,7 @@ class Difference:
     mean: float
     low: float
     high: float
+    num_seeds: int
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,7 @@ MEASURES: dict[str, tuple[str, Callable[[Any], float]]] = {
     "area": ("", find_area),
     "correct at the end": ("right", take_last),
     "correct over all": ("right", statistics.fmean),
+    "paid over all": ("reward", statistics.fmean),
     "iterations to half": ("right", count_to_half),
     "fall from the best": ("right", lambda right: find_best(right) - take_last(right)),
     "SNR": ("snr", lambda snr: snr[0]),
@@ -211,12 +214,12 @@ def measure(run: Run, name: str) -> float:
 
 
 def compute_difference(differences: Sequence[float]) -> Difference:
-    """The mean and its 95% interval by Student's t. Raises ValueError for fewer than 2 or more than 10 seeds."""
-    if not 2 <= len(differences) <= len(T_975) + 1:
-        raise ValueError(f"found {len(differences)} seeds; an interval needs 2 to {len(T_975) + 1}")
+    """The mean and its 95% interval by Student's t. Raises ValueError for fewer than 2 seeds."""
+    if (num := len(differences)) < 2:
+        raise ValueError(f"found {num} seeds; an interval needs 2 or more")
     mean = statistics.fmean(differences)
-    reach = T_975[len(differences) - 2] * statistics.stdev(differences) / math.sqrt(len(differences))
-    return Difference(mean, mean - reach, mean + reach)
+    reach = float(t.ppf(0.975, num - 1)) * statistics.stdev(differences) / math.sqrt(num)
+    return Difference(mean, mean - reach, mean + reach, num)
 
 
 def judge(difference: Difference, margin: float) -> Verdict:
@@ -224,7 +227,9 @@ def judge(difference: Difference, margin: float) -> Verdict:
     if difference.high < margin:
         return Verdict.does_not_hold
     is_clear = difference.low > min(0.0, margin) and difference.mean >= margin
-    return Verdict.holds if is_clear else Verdict.cannot_tell
+    if is_clear:
+        return Verdict.holds
+    return Verdict.does_not_hold if difference.num_seeds >= ENOUGH_SEEDS else Verdict.cannot_tell
 
 
 def list_arms(side: str | float | Sequence[str]) -> list[str]:

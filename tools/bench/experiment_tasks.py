@@ -69,6 +69,12 @@ def score_first(prompt: Prompt, response: Response) -> Score:
     return Score(float(right), right, {"right": float(right), "counted": 1.0})
 
 
+def score_cut(prompt: Prompt, response: Response) -> Score:
+    """As `score_first`, and 0 for a response that has not ended by itself."""
+    found = score_first(prompt, response)
+    return found if response.finish_reason is FinishReason.stop else replace(found, reward=0.0)
+
+
 def list_bits(prompt: Prompt, response: Response) -> list[bool]:
     """Of each letter whether it is right: one of a to d."""
     return [letter in RIGHT_HALF for letter in response.text]
@@ -79,12 +85,12 @@ def score_bits_16(prompt: Prompt, response: Response) -> Score:
     return _score_bits(prompt, response, 16)
 
 
-def score_bits_64(prompt: Prompt, response: Response) -> Score:
-    return _score_bits(prompt, response, 64)
+def score_bits_32(prompt: Prompt, response: Response) -> Score:
+    return _score_bits(prompt, response, 32)
 
 
-def score_bits_256(prompt: Prompt, response: Response) -> Score:
-    return _score_bits(prompt, response, 256)
+def score_bits_128(prompt: Prompt, response: Response) -> Score:
+    return _score_bits(prompt, response, 128)
 
 
 def _score_bits(prompt: Prompt, response: Response, num_bits: int) -> Score:
@@ -168,13 +174,15 @@ TASKS: dict[str, Task] = {
     "key_128": Task(score_key, 128),
     "key_256": Task(score_key, 256),
     "key_to_256": Task(score_key, 256, {"<eos>": -2.08}),
-    "key_mixed": Task(score_key, 128, {"<eos>": -1.6}),
+    "key_64": Task(score_key, 64),
+    "key_to_64": Task(score_key, 64, {"<eos>": -0.86}),
     "bits_16": Task(score_bits_16, 16, bits=list_bits),
-    "bits_64": Task(score_bits_64, 64, bits=list_bits),
-    "bits_256": Task(score_bits_256, 256, bits=list_bits),
+    "bits_32": Task(score_bits_32, 32, bits=list_bits),
+    "bits_128": Task(score_bits_128, 128, bits=list_bits),
     "dice": Task(score_dice, 128, {"<eos>": 2.0}),
     "rare": Task(score_rare, 1, {"a": -3.0}),
     "groups": Task(score_groups, 256, {"<eos>": -2.3}),
+    "cut": Task(score_cut, 40, {"<eos>": -1.35}),
     "whole": Task(score_whole, 256, {"<eos>": -2.3}),
     "above": Task(score_above, 256, {"<eos>": -2.3}),
     **{
