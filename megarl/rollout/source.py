@@ -481,6 +481,8 @@ class GroupSource:
         self._replay = ReplayBuffer(config.algo.replay, config.seed)
         self._keeps_logprobs = config.algo.replay.num_iterations > 0 and uses_topr(config.algo)
         self._taken: list[Group] = []
+        self._replayable: list[Group] = []
+        """Those of them that the replay buffer holds: the same list where it holds all"""
         self._pool: list[list[Group]] = []
         self._ahead: GroupScheduler | None = None
         self._groups = GroupState()
@@ -529,6 +531,14 @@ class GroupSource:
                 replace(sample, first_old_logprobs=next(rows)[: len(sample.response)].numpy(force=True).copy())
                 for sample in group
             )
+        if self._keeps_logprobs and self._replayable is not self._taken:
+            self._replayable[:] = [group for group in self._taken if not group[0].masked]
+
+    def _add_to_replay(self, fresh: list[Group]) -> None:
+        """All groups but those without a policy loss."""
+        masks = any(group[0].masked for group in fresh)
+        self._replayable = [group for group in fresh if not group[0].masked] if masks else fresh
+        self._replay.add(self._replayable)
 
     def begin_again(self) -> None:
         """Break off the groups under way, after servers were restarted; the next `take` begins them again."""
@@ -598,7 +608,7 @@ class GroupSource:
             return split_groups(sampled[-1])
 
         fresh, metrics = collect_groups(collect, self._train.num_prompts - len(replayed), self._sampling)
-        self._replay.add([group for group in fresh if not group[0].masked])
+        self._add_to_replay(fresh)
         if self._num_outside or (self._sampling.value_low, self._sampling.value_high) != (None, None):
             metrics["sampling/num_outside_value"], self._num_outside = float(self._num_outside), 0
         if self._sampling.enabled and self._sampling.skip_epochs:
@@ -638,7 +648,7 @@ class GroupSource:
             return taken[-num_groups:]
 
         fresh, metrics = collect_groups(take, planned[0], self._sampling, one_by_one=True)
-        self._replay.add([group for group in fresh if not group[0].masked])
+        self._add_to_replay(fresh)
         metrics |= compute_staleness([s for group in fresh for s in group], weight_version, self._max_staleness)
         return IterationBatch(fresh, replayed, (join_groups(taken, 0).samples,), metrics)
 

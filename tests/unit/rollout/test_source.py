@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from fakes.groups import DEADLINE_S, GroupMaker, make_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -536,6 +537,11 @@ def test_with_a_mask_the_groups_that_are_not_kept_have_no_policy_loss_and_are_no
     assert 0 < sum(group[0].masked for group in batch.fresh) < len(batch.fresh)
     (kept,) = source.state().replay
     assert kept == [group for group in batch.fresh if not group[0].masked]
+    # The log-probs of this iteration come later, into the list that a checkpoint holds.
+    rows = torch.arange(8.0)[:, None].expand(8, 2)
+    source.keep_logprobs(rows)
+    numbers = [sample.first_old_logprobs[0] for group in kept for sample in group]
+    assert numbers == [row for row, sample in enumerate(s for g in batch.fresh for s in g) if not sample.masked]
 
 
 def test_a_prompt_without_a_signal_is_skipped_in_the_next_epochs_and_a_resumed_run_knows_it():
