@@ -8,7 +8,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megarl.algo.declarations import AdvantageEstimator, AdvantageInputs, Advantages
-from megarl.config.schema.algo import ADAPTIVE, AdvantageStd, AlgoConfig, LambdaLevel, NormScope, StdOf, TetherConfig
+from megarl.config.schema.algo import (
+    ADAPTIVE,
+    NO_ADVANTAGE,
+    AdvantageStd,
+    AlgoConfig,
+    LambdaLevel,
+    NormScope,
+    StdOf,
+    TetherConfig,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +49,23 @@ def _format_reinforce(algo: AlgoConfig, responses_per_prompt: int) -> str:
 
 
 REINFORCE = AdvantageEstimator(_format_reinforce, _estimate_reinforce)
+
+
+# Nothing is learned from rewards; what algo.kl.in_advantage subtracts is the whole advantage.
+
+
+def _estimate_nothing(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages:
+    from megarl.algo.statistics import allocate_zeros
+
+    return Advantages(allocate_zeros(inputs.mask_BT.shape, inputs.dtype))
+
+
+def _check_nothing(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps: int) -> Iterator[str]:
+    if not algo.kl.in_advantage:
+        yield "algo.advantage: none found with algo.kl.in_advantage=false; nothing is learned: must be another, or true"
+
+
+NOTHING = AdvantageEstimator(lambda algo, responses_per_prompt: "0", _estimate_nothing, check=_check_nothing)
 
 
 # Group-relative advantages: GRPO (2402.03300) and LitePPO (2508.08221).
@@ -456,6 +482,7 @@ ADVANTAGES = {
     "control_variate": CONTROL_VARIATE,
     "gae": GAE,
     "group": GROUP,
+    NO_ADVANTAGE: NOTHING,
     "reinforce": REINFORCE,
     "rloo": RLOO,
     "tether": TETHER,

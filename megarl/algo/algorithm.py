@@ -169,8 +169,8 @@ variance rises by 0.004 a step under noise of 0.05; two would miss half of the p
 
 
 def build_pretraining_algo(algo: AlgoConfig) -> AlgoConfig:
-    """The algorithm with the same rewards, Monte-Carlo returns and advantages, and no KL in the loss."""
-    return replace(algo, lambda_critic=1.0, lambda_policy=1.0, kl=replace(algo.kl, in_loss=False))
+    """The algorithm with the same rewards, Monte-Carlo returns and advantages, and no KL for the policy alone."""
+    return replace(algo, lambda_critic=1.0, lambda_policy=1.0, kl=replace(algo.kl, in_loss=False, in_advantage=False))
 
 
 def find_end(settings: ValuePretrainConfig, curve: Sequence[float]) -> str | None:
@@ -248,10 +248,12 @@ def compute_targets(
     scored = drop_failed(experience)
     mask, dtype = scored.mask, scored.old_logprobs.dtype
     rewards_B = compute_shaped_rewards(scored, algo, response_length, reward_moments, wrong)
-    kl_BT, metrics = _compute_penalty(scored, algo, kl_coef)
+    kl_BT, metrics = _compute_penalty(scored, algo.kl, kl_coef)
     turn_rewards_BT = compute_turn_rewards(scored, algo, response_length, reward_moments, wrong)
     values, groups = scored.values, scored.groups
-    inputs = AdvantageInputs(rewards_B, kl_BT, mask, groups, values, turn_rewards_BT, dtype, tether_rho)
+    inputs = AdvantageInputs(
+        rewards_B, kl_BT if algo.kl.in_reward else None, mask, groups, values, turn_rewards_BT, dtype, tether_rho
+    )
     found = _compute_advantages(inputs, algo)
     fresh = mask if scored.too_stale is None else mask & ~scored.too_stale
     dropped = scored.truncated if algo.overlong.filter else None
@@ -262,7 +264,7 @@ def compute_targets(
         mask=mask,
         loss_mask=fresh if dropped is None else fresh & ~dropped[:, None],
         positive=scored.rewards >= algo.positive_threshold,
-        advantages=_finish_advantages(found.advantages, mask, algo, dtype),
+        advantages=_finish_advantages(found.advantages, mask, algo, dtype, kl_BT if algo.kl.in_advantage else None),
         rollout_logprobs=scored.rollout_logprobs,
         old_logprobs=scored.old_logprobs if has_old_logprobs else None,
         sampling_logprobs=scored.sampling_logprobs if uses_topr(algo) else None,
@@ -299,7 +301,7 @@ def measure_old_logprobs(experience: Experience, algo: AlgoConfig) -> Metrics:
         return {}
     scored, kl = drop_failed(experience), algo.kl
     metrics = diagnostics.compute_mismatch_metrics(scored, algo.mismatch)
-    if kl.in_loss and not kl.in_reward and kl.loss_estimator is not KLEstimator.full:
+    if kl.in_loss and not kl.is_subtracted and kl.loss_estimator is not KLEstimator.full:
         total = sum(
             float(compute_token_kl(scored, kl.loss_estimator, b).sum()) for b in statistics.split_blocks(scored.mask)
         )
@@ -339,15 +341,23 @@ def _check_experience(experience: Experience, algo: AlgoConfig) -> None:
         raise ValueError(f"values: none found; algo.advantage={algo.advantage} needs the critic's values")
 
 
-def _compute_penalty(experience: Experience, algo: AlgoConfig, kl_coef: float) -> tuple[Tensor | None, Metrics]:
-    """beta * k per token, [B, T] in the dtype of the log-probs, and kl/mean; None where no KL is in the reward."""
-    if not algo.kl.in_reward:
+def _compute_penalty(experience: Experience, config: KLConfig, kl_coef: float) -> tuple[Tensor | None, Metrics]:
+    """What is subtracted from the rewards (beta * k per token) or advantages, [B, T] in the dtype of the log-probs, and
+    kl/mean; None where nothing is.
+
+    In a token's own advantage the estimate is k1: the expected gradient is then that of KL(policy, reference) at each
+    state that the policy visits, with a discount of 0 for later tokens.
+    """
+    if not config.is_subtracted:
         return None, {}
+    coef, estimator = (
+        (kl_coef, config.reward_estimator) if config.in_reward else (config.advantage_coef, KLEstimator.k1)
+    )
     total, penalty = 0.0, statistics.allocate_zeros(experience.mask.shape, experience.old_logprobs.dtype)
     for block in statistics.split_blocks(experience.mask):
-        kl = compute_token_kl(experience, algo.kl.reward_estimator, block)
+        kl = compute_token_kl(experience, estimator, block)
         total += float(kl.sum())
-        block.put(kl_coef * kl, penalty)
+        block.put(coef * kl, penalty)
     return penalty, {"kl/mean": total / max(int(statistics.count_generated(experience.mask).sum()), 1)}
 
 
@@ -367,8 +377,11 @@ def _compute_advantages(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages
     return found
 
 
-def _finish_advantages(advantages: Tensor, mask: Tensor, algo: AlgoConfig, dtype: torch.dtype) -> Tensor:
-    """Whitened and clipped where configured, [B, T] in `dtype`, 0 outside the mask. advantages: float [B] or [B, T]."""
+def _finish_advantages(
+    advantages: Tensor, mask: Tensor, algo: AlgoConfig, dtype: torch.dtype, penalty_BT: Tensor | None
+) -> Tensor:
+    """Whitened where configured, less the penalty (of `_compute_penalty`), clipped where configured; [B, T] in
+    `dtype`, 0 outside the mask. advantages: float [B] or [B, T]."""
 
     def find(block: statistics.Block) -> Tensor:
         found = block.spread(advantages) if advantages.dim() == 1 else block.flatten(advantages)
@@ -381,6 +394,8 @@ def _finish_advantages(advantages: Tensor, mask: Tensor, algo: AlgoConfig, dtype
         found = find(block)
         if whitening is not None:
             found = whitening.apply(found)
+        if penalty_BT is not None:
+            found = found - block.flatten(penalty_BT).double()
         if algo.advantage_clip is not None:
             found = found.clamp(-algo.advantage_clip, algo.advantage_clip)
         block.put(found, out)

@@ -16,6 +16,7 @@ from megarl.algo.declarations import AdvantageEstimator, LossTerm, PolicyLoss
 from megarl.algo.policy_losses import POLICY_LOSSES
 from megarl.config.errors import ConfigError, find_nearest_key, load_named
 from megarl.config.schema.algo import (
+    NO_ADVANTAGE,
     AlgoConfig,
     KLEstimator,
     LossAggMode,
@@ -110,7 +111,7 @@ def needs_pass(config: Config) -> bool:
     """
     return (
         config.train.num_optimizer_steps != 1  # all steps but the first need those before it
-        or config.algo.kl.in_reward  # the rewards need them
+        or config.algo.kl.is_subtracted  # rewards or advantages need them
         or uses_topr(config.algo)  # its terms need them as log-probs of the policy that sampled
         or config.policy.fp8 is not None  # the rounding of a pass for training is another
         or config.rollout.router_replay  # policy/moe_routing_agreement is counted in the pass
@@ -223,6 +224,11 @@ def _format_topr(algo: AlgoConfig) -> str:
 def _check_topr(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps: int) -> Iterator[str]:
     # The reward to go is the reward itself, at every token, without a discount and a KL.
     undiscounted = algo.advantage == "reinforce" and algo.gamma == 1 and not algo.kl.in_reward
+    if algo.kl.in_advantage:
+        yield (
+            "algo.kl.in_advantage: true found; the topr terms split the responses by the sign of their advantage, one"
+            " for all tokens: must be false"
+        )
     if not (find_advantage(algo.advantage).per_response or undiscounted):
         yield (
             f"algo.advantage: {algo.advantage} found; the topr terms split the responses by the sign of their"
@@ -417,6 +423,8 @@ def _format_advantage(algo: AlgoConfig, responses_per_prompt: int) -> str:
     text = find_advantage(algo.advantage).formula(algo, responses_per_prompt)
     if algo.whiten_advantages:
         text += ", whitened over the batch"
+    if algo.kl.in_advantage:
+        text += f" - {algo.kl.advantage_coef:g} * {format_kl(KLEstimator.k1, 'pi_old')}"
     if algo.advantage_clip is not None:
         text += f", clipped to +-{algo.advantage_clip:g}"
     return text + f"; {responses_per_prompt} response" + ("s" if responses_per_prompt > 1 else "") + " per prompt"
@@ -424,6 +432,8 @@ def _format_advantage(algo: AlgoConfig, responses_per_prompt: int) -> str:
 
 def _format_reward(algo: AlgoConfig, wrong: float, has_turns: bool) -> str:
     text, norm = "R", algo.reward_norm
+    if algo.advantage == NO_ADVANTAGE:
+        return f"none; R = {wrong:g} + {1 - wrong:g} * score is measured" if wrong else "none; the score is measured"
     if algo.overlong.penalty:
         share = f"{algo.overlong.buffer_frac:g} of the length limit"
         text += f" - {algo.overlong.penalty:g} * ramp over the last {share}"

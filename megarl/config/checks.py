@@ -484,6 +484,7 @@ def _check_pairs(config: Config) -> Iterator[str]:
         ("algo.value_clip", algo.value_clip, None),
         ("algo.value_pretrain.enabled", algo.value_pretrain.num_steps > 0, False),
         ("algo.kl.in_reward", algo.kl.in_reward, False),
+        ("algo.kl.in_advantage", algo.kl.in_advantage, False),
         ("algo.kl.in_loss", algo.kl.in_loss, False),
         ("data.critic_prompt", config.data.critic_prompt, None),
         ("data.response_prefix", config.data.response_prefix, None),
@@ -535,6 +536,8 @@ def check_algo(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps_per_
         checks.append(objective.find_policy_loss(algo.surrogate).check)
     for check in [*checks, *(term.check for term in objective.LOSS_TERMS if term.is_used(algo))]:
         yield from check(algo, responses_per_prompt, optimizer_steps_per_iteration)
+    if algo.kl.in_reward and algo.kl.in_advantage:
+        yield "algo.kl.in_advantage: true found with algo.kl.in_reward=true; the KL would count twice: must be false"
     correction = algo.mismatch.correction
     if algo.rl_loss_coef == 0 and not uses_topr(algo):
         yield "algo.rl_loss_coef: 0 found with both topr weights 0, so that nothing is learned: one must be above 0"

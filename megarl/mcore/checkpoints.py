@@ -434,12 +434,25 @@ def check_critic_checkpoint(directory: Path, critic: Architecture, policy: Archi
             f"{directory}: vocab_size is {critic.vocab_size} and the policy's {policy.vocab_size}; the critic reads the"
             " policy's tokens, so they must have the same tokenizer"
         )
-    if longest > critic.max_length:
+    return problems + _check_positions(directory, critic, longest)
+
+
+def check_reference_checkpoint(directory: Path, arch: Architecture, policy: Architecture, longest: int) -> list[str]:
+    """As `check_critic_checkpoint`, of the frozen model that scores the policy's responses."""
+    problems = check_checkpoint(directory, arch, Role.reference)
+    if arch.vocab_size < policy.vocab_size:
         problems.append(
-            f"{directory}: has {critic.max_length} positions; data.prompt_length and rollout.response_length are"
-            f" {longest} tokens together"
+            f"{directory}: vocab_size is {arch.vocab_size} and the policy's {policy.vocab_size}; it must have a row for"
+            " each token that the policy may sample"
         )
-    return problems
+    return problems + _check_positions(directory, arch, longest)
+
+
+def _check_positions(directory: Path, arch: Architecture, longest: int) -> list[str]:
+    if longest <= arch.max_length:
+        return []
+    lengths = f"data.prompt_length and rollout.response_length are {longest} tokens together"
+    return [f"{directory}: has {arch.max_length} positions; {lengths}"]
 
 
 def check_critic_prompt(directory: Path, critic_prompt: str | None) -> str | None:

@@ -204,6 +204,15 @@ def load_tokenizer(directory: Path) -> Any:
         raise ConfigError([f"{directory}: no tokenizer could be read from it: {_in_a_line(error)}"]) from error
 
 
+def describe_other_tokens(tokenizer: Any, wanted: Any) -> str | None:
+    """The first token, by its number, that one of the tokenizers has and the other has not; None: both are the same."""
+    found, expected = ({number: text for text, number in each.get_vocab().items()} for each in (tokenizer, wanted))
+    for number in sorted(found.keys() | expected.keys()):
+        if found.get(number) != expected.get(number):
+            return f"token {number} is {found.get(number)!r}, and {expected.get(number)!r} of the policy"
+    return None
+
+
 def load_hf_config(directory: Path) -> Any:
     """config.json as transformers reads it, and with it the server. Raises ConfigError that names it, or
     generation_config.json, and why it cannot be read.

@@ -37,6 +37,7 @@ from megarl.config.load import expand_sets, load, load_config, load_configs
 from megarl.config.names import rewrite_overrides
 from megarl.config.overrides import take_config_dirs
 from megarl.config.placement import check_allocation, check_cluster, count_nodes, list_groups, place, read_allocation
+from megarl.config.schema.algo import needs_reference
 from megarl.config.schema.mix import name_in_source, split_config
 from megarl.config.schema.roles import ModelSource
 from megarl.config.schema.root import LEAST_OF_KIND, ClusterConfig, Config
@@ -251,6 +252,8 @@ def check_models(config: Config, command: str = "train") -> Iterator[Finding]:
     paths = {"model.path": config.model.path} if config.model.source is ModelSource.path else {}
     if needs_critic(config.algo) and config.critic.init is not None and command == "train":
         paths["critic.init"] = config.critic.init
+    if needs_reference(config.algo) and config.reference.init is not None and command == "train":
+        paths["reference.init"] = config.reference.init
     for key, path in paths.items():
         try:
             find_checkpoint(path, key, may_download=False)

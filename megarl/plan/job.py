@@ -79,14 +79,14 @@ Node = schema.TrainedRoleConfig | schema.ReferenceConfig
 @dataclass(frozen=True)
 class PlannedModels:
     policy: Architecture
-    """Also the reference's"""
     critic: Architecture
+    reference: Architecture
 
 
 def find_models(config: Config) -> PlannedModels:
     """The sizes of the models, from their files where they exist locally, else as published; nothing is downloaded.
 
-    Raises ConfigError naming model.path or critic.init.
+    Raises ConfigError naming model.path, critic.init or reference.init.
     """
     if config.model.source is schema.ModelSource.random:
         policy = describe_random(config.model.random)
@@ -94,8 +94,10 @@ def find_models(config: Config) -> PlannedModels:
         policy = find_architecture(str(config.model.path), "model.path")
     else:
         policy = _read(resolve_checkpoint(config.model, default_cache_dir()), "model.source")
-    has_own = needs_critic(config.algo) and config.critic.init is not None
-    return PlannedModels(policy, find_architecture(str(config.critic.init), "critic.init") if has_own else policy)
+    others = {"critic": needs_critic(config.algo), "reference": needs_reference(config.algo)}
+    starts = {role: getattr(config, role).init if is_needed else None for role, is_needed in others.items()}
+    own = (policy if start is None else find_architecture(start, f"{role}.init") for role, start in starts.items())
+    return PlannedModels(policy, *own)
 
 
 def find_architecture(name: str, key: str) -> Architecture:
@@ -159,7 +161,7 @@ def build_jobs(config: Config, models: PlannedModels, on_gpu: bool) -> dict[str,
 def _build_job(config: Config, name: str, node: Node, models: PlannedModels, on_gpu: bool) -> m.RoleJob:
     megatron, is_critic = config.model.megatron, name == "critic"
     return m.RoleJob(
-        *(name, node, models.critic if is_critic else models.policy),
+        *(name, node, getattr(models, name)),
         *find_microbatch(config, node.parallel, find_longest(config, is_critic=is_critic)),
         on_gpu=on_gpu,
         holds_reference=name == "policy" and needs_full_kl(config.algo),

@@ -74,7 +74,7 @@ POLICY = (
     Chart("Step of the policy", "KL per token, before to after", {"policy/approx_kl": "approx_kl"},
           "How far one iteration moves the policy from the one that sampled the responses."),
     Chart("KL to the reference", "per token",
-          {"kl/mean": "in the reward", "policy/kl_loss": "in the loss", "kl/coef": "coefficient"}),
+          {"kl/mean": "in reward or advantage", "policy/kl_loss": "in the loss", "kl/coef": "coefficient"}),
     Chart("Clipped", "share of tokens",
           {"policy/clip_frac": "policy", "policy/dual_clip_frac": "policy, dual clip", "critic/clip_frac": "critic"}),
     Chart("Gradient norm", "before clipping", {"policy/grad_norm": "policy", "critic/grad_norm": "critic"}),

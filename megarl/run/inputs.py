@@ -10,7 +10,7 @@ from megarl.algo.objective import needs_critic
 from megarl.config.checks import describe_iteration_size
 from megarl.config.errors import ConfigError
 from megarl.config.overrides import name_choice
-from megarl.config.schema.algo import compares_pairs, count_values, needs_reference
+from megarl.config.schema.algo import NO_ADVANTAGE, compares_pairs, count_values, needs_reference
 from megarl.config.schema.mix import naming_source, split_config
 from megarl.config.schema.root import Config
 from megarl.files import load_json_object
@@ -18,7 +18,13 @@ from megarl.interfaces import Sampling, Truncation
 from megarl.mcore import checkpoints
 from megarl.mcore.spec import ROLE_KEYS, Role, WorkerSpec, check_layout, check_role_fields, read_architecture
 from megarl.models.architecture import Architecture
-from megarl.models.checkpoint import default_cache_dir, find_checkpoint, load_tokenizer, resolve_checkpoint
+from megarl.models.checkpoint import (
+    default_cache_dir,
+    describe_other_tokens,
+    find_checkpoint,
+    load_tokenizer,
+    resolve_checkpoint,
+)
 from megarl.models.families import list_unknown_keys
 from megarl.rollout.collector import EvalSet
 from megarl.rollout.conversation import Conversation, add_turn_end, build_conversation, check_conversation
@@ -96,6 +102,13 @@ class Models:
     critic_checkpoint: Path
     critic_architecture: Architecture
     """The policy's where critic.init is not set"""
+    reference_checkpoint: Path
+    reference_architecture: Architecture
+    """The policy's where reference.init is not set"""
+
+    def get_architecture(self, role: Role) -> Architecture:
+        others = {Role.critic: self.critic_architecture, Role.reference: self.reference_architecture}
+        return others.get(role, self.architecture)
 
 
 def load_inputs(config: Config) -> Inputs:
@@ -213,13 +226,14 @@ def build_critic_prompt(config: Config, models: Models, tokenizer: "PreTrainedTo
 
 
 def load_models(config: Config) -> Models:
-    """Find and read the checkpoints. Raises ConfigError naming model.path or critic.init."""
+    """Find and read the checkpoints. Raises ConfigError naming model.path, critic.init or reference.init."""
     checkpoint = resolve_checkpoint(config.model, default_cache_dir())
     architecture = _read_architecture(checkpoint, "model.path")
     if problems := checkpoints.check_checkpoint(checkpoint, architecture, Role.policy):
         raise ConfigError([f"model.path: {problem}" for problem in problems])
+    reference = _load_reference(config, checkpoint, architecture)
     if not needs_critic(config.algo) or config.critic.init is None:
-        return Models(checkpoint, architecture, checkpoint, architecture)
+        return Models(checkpoint, architecture, checkpoint, architecture, *reference)
     critic_checkpoint = find_checkpoint(config.critic.init, "critic.init")
     critic_architecture = _read_architecture(critic_checkpoint, "critic.init")
     longest = config.data.prompt_length + config.rollout.response_length
@@ -234,13 +248,33 @@ def load_models(config: Config) -> Models:
         found = f"{wanted} outputs with algo.value_loss={config.algo.value_loss.name}"
         what = f"the value head of {critic_checkpoint} (critic.init) has {critic_architecture.num_values}"
         raise ConfigError([f"algo.value_bins: found {wanted}, {found}; {what}, with which alone it has learned"])
-    return Models(checkpoint, architecture, critic_checkpoint, critic_architecture)
+    return Models(checkpoint, architecture, critic_checkpoint, critic_architecture, *reference)
+
+
+def _load_reference(config: Config, checkpoint: Path, policy: Architecture) -> tuple[Path, Architecture]:
+    """The checkpoint of the frozen model and its architecture: reference.init, or the policy's."""
+    if not needs_reference(config.algo):
+        return checkpoint, policy
+    if config.reference.init is None:
+        if config.algo.advantage == NO_ADVANTAGE:
+            why = "nothing but the reference is learned from, and the policy's own start has nothing to teach"
+            raise ConfigError([f"reference.init: found null with algo.advantage=none; {why}: it must be a teacher"])
+        return checkpoint, policy
+    directory = find_checkpoint(config.reference.init, "reference.init")
+    architecture = _read_architecture(directory, "reference.init")
+    longest = config.data.prompt_length + config.rollout.response_length
+    problems = checkpoints.check_reference_checkpoint(directory, architecture, policy, longest)
+    if not problems and (problem := describe_other_tokens(load_tokenizer(directory), load_tokenizer(checkpoint))):
+        problems = [f"{directory}: {problem}; the reference scores the policy's tokens, so both need one tokenizer"]
+    if problems:
+        raise ConfigError([f"reference.init: {problem}" for problem in problems])
+    return directory, architecture
 
 
 def load_specs(config: Config, models: Models) -> dict[Role, WorkerSpec]:
     """The worker specs of the roles that the algorithm needs. Raises ConfigError where they do not fit the models."""
-    specs = build_specs(config, models.checkpoint, models.critic_checkpoint)
-    architectures = {role: models.critic_architecture if role is Role.critic else models.architecture for role in specs}
+    specs = build_specs(config, models.checkpoint, models.critic_checkpoint, models.reference_checkpoint)
+    architectures = {role: models.get_architecture(role) for role in specs}
     problems = list(_check_lengths(config, models))
     for role, spec in specs.items():
         problems += check_layout(architectures[role], spec.parallel, f"{role.value}.parallel", spec.megatron)
@@ -329,8 +363,11 @@ def _check_tokens(saved: SavedGroups, renderer: Renderer) -> Iterator[str]:
             return
 
 
-def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None = None) -> dict[Role, WorkerSpec]:
-    """The worker spec of each role. critic_checkpoint: what the critic starts from, if not `checkpoint`."""
+def build_specs(
+    config: Config, checkpoint: Path, critic_checkpoint: Path | None = None, reference_checkpoint: Path | None = None
+) -> dict[Role, WorkerSpec]:
+    """The worker spec of each role. critic_checkpoint, reference_checkpoint: what they start from, if not
+    `checkpoint`."""
     num_steps, train, bounds = config.train.num_optimizer_steps, config.train, config.critic.value_range
 
     def build(role: Role, start: Path, num_steps: int = 0, **own: Any) -> WorkerSpec:
@@ -370,7 +407,7 @@ def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None
             value_range=None if bounds is None else (bounds[0], bounds[1]),
         )
     if needs_reference(config.algo) and not config.has_critic_alone:
-        specs[Role.reference] = build(Role.reference, checkpoint)
+        specs[Role.reference] = build(Role.reference, reference_checkpoint or checkpoint)
     return specs
 
 

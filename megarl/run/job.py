@@ -292,9 +292,9 @@ def run_job(config: Config, run_dir: Path, overrides: Sequence[str] = (), *, is_
     # run.json has the numbers themselves.
     config = settle_threads(config, placement.count_gpus(config), recorded=before)
     inputs = load_inputs(config)
-    critic = inputs.specs.get(Role.critic)
-    own = read_architecture(Path(critic.checkpoint)) if critic else inputs.architecture
-    if problems := [] if config.has_critic_alone else check_plan(config, PlannedModels(inputs.architecture, own)):
+    own = {role: read_architecture(Path(spec.checkpoint)) for role, spec in inputs.specs.items()}
+    models = PlannedModels(*(own.get(role, inputs.architecture) for role in (Role.policy, Role.critic, Role.reference)))
+    if problems := [] if config.has_critic_alone else check_plan(config, models):
         raise ConfigError(problems)
     if config.checkpoint.save_every is not None:
         check_space(run_dir, estimate_bytes(spec for role, spec in inputs.specs.items() if role is not Role.reference))

@@ -79,9 +79,9 @@ def list_response_tokens(sequences: Sequences) -> ResponseTokens:
 class TableModel(torch.nn.Module):
     """[R, width]: a row of the first table plus one of the second; width: the vocabulary, or 1 of a critic."""
 
-    def __init__(self, vocab_size: int, width: int, std: float):
+    def __init__(self, vocab_size: int, width: int, std: float, seed: int = 1):
         super().__init__()
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator().manual_seed(seed)
         self.before = torch.nn.Parameter(std * torch.randn(vocab_size, width, generator=generator))
         self.first = torch.nn.Parameter(std * torch.randn(vocab_size, width, generator=generator))
 
@@ -89,9 +89,9 @@ class TableModel(torch.nn.Module):
         return self.before[before] + self.first[first]
 
 
-def build_policy(vocab_size: int) -> TableModel:
+def build_policy(vocab_size: int, seed: int = 1) -> TableModel:
     """The same weights each time, as from one checkpoint; about one response in five ends at each token."""
-    model = TableModel(vocab_size, vocab_size, std=0.5)
+    model = TableModel(vocab_size, vocab_size, 0.5, seed)
     with torch.no_grad():
         model.before[:, EOS] += torch.tensor(0.25 * vocab_size).log()
     return model
@@ -108,7 +108,8 @@ class FakeBackend:
     def __init__(self, spec: WorkerSpec, watch: Callable[[str, str], None] = lambda _role, _verb: None):
         self.spec, self.role, self._watch = spec, spec.role.value, watch
         self.vocab_size = read_architecture(Path(spec.checkpoint)).vocab_size
-        self.model = build_policy(self.vocab_size)
+        is_teacher = spec.role is Role.reference and spec.algo.kl.in_advantage
+        self.model = build_policy(self.vocab_size, seed=2 if is_teacher else 1)
         if spec.role is Role.critic:
             self.model = build_critic(self.vocab_size, spec.num_values)
         self.reference = build_policy(self.vocab_size) if needs_full_kl(spec.algo) else None

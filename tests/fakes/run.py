@@ -16,6 +16,7 @@ from megarl.cluster.opened import Cluster
 from megarl.config.load import load_config
 from megarl.config.schema.root import Config
 from megarl.mcore.spec import Role, read_architecture
+from megarl.models.checkpoint import default_cache_dir, resolve_checkpoint
 from megarl.report.record import load_metrics
 from megarl.report.report import Report, build_report
 from megarl.rollout.client import ServerOffloader
@@ -53,6 +54,12 @@ def load_untimed(run_dir: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not k.startswith(measured)} for line in lines]
 
 
+def build_teacher() -> Path:
+    """A checkpoint of another size than model=tiny, with the same tokenizer."""
+    model = load_config(["model=tiny", "model.random.num_layers=1"]).model
+    return resolve_checkpoint(model, default_cache_dir())
+
+
 @functools.cache
 def _load(overrides: tuple[str, ...]) -> tuple[Config, Inputs]:
     # What evaluates has no effect on saved responses, and what trains the policy none where there is none.
@@ -60,6 +67,8 @@ def _load(overrides: tuple[str, ...]) -> tuple[Config, Inputs]:
     is_alone = "train.num_iterations=0" in overrides and any("value_pretrain.rollouts=" in text for text in overrides)
     is_alone |= "experiment=reward_model" in overrides
     dead = ("eval",) * is_saved + ("policy.",) * is_alone
+    if "algo=distill" in overrides:
+        overrides += (f"reference.init={build_teacher()}",)
     config = load_config([*(text for text in SMALL if not any(name in text for name in dead)), *overrides])
     return config, load_inputs(config)
 

@@ -15,7 +15,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "cli": (8, 880, ("cli", "train", "api", "plan.command", "plan.doctor")),
     "run": (7, 2975, ("run", "trainer", "sweep")),
     "cluster": (6, 1720, ("cluster",)),
-    "plan": (6, 1937, ("plan",)),
+    "plan": (6, 1939, ("plan",)),
     "sync": (5, 2150, ("sync",)),
     "mcore": (4, 4425, ("mcore",)),
     "rollout": (4, 4020, ("rollout",)),

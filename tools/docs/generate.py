@@ -59,8 +59,8 @@ unless its text says otherwise. Keys that end in `_s` are in seconds.
 ROLES = """\
 `policy` is the model that is trained to answer, `critic` the model that estimates values (only with algo.advantage=gae,
 tether or control_variate), and `reference` the frozen model that KL terms compare with. The critic has the same keys
-and defaults under `critic`, but no {without}, and {other}. The reference has `reference.dtype`, `reference.offload`
-(null or all) and `reference.parallel`.
+and defaults under `critic`, but no {without}, and {other}. The reference has `reference.init` (null: the
+policy's checkpoint; else a teacher's), `reference.dtype`, `reference.offload` (null or all) and `reference.parallel`.
 """
 
 

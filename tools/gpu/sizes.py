@@ -53,7 +53,7 @@ def _check_sizes(setting: Setting, check: str, recompute: Recompute) -> Iterator
     config, arch = setting.config, parse_architecture(setting.large, Path("model"))
     policy = replace(config.policy, recompute=recompute, parallel=ParallelConfig(), offload=None, fp8=None)
     config = replace(config, policy=policy)
-    job = build_jobs(config, PlannedModels(arch, arch), on_gpu=setting.device == CUDA)["policy"]
+    job = build_jobs(config, PlannedModels(arch, arch, arch), on_gpu=setting.device == CUDA)["policy"]
     (planned,) = estimate_stages(job, count_job(config, job))
     if setting.device == CUDA and planned.peak > (free := torch.cuda.mem_get_info()[0]):
         yield skip(

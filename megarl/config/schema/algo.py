@@ -36,6 +36,9 @@ LossAggMode = StrEnum(
 ADAPTIVE = "adaptive"
 """`lambda_policy` as a function of the response's length (VAPO)."""
 
+NO_ADVANTAGE = "none"
+"""`advantage` of a policy that learns nothing from its rewards"""
+
 LARGEST_KL_ERROR = 0.2
 """Clip of the relative error of the adaptive KL coefficient (1909.08593, section 2.2)."""
 
@@ -59,6 +62,10 @@ MEAN_STAYS = Effect(
 )
 HAS_PENALTY = needs("penalty")
 KL_IN_REWARD, HAS_TARGET, KL_IN_LOSS = needs("in_reward", "true"), needs("target"), needs("in_loss", "true")
+OF_REWARDS = Effect(
+    lambda it: it.config.algo.advantage != NO_ADVANTAGE,
+    "under algo.advantage=none, which learns from no reward; it counts with another one",
+)
 MISMATCH_KNOWN = Effect(
     lambda it: it.objective.reads_old_logprobs(it.config.algo),
     "under algo.surrogate={config.algo.surrogate}, where no log-probs are compared; it counts with clip or gspo",
@@ -72,9 +79,9 @@ ONE_PASS = needs("passes", "1")
 class RewardNormConfig:
     """R' = (R - mean) / (std + 1e-6), each over the batch, the group, or all samples of the run so far (running)."""
 
-    mean: NormScope = key(NormScope.none, when=MEAN_STAYS)
+    mean: NormScope = key(NormScope.none, when=(OF_REWARDS, MEAN_STAYS))
     """Rewards whose mean is subtracted."""
-    std: NormScope = NormScope.none
+    std: NormScope = key(NormScope.none, when=OF_REWARDS)
     """Rewards whose standard deviation divides."""
     parts: dict[str, float] = field(default_factory=dict)
     """Weights w of parts r of the reward by name (`reward/NAME`), as {right: 1, short: 0.5}; R is then the sum of
@@ -83,7 +90,7 @@ class RewardNormConfig:
 
 @dataclass
 class OverlongConfig:
-    penalty: float = key(0.0, low=0)
+    penalty: float = key(0.0, low=0, when=OF_REWARDS)
     """Reward subtracted at the length limit; it grows linearly over the last tokens before the limit (DAPO: 1)."""
     buffer_frac: float = key(0.2, low=0, high=1, when=HAS_PENALTY)
     """Share of rollout.response_length over which the penalty grows (DAPO: a fifth)."""
@@ -116,6 +123,16 @@ class KLConfig:
     """As reward_estimator, but k1 is refused."""
     loss_coef: float = key(0.001, above=0, when=KL_IN_LOSS)
     """Weight of the KL in the loss."""
+    in_advantage: bool = False
+    """Subtract advantage_coef * (old log-prob - reference's log-prob) of each token from its own advantage alone:
+    on-policy distillation from reference.init. algo.advantage says what the reward adds (none: nothing)."""
+    advantage_coef: float = key(1.0, above=0, when=needs("in_advantage", "true"))
+    """Weight of the KL in the advantage."""
+
+    @property
+    def is_subtracted(self) -> bool:
+        """Whether rewards or advantages have a KL of the policy before the update."""
+        return self.in_reward or self.in_advantage
 
 
 @dataclass
@@ -234,8 +251,8 @@ class AlgoConfig:
     name: str = key("custom", names_folder=True)
     """The preset's name, in the run's directory and the printed objective."""
     advantage: str = "gae"
-    """The advantage estimator: `gae`, `group`, `reinforce`, `rloo`, `tether`, `control_variate` (docs/algorithms.md),
-    or FILE.py:NAME of your own."""
+    """The advantage estimator: `gae`, `group`, `reinforce`, `rloo`, `tether`, `control_variate`, `none`
+    (docs/algorithms.md), or FILE.py:NAME of your own."""
     gamma: float = key(1.0, low=0, high=1, when=with_choice("advantage", "gae", "reinforce"), strict=True)
     """Discount of later rewards."""
     lambda_policy: float | int | str = key(0.95, low=0, high=1, why="or adaptive", when=HAS_LAMBDA_POLICY)
@@ -258,12 +275,12 @@ class AlgoConfig:
     std_of: StdOf = key(StdOf.raw, when=(OF_GROUP, needs("advantage_std", "batch")), strict=True)
     """With advantage_std=batch: the standard deviation of the rewards (raw, LitePPO), or of the rewards minus their
     group's mean (centered, ROLL's div_std_global)."""
-    whiten_advantages: bool = False
+    whiten_advantages: bool = key(False, when=OF_REWARDS)
     """Scale the advantages of all generated tokens of the batch to mean 0 and standard deviation 1."""
     advantage_clip: float | None = key(None, above=0)
     """Clip advantages to [-c, c]."""
     reward_norm: RewardNormConfig = field(default_factory=RewardNormConfig)
-    reward_clip: float | None = key(None, above=0)
+    reward_clip: float | None = key(None, above=0, when=OF_REWARDS)
     """Clip rewards to [-c, c] after reward_norm."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     kl: KLConfig = field(default_factory=KLConfig)
@@ -315,7 +332,7 @@ def needs_reference(config: AlgoConfig) -> bool:
     """Whether the reference scores the responses: a KL term of sampled tokens' log-probs is configured."""
     kl, full = config.kl, KLEstimator.full
     in_reward = kl.in_reward and kl.reward_estimator is not full
-    return in_reward or (kl.in_loss and kl.loss_estimator is not full)
+    return in_reward or kl.in_advantage or (kl.in_loss and kl.loss_estimator is not full)
 
 
 def needs_full_kl(config: AlgoConfig) -> bool:

@@ -176,6 +176,9 @@ class CriticConfig(TrainedRoleConfig):
 class ReferenceConfig:
     """The frozen model that KL terms compare with."""
 
+    init: str | None = key(None, strict=True)
+    """Checkpoint of a teacher: a model of any size or family with the policy's tokenizer; null: the policy's own, as
+    the run starts."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """The parallel layout of the reference."""
     dtype: Dtype = Dtype.bfloat16

@@ -54,7 +54,8 @@ SHARES_GPUS = Effect(
 WITHOUT_PASS = Effect(
     lambda it: it.objective.reads_old_logprobs(it.config.algo) and not it.objective.needs_pass(it.config),
     "where the policy scores the responses before its update in any case, or nothing reads old_logprobs; it counts"
-    " with one optimizer step in an iteration, and without algo.kl.in_reward, topr, rollout.router_replay and FP8",
+    " with one optimizer step in an iteration, and without a KL in rewards or advantages, topr, rollout.router_replay"
+    " and FP8",
 )
 IS_MEASURED = Effect(
     lambda it: GENERATED.counts(it) or not it.node.best_metric.startswith(("reward/", "heldout/")),
@@ -380,7 +381,8 @@ class LoggerConfig:
 
 WITH_REFERENCE = Effect(
     lambda it: needs_reference(it.config.algo),
-    "without a reference model; it counts with algo.kl.in_reward or algo.kl.in_loss and an estimator other than full",
+    "without a reference model; it counts with algo.kl.in_advantage, or with algo.kl.in_reward or algo.kl.in_loss and"
+    " an estimator other than full",
 )
 
 

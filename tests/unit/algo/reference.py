@@ -153,14 +153,14 @@ def shape_rewards(batch, algo, response_length, wrong=0.0):
 
 
 def kl_penalties(batch, algo, kl_coef):
-    """beta * k per token, 0 where there is none."""
+    """beta * k per token of the reward or, of estimator k1, of the advantage; 0 where there is none."""
     out = []
     for i, m in enumerate(batch.mask):
         row = [0.0] * len(m)
         for t in range(len(m)):
-            if m[t] and algo.kl.in_reward:
-                name = algo.kl.reward_estimator.name
-                row[t] = kl_coef * (
+            if m[t] and (algo.kl.in_reward or algo.kl.in_advantage):
+                name = algo.kl.reward_estimator.name if algo.kl.in_reward else "k1"
+                row[t] = (kl_coef if algo.kl.in_reward else algo.kl.advantage_coef) * (
                     batch.ref_kl[i][t] if name == "full" else kl(batch.old[i][t] - batch.ref[i][t], name)
                 )
         out.append(row)
@@ -211,7 +211,9 @@ def gae_targets(token_rewards, batch, algo):
 def targets(batch, algo, kl_coef, response_length=None, wrong=0.0):
     """batch: groups, rewards, truncated, mask, old, ref, values, lengths (all tokens) as lists."""
     rewards = shape_rewards(batch, algo, response_length, wrong)
-    penalties = kl_penalties(batch, algo, kl_coef)
+    penalties = own_penalties = kl_penalties(batch, algo, kl_coef)
+    if algo.kl.in_advantage:
+        penalties = [[0.0] * len(m) for m in batch.mask]
     turns = [[0.0] * len(m) for m in batch.mask]
     if batch.turn_rewards is not None:
         scales = turn_scales(batch, algo, response_length, wrong)
@@ -229,6 +231,8 @@ def targets(batch, algo, kl_coef, response_length=None, wrong=0.0):
     elif kind == "reinforce":
         rows = zip(token_rewards, batch.mask, strict=True)
         advantages = [reward_to_go_row(r, m, algo.gamma) for r, m in rows]
+    elif kind == "none":
+        advantages = [[0.0] * len(m) for m in batch.mask]
     else:
         if kind == "rloo":
             one = rloo(total, batch.groups)
@@ -237,6 +241,9 @@ def targets(batch, algo, kl_coef, response_length=None, wrong=0.0):
         advantages = [[a if g else 0.0 for g in m] for a, m in zip(one, batch.mask, strict=True)]
     if algo.whiten_advantages:
         advantages = whiten(advantages, batch.mask)
+    if algo.kl.in_advantage:
+        pairs = [list(zip(row, own, strict=True)) for row, own in zip(advantages, own_penalties, strict=True)]
+        advantages = [[a - p for a, p in row] for row in pairs]
     if algo.advantage_clip is not None:
         c = algo.advantage_clip
         advantages = [[min(max(a, -c), c) for a in row] for row in advantages]

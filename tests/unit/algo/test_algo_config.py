@@ -108,6 +108,13 @@ CONTRADICTIONS = [
     ({"kl__in_loss": True, "kl__loss_coef": 0.0}, (1, 1), "algo.kl.loss_coef: found 0.0"),
     ({"kl__in_reward": True, "kl__coef": 0.0}, (1, 1), "algo.kl.coef: found 0.0"),
     ({"kl__target": 0.1}, (1, 1), "algo.kl.target: 0.1 found"),
+    ({"kl__in_reward": True, "kl__in_advantage": True}, (1, 1), "algo.kl.in_advantage: true found with algo.kl.in_rew"),
+    ({"advantage": "none"}, (1, 1), "algo.advantage: none found with algo.kl.in_advantage=false"),
+    (
+        {"advantage": "group", "kl__in_advantage": True, "topr__positive_loss_coef": 1.0, "rl_loss_coef": 0.0},
+        (4, 1),
+        "algo.kl.in_advantage: true found; the topr terms",
+    ),
     ({"overlong__filter_critic": True}, (1, 1), "algo.overlong.filter_critic: true found"),
     ({"rl_loss_coef": 0.0}, (1, 1), "algo.rl_loss_coef: 0 found"),
     ({"topr__positive_loss_coef": 1.0}, (1, 1), "algo.advantage: gae found; the topr terms"),
@@ -160,3 +167,5 @@ def test_every_number_shows_in_the_printed_objective():
         base = on | {"lambda_policy": "adaptive"} if name in ("length_alpha", "lambda_min") else on
         texts = {format_objective(configure(**(base | {name: value})), 4) for value in (0.37, 0.38)}
         assert len(texts) == 2, name
+    taught = {format_objective(configure(kl__in_advantage=True, kl__advantage_coef=value), 4) for value in (0.37, 0.38)}
+    assert len(taught) == 2

@@ -51,6 +51,40 @@ def test_the_adaptive_coefficient_equals_the_reference_and_stays_above_0(coef, k
     assert found > 0
 
 
+def test_a_kl_in_the_advantage_is_added_to_its_own_token_alone():
+    e = make_experience([0, 0], [3, 2], [1.0, 0.0], [False, False], 3)
+    old, teacher = f64([[-1.0, -2.0, -0.5], [-3.0, -1.0, 0.0]]), f64([[-0.5, -2.5, -0.5], [-1.0, -4.0, 0.0]])
+    e = replace(e, old_logprobs=old, ref_logprobs=teacher)
+    taught, mixed = (
+        configure(advantage=name, kl__in_advantage=True, kl__advantage_coef=2.0) for name in ("none", "rloo")
+    )
+    samples, metrics = compute_targets(e, taught, 9.0)
+    close(samples.advantages, [[1.0, -1.0, 0.0], [4.0, -6.0, 0.0]])
+    assert metrics["kl/mean"] == pytest.approx((-0.5 + 0.5 + 0.0 - 2.0 + 3.0) / 5)
+    # Of the rewards, 1 and 0, each response less the other: 1 and -1.
+    samples, _ = compute_targets(e, mixed, 9.0)
+    close(samples.advantages, [[2.0, 0.0, 1.0], [3.0, -7.0, 0.0]])
+    bounded = replace(mixed, whiten_advantages=True, advantage_clip=2.5)
+    samples, _ = compute_targets(e, bounded, 9.0)
+    # Whitened before the teacher's part, clipped after it: 3 tokens of 1 and 2 of -1 have mean 0.2, std 0.96 ** 0.5.
+    high, low = 0.8 / (0.96**0.5 + 1e-6), -1.2 / (0.96**0.5 + 1e-6)
+    close(samples.advantages, [[high + 1.0, high - 1.0, high], [2.5, -2.5, 0.0]])
+    assert low + 4.0 > 2.5 > -2.5 > low - 6.0
+
+
+def test_the_expected_gradient_of_distillation_is_that_of_the_reverse_kl_of_the_next_token():
+    """Over all tokens of a small vocabulary, weighted by the policy's own probability of sampling them."""
+    logits, teacher = f64([0.3, -1.0, 0.8, 0.1]).requires_grad_(), f64([1.0, 0.2, -0.5, 0.0]).log_softmax(-1)
+    logprobs = logits.log_softmax(-1)
+    (exact,) = torch.autograd.grad((logprobs.exp() * (logprobs - teacher)).sum(), logits, retain_graph=True)
+    e = make_experience([0, 1, 2, 3], [1, 1, 1, 1], [0.0] * 4, [False] * 4, 3)
+    e = replace(e, old_logprobs=logprobs.detach()[:, None], ref_logprobs=teacher[:, None])
+    samples, _ = compute_targets(e, configure(advantage="none", kl__in_advantage=True), 1.0)
+    weighted = logprobs.detach().exp() * samples.advantages[:, 0] * logprobs
+    (sampled,) = torch.autograd.grad(-weighted.sum(), logits)
+    torch.testing.assert_close(sampled, exact)
+
+
 def test_a_horizon_that_could_make_the_coefficient_negative_is_refused_before_anything_starts():
     # The default job has 256 samples per iteration: 0.2 * 256 = 51.2.
     keys = ("algo.kl.in_reward=true", "algo.kl.target=0.1")

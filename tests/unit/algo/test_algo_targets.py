@@ -35,7 +35,7 @@ from megarl.algo.advantages import (
 from megarl.algo.algorithm import compute_targets, measure_learned
 from megarl.algo.diagnostics import compute_batch_metrics
 from megarl.algo.statistics import NonFiniteError, compute_discounted_sums, split_blocks
-from megarl.config.schema.algo import AdvantageStd, KLEstimator, LambdaLevel, StdOf, TetherConfig
+from megarl.config.schema.algo import AdvantageStd, KLConfig, KLEstimator, LambdaLevel, StdOf, TetherConfig
 
 LIMIT = 20
 BATCH_RHO = "advantage/tether_rho_batch"
@@ -62,8 +62,13 @@ def check(e, algo, tol=1e-8, wrong=0.0):
 
 SCOPES = st.sampled_from(["none", "batch", "group"])
 COMMON = {
-    "kl__in_reward": st.booleans(),
-    "kl__reward_estimator": st.sampled_from(KLEstimator),
+    "kl": st.builds(
+        lambda where, estimator: KLConfig(
+            **{where: True} if where else {}, reward_estimator=estimator, advantage_coef=0.4
+        ),
+        st.sampled_from(["in_reward", "in_advantage", None]),
+        st.sampled_from(KLEstimator),
+    ),
     "reward_norm": st.builds(norm, SCOPES, SCOPES),
     "reward_clip": st.sampled_from([None, 0.25, 0.8]),
     "advantage_clip": st.sampled_from([None, 0.5]),
@@ -83,6 +88,7 @@ ESTIMATORS = {
         **LAMBDAS,
     },
     "gae": {"gamma": GAMMAS, "lambda_critic": st.sampled_from([0.9, 1.0]), **LAMBDAS},
+    "none": {},
     "reinforce": {"gamma": GAMMAS},
     "rloo": {},
     "group": {"advantage_std": st.sampled_from(AdvantageStd), "std_of": st.sampled_from(StdOf)},

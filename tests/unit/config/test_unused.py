@@ -27,6 +27,7 @@ LIVE = {
     "value_pretrain.steps value_pretrain.patience value_pretrain.min_improvement value_pretrain.rollouts": PRETRAINED,
     "value_pretrain.stop_at_explained_variance value_pretrain.passes": PRETRAINED,
     "length_alpha lambda_min": ADAPTIVE,
+    "reward_norm.std reward_clip overlong.penalty whiten_advantages": set(PRESETS) - {"distill"},
     "gamma": GAE | {"reinforce_pp"},
     "reward_norm.mean": CRITIC | {"reinforce_pp"},
     "advantage_std": GROUPED,
@@ -35,6 +36,7 @@ LIVE = {
     "overlong.buffer_frac dynamic_sampling.by dynamic_sampling.max_rounds": FILTERED,
     "dynamic_sampling.low dynamic_sampling.high dynamic_sampling.rest dynamic_sampling.skip_epochs": FILTERED,
     "kl.reward_estimator kl.coef kl.target": {"reinforce_pp", "rloo"},
+    "kl.advantage_coef": {"distill"},
     "kl.loss_estimator kl.loss_coef": {"grpo", "reinforce_pp_baseline"},
     "surrogate surrogate_options mismatch.correction": set(PRESETS) - {"topr"},
     "clip_low clip_high": set(PRESETS) - {"topr", "rloo"},
@@ -57,6 +59,7 @@ VALUES = {
     "reward_norm.parts": {"a": 1.0}, "dynamic_sampling.rest": "mask", "dynamic_sampling.skip_epochs": "3",
     "value_loss_agg_mode": "token-mean", "value_loss": "cross_entropy", "lambda_level": "turn", "mismatch.high": "3",
     **dict.fromkeys(("overlong.filter", "overlong.filter_critic", "kl.in_reward", "kl.in_loss"), "true"),
+    "kl.in_advantage": "true",
     **dict.fromkeys(("dynamic_sampling.enabled", "value_pretrain.enabled", "whiten_advantages"), "true"),
 }  # fmt: skip
 """What is set; 0.5 for the others."""

@@ -50,7 +50,7 @@ CRITICS = ("ppo", "vc_ppo", "vapo", "sao", "bpco", "cv_ppo")
 PRETRAINED = ("vc_ppo", "vapo", "sao")
 FROZEN = ("sao", "bpco")
 OF_ROLLOUT = ("sao", "bpco")
-WITH_KL = ("reinforce_pp", "reinforce_pp_baseline", "rloo", "grpo")
+WITH_KL = ("reinforce_pp", "reinforce_pp_baseline", "rloo", "grpo", "distill")
 ONE_STEP = "train.num_minibatches=1"
 TWO_ITERATIONS = ("train.num_iterations=2", "train.eval_every=2")
 

@@ -17,7 +17,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.mcore.checkpoints import write_hf_checkpoint
 from megarl.mcore.spec import Role
-from megarl.models.checkpoint import load_tokenizer
+from megarl.models.checkpoint import default_cache_dir, load_tokenizer, resolve_checkpoint
 from megarl.models.families import FAMILIES
 from megarl.rollout.rollout_file import RolloutWriter, read_group
 from megarl.run.inputs import build_critic_prompt, load_inputs, load_models, load_saved_rollouts, load_specs
@@ -167,6 +167,33 @@ def test_critic_init_takes_a_model_of_another_size_and_family(tmp_path):
     (tmp_path / "rm" / "tokenizer.json").write_text("{}")
     models = load_models(load_config(["model=tiny", f"critic.init={tmp_path}/rm"]))
     assert (models.critic_architecture.family, models.critic_architecture.hidden_size) == ("llama", 32)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_layers": 1, "hidden_size": 32}, None),
+        ({"alphabet": "abcdef=."}, r"token 9 is '=', and '\.' of the policy; .* both need one tokenizer"),
+        ({"alphabet": "abcdef.=+"}, r"token 11 is '\+', and None of the policy; .* both need one tokenizer"),
+        ({"alphabet": "abcdef."}, "vocab_size is 10 and the policy's 11; it must have a row for each token"),
+        ({"max_length": 103}, "has 103 positions; .* are 104 tokens together"),
+    ],
+)
+def test_a_teacher_may_be_of_another_size_and_needs_the_policys_tokens(changed, message):
+    keys = [f"model.random.{name}={value!r}" for name, value in changed.items()]
+    teacher = resolve_checkpoint(load_config(["model=tiny", *keys]).model, default_cache_dir())
+    with pytest.raises(ConfigError, match=f"reference.init: .*{message}") if message else contextlib.nullcontext():
+        specs = load("algo=distill", f"reference.init={teacher}")
+        assert specs[Role.reference].checkpoint == str(teacher) != specs[Role.policy].checkpoint
+
+
+def test_a_teacher_is_refused_where_none_is_asked_and_asked_for_where_nothing_else_is_learned_from():
+    with pytest.raises(ConfigError, match=r"reference\.init: found null with algo\.advantage=none"):
+        load("algo=distill")
+    with pytest.raises(ConfigError, match=r"reference\.init: x found; it has no effect without a reference model"):
+        load_config(["algo=dapo", "reference.init=x"])
+    with pytest.raises(ConfigError, match=r"reference\.init: 'x' found, but there is no directory"):
+        load("algo=grpo", "reference.init=x")
 
 
 def rename(old: str, new: str) -> Edit:

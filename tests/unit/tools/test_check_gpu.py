@@ -137,7 +137,7 @@ def test_the_written_tensors_are_those_of_transformers(family: str) -> None:
 def test_memory_beyond_the_plan_or_far_below_it_fails(tmp_path: Path) -> None:
     setting = Setting(CPU, (), tmp_path)
     arch = parse_architecture(setting.large, Path("model"))
-    job = build_jobs(setting.config, PlannedModels(arch, arch), on_gpu=False)["policy"]
+    job = build_jobs(setting.config, PlannedModels(arch, arch, arch), on_gpu=False)["policy"]
     (stage,) = estimate_stages(job, count_job(setting.config, job))
     planned = {phase: getattr(stage, phase) for phase in ("building", "update", "resident", "forward")}
     planned["saving"] = sizes.plan_saving(job, stage)
