@@ -19,7 +19,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.overrides import CONF_DIR, take_config_dirs
 from megarl.config.schema.root import Config, register
 from megarl.files import CheckpointError
-from megarl.report.record import HELDOUT, HELDOUT_PAIRS
+from megarl.report.record import HELDOUT, HELDOUT_LOGPROB, HELDOUT_PAIRS
 from megarl.run import command
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ def _run_composed(composed: DictConfig) -> float | None:
         results = run_one()
     else:
         results = command.run_composed(composed, _train)
-    return next((found[name] for name in (HELDOUT, HELDOUT_PAIRS) if name in (found := results or {})), None)
+    names, found = (HELDOUT, HELDOUT_PAIRS, HELDOUT_LOGPROB), results or {}
+    return next((found[name] for name in names if name in found), None)
 
 
 def _train(config: Config, run_dir: Path) -> command.Results:

@@ -18,7 +18,7 @@ from megarl.algo.objective import reuses_logprobs
 from megarl.config.schema.algo import compares_pairs
 from megarl.config.schema.root import Config, TrainConfig
 from megarl.mcore.spec import Role
-from megarl.report.record import HELDOUT, HELDOUT_PAIRS
+from megarl.report.record import HELDOUT, HELDOUT_LOGPROB, HELDOUT_PAIRS
 from megarl.run.checkpoint import LoopSaver, TrainerState
 from megarl.run.components import Fleet, Roles, Source, TrainerComponents
 from megarl.signals import deferring_stops
@@ -36,8 +36,8 @@ class Limit:
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended. num_iterations: without value pretraining's. heldout_reward: NaN where no server evaluates; of a
-    reward model, its accuracy on held-out pairs."""
+    """How a run ended. num_iterations: without value pretraining's. heldout_reward: NaN where nothing evaluates; of a
+    reward model, its accuracy on held-out pairs, and with rollout.from_data the held-out log-prob."""
 
     num_iterations: int
     heldout_reward: float
@@ -69,7 +69,9 @@ class Trainer:
         self.source = Source(config, components, self.fleet)
         policy, critic, reference = map(components.roles.get, (Role.policy, Role.critic, Role.reference))
         self.roles = Roles(config, policy, critic, reference, components.inputs.critic_prompt)
-        self.measured = HELDOUT_PAIRS if compares_pairs(config.algo) else HELDOUT
+        self.measured = HELDOUT_LOGPROB if config.rollout.from_data else HELDOUT
+        if compares_pairs(config.algo):
+            self.measured = HELDOUT_PAIRS
         self.algorithm = Algorithm(config)
         self.heldout_reward = float("nan")
         self.published: int | None = None
@@ -145,7 +147,7 @@ class Trainer:
             if self.iteration == self.first or not self.config.policy.is_frozen(self.iteration):
                 metrics = metrics | found
         if (self.iteration >= 0 and self.iteration % self.config.train.eval_every == 0) or self.is_last():
-            evaluated = self.fleet.evaluate(self.iteration) | self.roles.compare_pairs(self.components.inputs.pairs)
+            evaluated = self.fleet.evaluate(self.iteration) | self.roles.score_heldout(self.components.inputs)
             self.heldout_reward = evaluated.get(self.measured, self.heldout_reward)
             metrics = metrics | evaluated
         self.report.log(self.iteration, metrics)

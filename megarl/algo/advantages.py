@@ -61,7 +61,7 @@ def _estimate_nothing(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages:
 
 
 def _check_nothing(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps: int) -> Iterator[str]:
-    if not algo.kl.in_advantage:
+    if algo.rl_loss_coef != 0 and not algo.kl.in_advantage:
         yield "algo.advantage: none found with algo.kl.in_advantage=false; nothing is learned: must be another, or true"
 
 

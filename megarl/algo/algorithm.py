@@ -83,6 +83,8 @@ class Algorithm:
         """
         if compares_pairs(self.config.algo):
             return build_pair_samples(experience), {}
+        if self.config.rollout.from_data:
+            return build_demonstration_samples(experience), {}
         if iteration <= 0:
             samples, metrics = self._compute(experience, build_pretraining_algo(self.config.algo), True)
             assert experience.values is not None
@@ -156,6 +158,14 @@ def build_pair_samples(pairs: RolloutTensors) -> TrainingSamples:
     unused: dict[str, Any] = dict.fromkeys(("advantages", "rollout_logprobs"), torch.zeros(()).expand(pairs.mask.shape))
     unused |= dict.fromkeys(("old_logprobs", "sampling_logprobs", "ref_logprobs", "old_values", "returns"))
     return TrainingSamples(pairs.sequences, pairs.mask, pairs.mask, pairs.rewards > 0, **unused)
+
+
+def build_demonstration_samples(given: RolloutTensors) -> TrainingSamples:
+    """What the positive-LM loss reads of demonstrations: each is a correct response."""
+    names = ("advantages", "rollout_logprobs", "old_logprobs")
+    unused: dict[str, Any] = dict.fromkeys(names, torch.zeros(()).expand(given.mask.shape))
+    unused |= dict.fromkeys(("sampling_logprobs", "ref_logprobs", "old_values", "returns"))
+    return TrainingSamples(given.sequences, given.mask, given.mask, given.rewards > 0, **unused)
 
 
 # Value pretraining (VC-PPO 2503.01491 section 3, VAPO 2504.05118): the critic learns the frozen policy's returns, in

@@ -100,9 +100,10 @@ def has_ratio_to_rollout(algo: AlgoConfig) -> bool:
 
 def reads_old_logprobs(algo: AlgoConfig) -> bool:
     """Whether anything reads the log-probs that the policy gives to a rollout before its update: not where the ratio of
-    the only term is to the rollout engine's.
+    the only term is to the rollout engine's, and not the positive-LM loss.
     """
-    return not has_ratio_to_rollout(algo) or uses_topr(algo) or algo.kl.in_reward or needs_reference(algo)
+    has_own_ratio = algo.rl_loss_coef != 0 and not has_ratio_to_rollout(algo)
+    return has_own_ratio or uses_topr(algo) or algo.kl.is_subtracted or needs_reference(algo)
 
 
 def needs_pass(config: Config) -> bool:
@@ -389,6 +390,8 @@ def _format_policy_loss(algo: AlgoConfig) -> str:
             inner = _add(inner, term.formula(algo))
         else:
             outer = _add(outer, term.formula(algo))
+    if not inner:
+        return outer
     loss = f"{_format_aggregation(algo.loss_agg_mode)}[ {inner} ]"
     if algo.overlong.filter:
         loss += " without the responses cut at the limit"

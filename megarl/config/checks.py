@@ -13,6 +13,7 @@ from megarl.config.placement import find_server_offload, list_layouts
 from megarl.config.schema import task
 from megarl.config.schema.algo import (
     LARGEST_KL_ERROR,
+    NO_ADVANTAGE,
     AlgoConfig,
     LossAggMode,
     MismatchCorrection,
@@ -209,6 +210,7 @@ def check_config(config: Config) -> list[str]:
         *_check_rollout(config),
         *_check_saved(config),
         *_check_pairs(config),
+        *_check_demonstrations(config),
         *(name_in_source(*it) for it in _check_each(config)),
         *_check_sampling(config),
         *check_algo(config.algo, config.train.responses_per_prompt, config.train.num_optimizer_steps),
@@ -490,16 +492,54 @@ def _check_pairs(config: Config) -> Iterator[str]:
         ("data.response_prefix", config.data.response_prefix, None),
         ("rollout.file", config.rollout.file, None),
     )
-    for key, found, right in asked:
-        if found != right:
-            yield f"{key}: found {show(found)} {why}: it must be {show(right)}"
+    yield from _list_others(asked, why)
     if train.minibatch_size % 2:
         key = "samples_per_minibatch" if train.num_minibatches is None else "num_minibatches"
         yield f"train.{key}: found minibatches of {train.minibatch_size} samples {why}: it must be an even number"
+    yield from _check_file(config, why, "the columns prompt, chosen and rejected")
+
+
+def _check_demonstrations(config: Config) -> Iterator[str]:
+    """As `_check_pairs`, of a policy that imitates."""
+    algo, train, rollout = config.algo, config.train, config.rollout
+    if not rollout.from_data:
+        return
+    why = "with rollout.from_data=true, which learns the data's answers alone (experiment=sft)"
+    asked: tuple[tuple[str, Any, Any], ...] = (
+        ("algo.advantage", algo.advantage, NO_ADVANTAGE),
+        ("algo.rl_loss_coef", algo.rl_loss_coef, 0),
+        ("algo.topr.positive_loss_coef", algo.topr.positive_loss_coef, 0),
+        ("algo.topr.negative_loss_coef", algo.topr.negative_loss_coef, 0),
+        ("algo.kl.in_reward", algo.kl.in_reward, False),
+        ("algo.kl.in_advantage", algo.kl.in_advantage, False),
+        ("algo.kl.in_loss", algo.kl.in_loss, False),
+        ("algo.dynamic_sampling.enabled", algo.dynamic_sampling.enabled, False),
+        ("algo.replay.num_iterations", algo.replay.num_iterations, 0),
+        ("data.response_prefix", config.data.response_prefix, None),
+        ("rollout.file", rollout.file, None),
+        ("rollout.max_staleness", rollout.max_staleness, 0),
+        ("rollout.router_replay", rollout.router_replay, False),
+        ("rollout.temperature", rollout.temperature, 1),
+        ("train.eval_sets", bool(train.eval_sets), False),
+        ("train.responses_per_prompt", train.responses_per_prompt, 1),
+    )
+    yield from _list_others(asked, why)
+    if not isinstance(config.environment, task.SingleTurnEnvironmentConfig):
+        yield f"environment: found one with turns {why}: it must be single_turn"
+    yield from _check_file(config, why, "answers")
+
+
+def _list_others(asked: Iterable[tuple[str, Any, Any]], why: str) -> Iterator[str]:
+    """asked: keys, what was found, and the only value that would be right."""
+    for key, found, right in asked:
+        if found != right:
+            yield f"{key}: found {show(found)} {why}: it must be {show(right)}"
+
+
+def _check_file(config: Config, why: str, what: str) -> Iterator[str]:
     if not isinstance(config.data, task.FileDataConfig):
-        right = "it must be jsonl, parquet or huggingface, with the columns prompt, chosen and rejected"
         kind = next((name for name, schema in task.SCHEMAS["data"].items() if type(config.data) is schema), "none")
-        yield f"data: found {kind} {why}: {right}"
+        yield f"data: found {kind} {why}: it must be jsonl, parquet or huggingface, with {what}"
 
 
 def _check_saved(config: Config) -> Iterator[str]:
@@ -539,8 +579,9 @@ def check_algo(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps_per_
     if algo.kl.in_reward and algo.kl.in_advantage:
         yield "algo.kl.in_advantage: true found with algo.kl.in_reward=true; the KL would count twice: must be false"
     correction = algo.mismatch.correction
-    if algo.rl_loss_coef == 0 and not uses_topr(algo):
-        yield "algo.rl_loss_coef: 0 found with both topr weights 0, so that nothing is learned: one must be above 0"
+    if algo.rl_loss_coef == 0 and not (uses_topr(algo) or algo.positive_lm_coef):
+        others = "both topr weights 0 and algo.positive_lm_coef=0"
+        yield f"algo.rl_loss_coef: 0 found with {others}, so that nothing is learned: one must be above 0"
     if correction is not MismatchCorrection.none and objective.has_ratio_to_rollout(algo):
         found = f"{correction.name} found with algo.surrogate={algo.surrogate}, whose ratio is to the rollout engine's"
         yield f"algo.mismatch.correction: {found}; it would count the mismatch twice: must be none"

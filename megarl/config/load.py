@@ -115,6 +115,8 @@ class RunSettings:
         composed: what was typed. typed: its groups and dotted keys. Raises ConfigError as `check_trust`.
         """
         groups = {"data", "environment", "reward"}.difference(typed)
+        if self.values.get("rollout.from_data"):  # Its data were answers to imitate, which nothing scored.
+            groups = set()
         of_files = {schema.__name__ for schema in SCHEMAS["data"].values() if issubclass(schema, FileDataConfig)}
         chosen = getattr(OmegaConf.get_type(composed, "data"), "__name__", "")
         if "data" in typed and not {chosen, self.values["data"]} <= of_files:

@@ -62,7 +62,7 @@ SECONDS = "perf/time_per_step"
 MODEL_TFLOP = ("policy/model_tflop_sum", "critic/model_tflop_sum")
 UPDATE_TFLOPS, MFU = "derived/update_tflops", "derived/mfu"
 HYDRA_FOLDER = ".hydra"
-HELDOUT, HELDOUT_PAIRS = "reward/heldout", "heldout/pair_accuracy"
+HELDOUT, HELDOUT_PAIRS, HELDOUT_LOGPROB = "reward/heldout", "heldout/pair_accuracy", "heldout/logprob"
 LONGEST_WHY = 2000
 PACKAGES = ("megarl", "torch", "megatron-core", "sglang", "ray", "transformers", "transformer-engine", "numpy")
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")

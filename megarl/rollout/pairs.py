@@ -9,7 +9,7 @@ reads: the value of the state in which it is chosen is the score at the response
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from megarl.config.errors import ConfigError
 from megarl.rollout.rollout_file import Group
-from megarl.rollout.source import IterationBatch, SavedSource
-from megarl.task.data import DataSplits, PromptSampler, read_chat, read_response, read_tools
+from megarl.task.data import DataSplits, read_chat, read_response, read_tools
 from megarl.task.render import Renderer
 from megarl.types import FinishReason, Message, Prompt, Response, Sample, Score
 
@@ -131,18 +130,3 @@ def build_group(pair: Pair) -> Group:
         )
         for tokens, reward in ((pair.chosen, 1.0), (pair.rejected, 0.0))
     )
-
-
-class PairSource(SavedSource):
-    """The pairs of one iteration after the other, in an order that follows from the seed, each once in a pass."""
-
-    def __init__(self, pairs: Pairs, num_groups: int, seed: int):
-        """num_groups: pairs of an iteration."""
-        self._num_groups, self._num_saved = num_groups, len(pairs.train)
-        self._sampler = PromptSampler(pairs.train, seed)
-
-    def take(self, iteration: int, weight_version: int) -> IterationBatch:
-        """The pairs of this iteration. Its metric: saved/epoch, the number of passes over them."""
-        groups = [build_group(pair) for pair in self._sampler.next_batch(self._num_groups)]
-        aged = [tuple(replace(sample, age=iteration) for sample in group) for group in groups]
-        return IterationBatch(replayed=aged, metrics={"saved/epoch": self.count_passes()})

@@ -718,3 +718,19 @@ class SavedSource:
 
     def close(self) -> int:
         return 0
+
+
+class GivenSource(SavedSource):
+    """What the data give to learn from in place of responses (pairs, demonstrations), each once in a pass, in an order
+    that follows from the seed."""
+
+    def __init__(self, given: Sequence[Any], build: Callable[[Any], Group], num_groups: int, seed: int):
+        """given: items with an `id`. build: the group of one. num_groups: of an iteration."""
+        self._num_groups, self._num_saved, self._build = num_groups, len(given), build
+        self._sampler = PromptSampler(given, seed)
+
+    def take(self, iteration: int, weight_version: int) -> IterationBatch:
+        """The groups of this iteration. Its metric: saved/epoch, the number of passes over them."""
+        groups = map(self._build, self._sampler.next_batch(self._num_groups))
+        aged = [tuple(replace(sample, age=iteration) for sample in group) for group in groups]
+        return IterationBatch(replayed=aged, metrics={"saved/epoch": self.count_passes()})

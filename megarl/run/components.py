@@ -23,12 +23,12 @@ from megarl.mcore.spec import Role
 from megarl.report import evaluation
 from megarl.report.report import Report
 from megarl.report.tokens import TokenFile
+from megarl.rollout import demonstrations, pairs
 from megarl.rollout.client import ServerOffloader, wait_left_over
 from megarl.rollout.collector import Collector, build_tensors
 from megarl.rollout.engine import SGLangEngine
-from megarl.rollout.pairs import Pairs, PairSource, build_group
 from megarl.rollout.rollout_file import RolloutWriter
-from megarl.rollout.source import GroupSource, SavedPretraining, SavedSource, join_groups
+from megarl.rollout.source import GivenSource, GroupSource, SavedPretraining, SavedSource, join_groups
 from megarl.run.inputs import Inputs
 from megarl.task.mix import build_sampler
 from megarl.task.render import CriticPrompt
@@ -47,6 +47,8 @@ from megarl.types import (
 
 T = TypeVar("T")
 
+RATIOS = ("policy/ratio_mean", "policy/ratio_max", "policy/approx_kl")
+"""Metrics of the ratio to the policy before the update"""
 LEFT_OVER_DEADLINE_S = 60.0
 """How long to wait for abandoned calls, more than their connects and clean-up calls may take."""
 
@@ -201,7 +203,10 @@ class Source:
             self._pretraining = SavedPretraining(config.algo.value_pretrain, inputs.saved_rollouts, it.report.message)
         self.groups: GroupSource | SavedSource
         if inputs.pairs is not None:
-            self.groups = PairSource(inputs.pairs, config.train.num_prompts, config.seed)
+            self.groups = GivenSource(inputs.pairs.train, pairs.build_group, config.train.num_prompts, config.seed)
+        elif inputs.demonstrations is not None:
+            given, build = inputs.demonstrations.train, demonstrations.build_group
+            self.groups = GivenSource(given, build, config.train.num_prompts, config.seed)
         elif inputs.saved_groups is not None:
             self.groups = SavedSource(inputs.saved_groups, config.train.num_prompts, config.seed)
         else:
@@ -331,13 +336,29 @@ class Roles:
         if self.policy is not None and not self.config.policy.is_frozen(iteration):
             running.append(self.policy.update(samples.for_policy(), minibatches))
         wait_all(running)
-        return {name: value for call in running for name, value in average_steps(call.result()).items()}
+        found = {name: value for call in running for name, value in average_steps(call.result()).items()}
+        # A demonstration was sampled by no policy: the ratio to the one before the update is not known.
+        return {name: x for name, x in found.items() if not self.config.rollout.from_data or name not in RATIOS}
 
-    def compare_pairs(self, pairs: Pairs | None) -> Metrics:
-        """heldout/pair_accuracy, pair_margin and loss on train.num_eval_prompts held-out pairs; nothing without any."""
-        if pairs is None or self.critic is None:
-            return {}
-        rollout = join_groups(list(map(build_group, pairs.heldout[: self.config.train.num_eval_prompts])), 0)
+    def score_heldout(self, inputs: Inputs) -> Metrics:
+        """What is measured without servers on train.num_eval_prompts of what is held out: nothing else is."""
+        if inputs.pairs is not None:
+            return self._compare_pairs(inputs.pairs)
+        return {} if inputs.demonstrations is None else self._score_demonstrations(inputs.demonstrations)
+
+    def _score_demonstrations(self, given: demonstrations.Demonstrations) -> Metrics:
+        """heldout/logprob, the mean log-prob of the tokens that would be learned."""
+        assert self.policy is not None
+        chosen = given.heldout[: self.config.train.num_eval_prompts]
+        tensors = build_tensors(join_groups(list(map(demonstrations.build_group, chosen)), 0))
+        logprobs = self.policy.logprobs(tensors.sequences, self.config.rollout.temperature).result()
+        return {"heldout/logprob": float(logprobs[tensors.mask].double().mean())}
+
+    def _compare_pairs(self, given: pairs.Pairs) -> Metrics:
+        """heldout/pair_accuracy, pair_margin and loss."""
+        assert self.critic is not None
+        chosen = given.heldout[: self.config.train.num_eval_prompts]
+        rollout = join_groups(list(map(pairs.build_group, chosen)), 0)
         scores = self.critic.values(build_tensors(rollout).sequences).result()[:, 0].double()
         loss, accuracy, margin = map(float, measure_pairs(scores[0::2] - scores[1::2], len(scores) // 2))
         return {"heldout/loss": loss, "heldout/pair_accuracy": accuracy, "heldout/pair_margin": margin}

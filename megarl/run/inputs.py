@@ -28,6 +28,7 @@ from megarl.models.checkpoint import (
 from megarl.models.families import list_unknown_keys
 from megarl.rollout.collector import EvalSet
 from megarl.rollout.conversation import Conversation, add_turn_end, build_conversation, check_conversation
+from megarl.rollout.demonstrations import Demonstrations, build_demonstrations
 from megarl.rollout.pairs import Pairs, build_pairs
 from megarl.rollout.rollout_file import NO_GROUPS, Limits, SavedGroups, find_groups
 from megarl.rollout.server import build_command, load_generation_spec
@@ -60,6 +61,8 @@ class Inputs:
     """What rollout.file has; None: responses are generated. Else all below is empty."""
     pairs: Pairs | None = None
     """What a reward model learns from"""
+    demonstrations: Demonstrations | None = None
+    """What rollout.from_data learns from"""
     data: DataSplits = field(default_factory=lambda: DataSplits((), (), 0))
     conversations: Mapping[str, Conversation | None] = field(default_factory=lambda: {"": None})
     """What answers the policy, by source, without data=mix under ""; None with environment=single_turn"""
@@ -121,7 +124,7 @@ def load_inputs(config: Config) -> Inputs:
         # Raises for unknown options; the real command is built where the server starts.
         build_command(config.rollout, models.checkpoint, host=config.cluster.listen_host, port=0, seed=config.seed)
     specs, tokenizer = load_specs(config, models), load_tokenizer(models.checkpoint)
-    if config.has_servers or compares_pairs(config.algo):
+    if config.has_servers or compares_pairs(config.algo) or config.rollout.from_data:
         use_chat_template(config.data, tokenizer)
     own = build_critic_prompt(config, models, tokenizer)
     saved = load_saved_rollouts(config, models, own)
@@ -130,6 +133,8 @@ def load_inputs(config: Config) -> Inputs:
         return _add_prompts(config, inputs)
     if compares_pairs(config.algo):
         return replace(inputs, saved_groups=NO_GROUPS, pairs=load_pairs(config, models, tokenizer))
+    if config.rollout.from_data:
+        return replace(inputs, saved_groups=NO_GROUPS, demonstrations=load_demonstrations(config, models, tokenizer))
     groups = NO_GROUPS if config.has_critic_alone else load_saved_groups(config, models, tokenizer, own)
     return replace(inputs, saved_groups=groups)
 
@@ -137,16 +142,31 @@ def load_inputs(config: Config) -> Inputs:
 def load_pairs(config: Config, models: Models, tokenizer: "PreTrainedTokenizerBase") -> Pairs:
     """The pairs of a reward model. Raises ConfigError that says where, and where an iteration takes more than there
     are."""
-    vocab_size, longest = (
-        models.critic_architecture.vocab_size,
-        config.data.prompt_length + config.rollout.response_length,
-    )
-    data = build_data(config.data, tokenizer, config.seed, vocab_size=vocab_size)
-    pairs = build_pairs(data, Renderer(config.data, tokenizer, vocab_size=vocab_size), longest)
-    if len(pairs.train) < config.train.num_prompts:
-        size = f"{config.train.num_prompts} pairs of an iteration; the data have {len(pairs.train)}"
-        raise ConfigError([f"{describe_iteration_size(config.train)}, which is {size}, and it takes none twice"])
+    pairs = build_pairs(*_read_data(config, tokenizer, models.critic_architecture.vocab_size))
+    _check_number(config, len(pairs.train), "pairs")
     return pairs
+
+
+def load_demonstrations(config: Config, models: Models, tokenizer: "PreTrainedTokenizerBase") -> Demonstrations:
+    """What the policy imitates. Raises ConfigError as `load_pairs`."""
+    found = build_demonstrations(*_read_data(config, tokenizer, models.architecture.vocab_size))
+    _check_number(config, len(found.train), "demonstrations")
+    return found
+
+
+def _read_data(
+    config: Config, tokenizer: "PreTrainedTokenizerBase", vocab_size: int
+) -> tuple[DataSplits, Renderer, int]:
+    """The data, what renders them, and the most tokens of a prompt with its response."""
+    data = build_data(config.data, tokenizer, config.seed, vocab_size=vocab_size)
+    renderer = Renderer(config.data, tokenizer, vocab_size=vocab_size)
+    return data, renderer, config.data.prompt_length + config.rollout.response_length
+
+
+def _check_number(config: Config, number: int, what: str) -> None:
+    if number < config.train.num_prompts:
+        size = f"{config.train.num_prompts} {what} of an iteration; the data have {number}"
+        raise ConfigError([f"{describe_iteration_size(config.train)}, which is {size}, and it takes none twice"])
 
 
 def _add_prompts(config: Config, inputs: Inputs) -> Inputs:

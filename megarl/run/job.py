@@ -80,8 +80,9 @@ client after 90 s and Lustre's after 100 s, unless set otherwise"""
 
 def describe_data(config: Config, inputs: Inputs) -> str:
     """What the run learns from, in a line or more; empty where `describe_start` says it."""
-    if (pairs := inputs.pairs) is not None:
-        return f"data: {len(pairs.train)} pairs to train on, {len(pairs.heldout)} held out; {'; '.join(pairs.notes)}"
+    if (given := inputs.pairs or inputs.demonstrations) is not None:
+        what = "pairs" if inputs.pairs else "demonstrations"
+        return f"data: {len(given.train)} {what} to train on, {len(given.heldout)} held out; {'; '.join(given.notes)}"
     if config.has_critic_alone:
         return ""
     if (saved := inputs.saved_groups) is not None:
@@ -459,9 +460,9 @@ class _Attempts:
                 f" that critic with critic.init={self.run_dir}/critic algo.value_pretrain.enabled=false"
             )
         try:
-            saved, pairs = self.inputs.saved_groups, self.inputs.pairs
-            if pairs is not None:
-                PromptSampler(pairs.train, self.config.seed).restore(state.source.sampler)
+            saved, given = self.inputs.saved_groups, self.inputs.pairs or self.inputs.demonstrations
+            if given is not None:
+                PromptSampler(given.train, self.config.seed).restore(state.source.sampler)
             elif saved is not None:
                 PromptSampler(saved.groups, self.config.seed).restore(state.source.sampler)
             else:

@@ -64,6 +64,13 @@ TERMS = {"moe_aux_loss_coeff": AUX_COEF, "moe_z_loss_coeff": Z_COEF}
 NUM_EXPERTS, TOP_K = 4, 2
 SAMPLES = build_conversations()
 CONVERSATIONS = {"samples": SAMPLES, "verbs": "update weights:weights gradient:gradient update"}
+IMITATION = AlgoConfig(advantage="none", rl_loss_coef=0.0, positive_lm_coef=1.0)
+DEMONSTRATIONS = replace(
+    SAMPLES,
+    loss_mask=SAMPLES.mask,
+    positive=torch.ones_like(SAMPLES.positive),
+    **dict.fromkeys(("advantages", "rollout_logprobs", "old_logprobs"), torch.zeros(()).expand(SAMPLES.mask.shape)),
+)
 NOTHING = torch.zeros_like(SAMPLES.mask)
 EMPTY = {"samples": replace(SAMPLES, mask=NOTHING, loss_mask=NOTHING), "verbs": "update"}
 """A minibatch in which all samples have failed"""
@@ -79,6 +86,10 @@ ROWS: dict[str, tuple[Role, str, dict[str, Any], dict[str, Any]]] = {
     "bounded": (Role.critic, "qwen3", {"value_range": (-1.0, 2.0), "critic_prompt": "answer: {answer}"}, {}),
     "classes": (Role.critic, "qwen3", {"algo": CLASSES, "value_range": (-1.0, 2.0), "tokens_per_microbatch": 60}, {}),
     "cross_entropy": (Role.critic, "qwen3", {"algo": PROBABILITY, "value_range": (-1.0, 2.0)}, {}),
+    "imitation": (
+        *(Role.policy, "qwen3", {"algo": IMITATION, "temperature": 1.0, "tokens_per_microbatch": 60}),
+        {"samples": DEMONSTRATIONS, "verbs": "gradient:gradient update"},
+    ),
     "experts": (Role.policy, "qwen3_moe", {}, {}),
     "experts_terms": (Role.policy, "qwen3_moe", {"megatron": TERMS}, {}),
 }
@@ -160,6 +171,26 @@ def test_the_policys_gradient_is_that_of_the_generated_tokens_alone(
     loss.backward()
     assert run.metrics[-1]["policy/loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert run.metrics[-1]["policy/kl_loss"] > 1e-4
+    assert_same_gradients(run.read("gradient"), {name: p.grad for name, p in model.named_parameters()})
+
+
+def test_the_loss_of_demonstrations_and_its_gradient_are_those_of_transformers(
+    models: dict[str, Any], runs: dict[str, Run]
+) -> None:
+    """On turns of the assistant between those of others, whose labels are -100; one mean over the batch's tokens."""
+    run, samples, model = runs["imitation"], DEMONSTRATIONS, copy.deepcopy(models["qwen3"])
+    rows = samples.sequences.tokens.split(samples.sequences.lengths.tolist())
+    labels = []
+    for tokens, prompt, mask in zip(rows, samples.sequences.prompt_lengths.tolist(), samples.mask, strict=True):
+        inside = torch.cat([torch.zeros(prompt, dtype=torch.bool), mask[: len(tokens) - prompt]])
+        labels.append(torch.where(inside, tokens, -100))
+    pad = torch.nn.utils.rnn.pad_sequence
+    exists = pad([torch.ones_like(row) for row in rows], batch_first=True)
+    ids = pad(list(rows), batch_first=True)
+    loss = model(input_ids=ids, attention_mask=exists, labels=pad(labels, True, padding_value=-100)).loss
+    loss.backward()
+    assert run.metrics[0]["policy/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert run.metrics[0]["policy/positive_lm"] == pytest.approx(loss.item(), rel=1e-5)
     assert_same_gradients(run.read("gradient"), {name: p.grad for name, p in model.named_parameters()})
 
 

@@ -118,6 +118,10 @@ GENERATED = Effect(
     lambda place: place.command != "train" or place.config.rollout.file is None,
     "with rollout.file, which is learned from without a server; it counts with rollout.file=null",
 )
+SAMPLED = Effect(
+    lambda place: place.command != "train" or not place.config.rollout.from_data,
+    "with rollout.from_data=true, where nothing is generated or scored; it counts with rollout.from_data=false",
+)
 NOT_ALONE = Effect(
     lambda place: place.command != "train" or not place.config.has_critic_alone,
     "where the critic alone learns, from saved rollouts or pairs; it counts with train.num_iterations above 0, and with"

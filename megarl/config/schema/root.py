@@ -27,6 +27,7 @@ from megarl.config.schema.key import (
     EVALUATED,
     GENERATED,
     NOT_ALONE,
+    SAMPLED,
     START,
     TRAINED,
     WITH_CRITIC,
@@ -144,7 +145,7 @@ ServerOffload = Enum("ServerOffload", {"kv_cache": "kv_cache", "all": "all"})
 
 @dataclass
 class RolloutConfig:
-    response_length: int = key(1024, low=1, despite=GENERATED)
+    response_length: int = key(1024, low=1, despite=(GENERATED, SAMPLED))
     """Maximum tokens of a response."""
     temperature: float = key(1.0, low=0.01, high=100, despite=GENERATED, when=NOT_OF_EVALUATION)
     """Divides the logits in sampling and in every log-prob of training; evaluations in training are greedy."""
@@ -188,6 +189,8 @@ class RolloutConfig:
     file: str | None = key(None, despite=GENERATED, when=(TRAINED, NOT_ALONE))
     """A rollouts.jsonl of an earlier run (logger.save_rollouts) from which policy and critic learn without a server;
     the loss as with max_staleness."""
+    from_data: bool = key(False, despite=SAMPLED, when=(TRAINED, NOT_ALONE))
+    """The policy learns the data's answers, of chats each turn of the assistant, without a server (experiment=sft)."""
     max_probe_logprob_gap: float | None = key(None, above=0, when=TRAINED)
     """A larger median |log-prob difference| of servers and policy after the first weight sync, in nats per token, ends
     the run. null: what rounding explains (docs/architecture.md)."""
@@ -249,8 +252,9 @@ class TrainConfig:
     """Further sets by name, as in train.eval_sets='{gsm8k: {path: test.jsonl}}', each with `path`, `num_prompts` (null:
     all), `num_samples` (1), `temperature` (0), `top_p` (1) and `top_k` (-1); logged as eval/NAME/*."""
     stop_at_heldout_reward: float | None = key(None, when=GENERATED)
-    """End early once the held-out reward reaches this; of a reward model, its accuracy on held-out pairs."""
-    max_samples: int | None = key(None, low=1, when=(GENERATED, NOT_ALONE))
+    """End early once the held-out reward reaches this; of a reward model, its accuracy on held-out pairs; with
+    rollout.from_data, the held-out log-prob."""
+    max_samples: int | None = key(None, low=1, when=(GENERATED, NOT_ALONE, SAMPLED))
     """End after the iteration in which this many responses have been generated in all."""
     max_minutes: float | None = key(None, above=0)
     """End after the iteration in which this many minutes have passed since this start."""
@@ -372,7 +376,7 @@ class LoggerConfig:
     terminal, for breakpoint()."""
     num_logged_samples: int = key(2, low=0, when=GENERATED)
     """Responses printed with their rewards after every evaluation."""
-    save_rollouts: bool = key(False, when=(GENERATED, NOT_ALONE))
+    save_rollouts: bool = key(False, when=(GENERATED, NOT_ALONE, SAMPLED))
     """Write every training response, with reward and log-probs, to RUN_DIR/rollouts.jsonl."""
     num_token_records: int = key(8, low=0)
     """Responses of each iteration and evaluation that RUN_DIR/tokens.jsonl has token by token, with log-probs, values
@@ -404,11 +408,11 @@ class Config:
     """The frozen model that KL terms compare with; only where there is one."""
     data: DataConfig = key(MISSING, when=GENERATED)
     """Where the prompts come from; its keys are those of the chosen source."""
-    environment: EnvironmentConfig = key(MISSING, when=GENERATED)
+    environment: EnvironmentConfig = key(MISSING, when=(GENERATED, SAMPLED))
     """What answers the policy within an episode; its keys are those of the chosen kind."""
-    reward: RewardConfig = key(MISSING, when=(GENERATED, NOT_ALONE))
+    reward: RewardConfig = key(MISSING, when=(GENERATED, NOT_ALONE, SAMPLED))
     """How a response is scored; its keys are those of the chosen kind."""
-    rollout: RolloutConfig = key(factory=RolloutConfig, when=GENERATED)
+    rollout: RolloutConfig = key(factory=RolloutConfig, when=(GENERATED, SAMPLED))
     """Generation of responses, and the weight sync to the servers."""
     train: TrainConfig = key(factory=TrainConfig, when=TRAINED)
     """Sizes of an iteration, how long to train, evaluation in training."""
@@ -431,7 +435,7 @@ class Config:
     @property
     def has_servers(self) -> bool:
         """Whether training generates responses."""
-        return self.rollout.file is None and not self.has_critic_alone
+        return self.rollout.file is None and not self.rollout.from_data and not self.has_critic_alone
 
 
 @functools.cache
