@@ -12,27 +12,27 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megarl"
 
 ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
-    "cli": (8, 880, ("cli", "train", "api", "plan.command", "plan.doctor")),
-    "run": (7, 2975, ("run", "trainer", "sweep")),
+    "cli": (8, 884, ("cli", "train", "api", "plan.command", "plan.doctor")),
+    "run": (7, 3070, ("run", "trainer", "sweep")),
     "cluster": (6, 1720, ("cluster",)),
     "plan": (6, 1939, ("plan",)),
     "sync": (5, 2150, ("sync",)),
-    "mcore": (4, 4425, ("mcore",)),
-    "rollout": (4, 4020, ("rollout",)),
-    "config": (3, 2520, ("config",)),
+    "mcore": (4, 4435, ("mcore",)),
+    "rollout": (4, 4150, ("rollout",)),
+    "config": (3, 2580, ("config",)),
     "cpu": (3, 1560, ("cpu",)),
-    "algo": (2, 3405, ("algo",)),
-    "models": (2, 1020, ("models",)),
+    "algo": (2, 3535, ("algo",)),
+    "models": (2, 1027, ("models",)),
     "report": (2, 3350, ("report",)),
     "task": (2, 5330, ("task",)),
     "files": (1, 750, ("files", "signals")),
-    "schema": (1, 2030, ("config.schema", "config.errors")),
+    "schema": (1, 2065, ("config.schema", "config.errors")),
     "types": (1, 745, ("types", "interfaces", "environment")),
 }
 """Floor, most lines and modules of every room. A room imports itself and rooms of lower floors, never one of its own
 floor. Raising a budget is a line that a reviewer sees, with its reason in the commit."""
-MOST_LINES, MOST_FILES = 38_800, 122
-MOST_BESIDE = {"tests": 33_250, "tools": 5_720, "examples": 1_600, "slurm": 661}
+MOST_LINES, MOST_FILES = 39_220, 122
+MOST_BESIDE = {"tests": 33_730, "tools": 5_740, "examples": 1_600, "slurm": 661}
 """Lines of the other folders; of tools/ those of programs alone"""
 ROOM_OF = {module: room for room, (_, _, modules) in ROOMS.items() for module in modules}
 CONFIG_MAY_IMPORT = {"algo", "files", "schema"}

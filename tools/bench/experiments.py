@@ -92,6 +92,12 @@ OF_REWARD_MODEL = (
     *("data.prompt_length=8", "data.num_heldout=8", "train.samples_per_iteration=512", "train.num_iterations=12"),
     *("critic.optimizer.lr=2e-3", "critic.optimizer.min_lr=2e-4", "train.eval_every=4", "logger.tensorboard=false"),
 )
+TEACHER = "reference.init=TEACHER"
+"""Key of an arm that learns from a teacher of the tiny task, a larger model which is trained once"""
+OF_TEACHER = (
+    *("algo=dapo", "model=tiny", "model.random.num_layers=3", "seed=7", "train.num_iterations=60"),
+    *("policy.optimizer.decay_iterations=60", "logger.tensorboard=false"),
+)
 NUM_PLACES = 8
 """Parts of a response of which means are kept"""
 Wanted = tuple[Experiment, str, int]
@@ -152,7 +158,10 @@ def save_run(path: Path, run: Run) -> None:
 def build_overrides(arm: Arm, seed: int, out: Path) -> list[str]:
     """The whole configuration of a run; writes the prompts and the checkpoint of its task where they are missing."""
     if arm.task is None:
-        return [*arm.keys, f"seed={seed}", *QUIET]
+        keys = list(arm.keys)
+        if TEACHER in keys:
+            keys[keys.index(TEACHER)] = f"reference.init={build_once(out / 'teachers' / 'letters', train_teacher)}"
+        return [*keys, f"seed={seed}", *QUIET]
     task = TASKS[arm.task]
     train, heldout = write_prompts(out / "prompts")
     source = resolve_checkpoint(load_config(MODEL).model, default_cache_dir())
@@ -176,11 +185,22 @@ def train_reward_model(checkpoint: Path, folder: Path, task: Task) -> None:
     write_pairs(checkpoint, train, run / "pairs.jsonl", task)
     given = ["model=tiny", "model.name=biased", "model.source=path", f"model.path={checkpoint}", *OF_REWARD_MODEL]
     given += [f"data.path={run / 'pairs.jsonl'}", f"rollout.response_length={task.response_length}"]
-    command = [sys.executable, "-m", "megarl.train", "experiment=reward_model", *given, f"hydra.run.dir={run}/run"]
-    with (run / "log").open("w") as log:
-        subprocess.run(command, stdout=log, stderr=log, check=True)
-    shutil.copytree(run / "run" / "critic", folder, dirs_exist_ok=True)
+    shutil.copytree(_train(run, "experiment=reward_model", *given) / "critic", folder, dirs_exist_ok=True)
     centre_scores(folder, run / "pairs.jsonl")
+
+
+def train_teacher(folder: Path) -> None:
+    """Into an empty folder; its log beside it."""
+    (run := folder.with_name("letters-run")).mkdir(parents=True, exist_ok=True)
+    shutil.copytree(_train(run, *OF_TEACHER) / "policy", folder, dirs_exist_ok=True)
+
+
+def _train(folder: Path, *keys: str) -> Path:
+    """The directory of a run in a process of its own, whose log is beside it."""
+    command = [sys.executable, "-m", "megarl.train", *keys, f"hydra.run.dir={folder}/run"]
+    with (folder / "log").open("w") as log:
+        subprocess.run(command, stdout=log, stderr=log, check=True)
+    return folder / "run"
 
 
 class RecordingTrainer(Trainer):

@@ -112,7 +112,8 @@ def test_the_suite_compares_with_the_best_of_several_arms():
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_arm_is_a_configuration(name, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(TOOLS / "bench")
-    monkeypatch.setattr(TOOL, "train_reward_model", lambda *_given: None)
+    for name_of_trainer in ("train_reward_model", "train_teacher"):
+        monkeypatch.setattr(TOOL, name_of_trainer, lambda *_given: None)
     made = {}
     for arm in EXPERIMENTS[name].arms.values():
         key = tuple(TOOL.build_overrides(arm, 1, tmp_path))
