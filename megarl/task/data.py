@@ -456,7 +456,7 @@ def load_files(config: schema.JsonlDataConfig, seed: int) -> ProblemSplits:
 
     def load(key: str, name: Any) -> Read:
         names = name if isinstance(name, list) else [name]
-        if not name or not all(isinstance(each, str) and each for each in names):
+        if not name or not all(isinstance(each, str | Path) and str(each) for each in names):
             raise ConfigError([f"{key}: found {name or 'nothing'}; it must be a file, {key}=FILE"])
         paths = [Path(each).expanduser() for each in names]
         for path in paths:
@@ -464,7 +464,7 @@ def load_files(config: schema.JsonlDataConfig, seed: int) -> ProblemSplits:
                 what = "is a directory" if path.is_dir() else f"does not exist (from {Path.cwd()})"
                 raise ConfigError([f"{key}: {path} {what}; it must be a file"])
         records = (record for path in paths for record in read(path))
-        shown = ", ".join(names)
+        shown = ", ".join(map(str, names))
         try:
             return read_problems(records, config, f"{key}: {shown} holds no problems; expected one or more records")
         except OSError as error:
