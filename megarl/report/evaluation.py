@@ -82,7 +82,7 @@ def compute_source_metrics(sampled: Sequence[Sequence[Sample]], fresh: Sequence[
     for name, samples in by_source.items():
         if not name:
             continue
-        num_kept = sum(len(group) for group in fresh if group[0].prompt.source == name)
+        num_kept = sum(len(it) for it in fresh if it[0].prompt.source == name and not it[0].masked)
         scored = [sample for sample in samples if sample.score.failure is None]
         found: dict[str, float] = {
             "samples": len(samples),

@@ -446,13 +446,13 @@ def test_sets_are_files_with_the_runs_prompts_and_are_refused_by_their_key(tmp_p
     given = f"train.eval_sets={{hard: {{path: {path}, num_prompts: 4, num_samples: 3, temperature: 0.5, top_p: 0.9}}}}"
     config = load_config([given, "data=jsonl", "data.path=train.jsonl", "reward=exact", "data.prompt_length=99"])
     config = replace(config, data=replace(config.data, instruction="Compute {question}"))
-    (found,) = build_eval_sets(config, build_byte_tokenizer(), None)
+    (found,) = build_eval_sets(config, build_byte_tokenizer(), {"": None})
     assert (found.name, found.num_samples, len(found.prompts)) == ("hard", 3, 4)
     assert found.sampling == Sampling(0.5, urgent=True, truncation=Truncation(0.9, -1))
     assert found.prompts[0].text.startswith("Compute ")
     path.unlink()
     with pytest.raises(ConfigError, match=r"^train\.eval_sets\.hard\.path: .*hard\.jsonl does not exist"):
-        build_eval_sets(config, build_byte_tokenizer(), None)
+        build_eval_sets(config, build_byte_tokenizer(), {"": None})
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from megarl.config.load import load_config
 from megarl.config.schema.algo import DynamicSamplingConfig, ReplayConfig, SamplingBy, SamplingRest
+from megarl.report.evaluation import compute_source_metrics
 from megarl.rollout.collector import build_tensors
 from megarl.rollout.rollout_file import Journal
 from megarl.rollout.source import (
@@ -525,6 +526,8 @@ def test_with_a_mask_the_groups_that_are_not_kept_have_no_policy_loss_and_are_no
     tensors = build_tensors(join_groups(groups, 0))
     assert tensors.masked.tolist() == [False] * 8 + [True] * 8
     assert build_tensors(join_groups(groups[:2], 0)).masked is None
+    mixed = [tuple(replace(s, prompt=replace(s.prompt, source="sums")) for s in group) for group in groups]
+    assert compute_source_metrics(mixed, mixed)["source/sums/dropped_frac"] == 0.5
     # No group at all is kept: nothing is learned, and that is said.
     with pytest.warns(RuntimeWarning, match=r"found 0 of 4 groups .*; the rest has no policy loss"):
         groups, _ = collect_groups(Task(QUARTER).collect, 4, mask)
