@@ -1,5 +1,5 @@
 """The generated parts of the documentation: docs/configuration.md from megarl/config/schema and the docstrings below
-its fields, and the signs in docs/troubleshooting.md.
+its fields, the signs in docs/troubleshooting.md and the names of other trainers in docs/migrating.md.
 
     python tools/docs/generate.py            write them
     python tools/docs/generate.py --check    exit code 1, naming each file that is not current
@@ -23,6 +23,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import yaml
 from omegaconf import MISSING as REQUIRED
 
+from megarl.config.names import TABLE, is_name
 from megarl.config.overrides import list_options, list_values
 from megarl.config.schema.roles import CriticConfig, ParallelConfig, PolicyConfig
 from megarl.config.schema.root import Config
@@ -31,6 +32,41 @@ from megarl.report.signs import BETTER_CRITIC, SIGNS, Sign
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 WIDTH = 120
+TRAINERS = ("TRL", "verl", "OpenRLHF")
+"""Columns of the table of names; ROLL's names work as they are"""
+TYPED = """algo.advantage_std
+algo.clip_low and algo.clip_high
+algo.clip_high
+algo.entropy_coef
+algo.kl.coef
+algo.kl.loss_coef
+algo.lambda_policy and algo.lambda_critic
+algo.loss_agg_mode
+algo.mismatch.correction
+algo.mismatch.high
+checkpoint.save_every
+critic.optimizer.lr
+data.prompt_length
+hydra.run.dir
+model.path with model=checkpoint
+policy.lora.rank
+policy.offload
+policy.optimizer.lr
+policy.optimizer.warmup_ratio
+policy.parallel.tp
+policy.recompute
+rollout.response_length
+rollout.sglang.mem_fraction_static
+rollout.temperature
+rollout.tp
+train.epochs_per_iteration
+train.eval_every
+train.num_iterations
+train.prompts_per_iteration
+train.responses_per_prompt
+train.samples_per_minibatch
+train.tokens_per_microbatch""".splitlines()
+"""Our keys whose other names people type most; the program answers all names"""
 NAMED = re.compile(r"\b[a-z_]+(?:[./][a-z_]\w*)+(?:=\w+)?|\balgo=\w+")
 """Keys, metrics and files in an advice"""
 MAIN = yaml.safe_load((DOCS.parent / "conf" / "config.yaml").read_text())
@@ -231,6 +267,33 @@ def _format_bound(sign: Sign) -> str:
     return found[0] if found else "is `reward/min` and `reward/max`"
 
 
+def render_names() -> str:
+    """What other trainers call the keys of TYPED, and what megarl renamed."""
+    rows = [["here", *TRAINERS]]
+    for key in TYPED:
+        names = [
+            peers for ours, peers in TABLE["peers"].items() if re.match(rf"{re.escape(key)}(,| \(| with algo|$)", ours)
+        ]
+        given = [" ".join(each[trainer] for each in names if trainer in each) for trainer in TRAINERS]
+        rows.append([key, *(each.split()[0] if each else "-" for each in given)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "```text\n" + "\n".join(lines) + "\n```\n\n" + _wrap(f"Keys of megarl with a new name: {_list_renames()}.")
+
+
+def _list_renames() -> str:
+    """Keys that only moved to another node stand together."""
+    moved: dict[tuple[str, str], list[str]] = {}
+    for old, ours in TABLE["megarl"].items():
+        if is_name(ours):
+            (node, _, name), (to, _, new) = old.rpartition("."), ours.rpartition(".")
+            moved.setdefault((node, to) if name == new else (old, ours), []).append(name)
+    return "; ".join(
+        f"`{a}` is now `{b}`" if "." in a else f"{', '.join(names)} of `{a}` are now below `{b}`"
+        for (a, b), names in moved.items()
+    )
+
+
 def fill_block(page: Path, name: str, body: str) -> str:
     """The page with the body between its two markers."""
     head, begin, rest = page.read_text().partition(f"<!-- begin {name}: made by tools/docs/generate.py -->\n")
@@ -242,6 +305,7 @@ def fill_block(page: Path, name: str, body: str) -> str:
 PAGES: dict[Path, Callable[[], str]] = {
     DOCS / "configuration.md": render_configuration,
     DOCS / "troubleshooting.md": lambda: fill_block(DOCS / "troubleshooting.md", "signs", render_signs()),
+    DOCS / "migrating.md": lambda: fill_block(DOCS / "migrating.md", "names", render_names()),
 }
 
 
