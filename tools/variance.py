@@ -86,7 +86,7 @@ def list_baselines(size: int, num_prompts: int, has_critic: bool) -> list[Baseli
         found.append(Baseline(f"critic, lambda {each}", changes, scale=1.0 if each == 1 else math.nan))
     further = [name for name, it in ADVANTAGES.items() if has_critic or not it.needs_critic]
     for name in further if size > 1 else ():
-        if name not in ("reinforce", "group", "rloo", "gae"):
+        if name not in ("none", "reinforce", "group", "rloo", "gae"):
             changes = {"advantage": name, "lambda_policy": 1}
             found.append(Baseline(name, changes, scale=1.0 if name in ("tether", "control_variate") else math.nan))
     return found

@@ -63,7 +63,8 @@ def test_every_refused_server_argument_is_one_of_the_installed_sglang():
 
 
 def test_all_problems_are_reported_at_once_and_stay_apart_in_another_process():
-    message = problems_of("train.samples_per_minibatch=100", "policy.optimizer.min_lr=1", "algo.rl_loss_coef=0")
+    no_loss = "algo.rl_loss_coef=0", "algo.positive_lm_coef=0"
+    message = problems_of("train.samples_per_minibatch=100", "policy.optimizer.min_lr=1", *no_loss)
     assert all(key in message for key in ("samples_per_minibatch", "optimizer.min_lr", "algo.rl_loss_coef"))
     assert pickle.loads(pickle.dumps(ConfigError(["a: one", "b: two"]))).problems == ("a: one", "b: two")
 
