@@ -81,10 +81,8 @@ class Algorithm:
 
         has_old_logprobs: False where the update computes them. Metrics of the critic are those before it learns.
         """
-        if compares_pairs(self.config.algo):
-            return build_pair_samples(experience), {}
-        if self.config.rollout.from_data:
-            return build_demonstration_samples(experience), {}
+        if compares_pairs(self.config.algo) or self.config.rollout.from_data:
+            return build_given_samples(experience), {}
         if iteration <= 0:
             samples, metrics = self._compute(experience, build_pretraining_algo(self.config.algo), True)
             assert experience.values is not None
@@ -153,15 +151,9 @@ class Algorithm:
         return samples, metrics
 
 
-def build_pair_samples(pairs: RolloutTensors) -> TrainingSamples:
-    """What the loss of a reward model reads: which sample of each pair is the better one, by a reward above 0."""
-    unused: dict[str, Any] = dict.fromkeys(("advantages", "rollout_logprobs"), torch.zeros(()).expand(pairs.mask.shape))
-    unused |= dict.fromkeys(("old_logprobs", "sampling_logprobs", "ref_logprobs", "old_values", "returns"))
-    return TrainingSamples(pairs.sequences, pairs.mask, pairs.mask, pairs.rewards > 0, **unused)
-
-
-def build_demonstration_samples(given: RolloutTensors) -> TrainingSamples:
-    """What the positive-LM loss reads of demonstrations: each is a correct response."""
+def build_given_samples(given: RolloutTensors) -> TrainingSamples:
+    """What the losses of pairs and of demonstrations read: the tokens, and by a reward above 0 which sample of a pair
+    is the better one, and that a demonstration is correct."""
     names = ("advantages", "rollout_logprobs", "old_logprobs")
     unused: dict[str, Any] = dict.fromkeys(names, torch.zeros(()).expand(given.mask.shape))
     unused |= dict.fromkeys(("sampling_logprobs", "ref_logprobs", "old_values", "returns"))

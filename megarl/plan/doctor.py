@@ -263,15 +263,15 @@ def check_models(config: Config, command: str = "train") -> Iterator[Finding]:
 
 def check_dataset(config: Config) -> Iterator[Finding]:
     """A dataset of the Hugging Face hub that cannot be read here without a network."""
-    for name, data in ((name, each.data) for name, each in split_config(config).items()):
-        if isinstance(data, HuggingFaceDataConfig) and data.path:
-            words = (str(data.path), data.subset, data.split, "data.split")
-            if "data" in run_programs({"data": f"{READ_DATA}open_dataset(*{words!r})"})[1]:
-                found = f"data.path: {data.path} cannot be read here without a network"
-                how = (
-                    f"where there is a network, `hf download --repo-type dataset {data.path}`; HF_HOME names the cache"
-                )
-                yield Finding(MISSING, name_in_source(name, found), how)
+    for name, each in split_config(config).items():
+        data = each.data
+        if not isinstance(data, HuggingFaceDataConfig) or not data.path:
+            continue
+        words = (str(data.path), data.subset, data.split, "data.split")
+        if "data" in run_programs({"data": f"{READ_DATA}open_dataset(*{words!r})"})[1]:
+            found = f"data.path: {data.path} cannot be read here without a network"
+            how = f"where there is a network, `hf download --repo-type dataset {data.path}`; HF_HOME names the cache"
+            yield Finding(MISSING, name_in_source(name, found), how)
 
 
 def check_tensors(config: Config) -> Iterator[Finding]:

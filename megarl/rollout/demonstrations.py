@@ -69,14 +69,11 @@ def _tokenize_texts(prompts: Sequence[Prompt], renderer: Renderer) -> list[Demon
             where = prompt.metadata.get("location", "data")
             why = "without a chat template nothing parts the turns of a chat: give the tokenizer one"
             raise ConfigError([f"{where}: found several answers; {why} (data.chat_template_path)"])
-    end = renderer.tokenizer.eos_token_id
-    answers = renderer.tokenize([prompt.answer for prompt in prompts], add_special_tokens=False)
-    found = []
-    for prompt, ids in zip(prompts, answers, strict=True):
-        answer = (*ids, end) if end is not None else ids
-        tokens = np.array([*prompt.token_ids, *answer], dtype=np.int32)
-        found.append(Demonstration(prompt.id, tokens, np.arange(len(tokens)) >= len(prompt.token_ids)))
-    return found
+    whole = renderer.append_answers(prompts, [prompt.answer for prompt in prompts])
+    return [
+        Demonstration(prompt.id, np.array(ids, dtype=np.int32), np.arange(len(ids)) >= len(prompt.token_ids))
+        for prompt, ids in zip(prompts, whole, strict=True)
+    ]
 
 
 def _tokenize_chats(prompts: Sequence[Prompt], renderer: Renderer) -> list[Demonstration]:

@@ -112,10 +112,7 @@ def _tokenize(answered: Sequence[tuple[Prompt, str]], renderer: Renderer) -> lis
         texts = [renderer.render_messages(*each, for_answer=False) for each in zip(chats, tools, strict=True)]
         found = renderer.tokenize(texts)
     else:
-        end = renderer.tokenizer.eos_token_id
-        ids = renderer.tokenize([text for _, text in answered], add_special_tokens=False)
-        ends = () if end is None else (end,)
-        found = [(*prompt.token_ids, *own, *ends) for (prompt, _), own in zip(answered, ids, strict=True)]
+        found = renderer.append_answers([prompt for prompt, _ in answered], [text for _, text in answered])
     return [np.array(each, dtype=np.int32) for each in found]
 
 

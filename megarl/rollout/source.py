@@ -74,6 +74,11 @@ def find_fault(group: Group, config: DynamicSamplingConfig) -> str | None:
     return "too_easy" if config.high is not None and mean >= config.high else None
 
 
+def list_unmasked(groups: Sequence[Group]) -> list[Group]:
+    """Those with a policy loss."""
+    return [group for group in groups if not group[0].masked]
+
+
 def collect_groups(
     collect: Callable[[int], list[Group]], num_groups: int, config: DynamicSamplingConfig, *, one_by_one: bool = False
 ) -> tuple[list[Group], Metrics]:
@@ -482,7 +487,7 @@ class GroupSource:
         self._keeps_logprobs = config.algo.replay.num_iterations > 0 and uses_topr(config.algo)
         self._taken: list[Group] = []
         self._replayable: list[Group] = []
-        """Those of them that the replay buffer holds: the same list where it holds all"""
+        """Those of them that the replay buffer holds: all but those without a policy loss"""
         self._pool: list[list[Group]] = []
         self._ahead: GroupScheduler | None = None
         self._groups = GroupState()
@@ -525,19 +530,20 @@ class GroupSource:
         old_logprobs: float32 [B, T], whose first rows are the fresh samples. They are stored in the groups in place:
         the replay buffer and its states, that of a checkpoint of this iteration too, hold the same list.
         """
+        if not self._keeps_logprobs:
+            return
         rows = iter(old_logprobs)
-        for index, group in enumerate(self._taken if self._keeps_logprobs else ()):
-            self._taken[index] = tuple(
+        self._taken[:] = [
+            tuple(
                 replace(sample, first_old_logprobs=next(rows)[: len(sample.response)].numpy(force=True).copy())
                 for sample in group
             )
-        if self._keeps_logprobs and self._replayable is not self._taken:
-            self._replayable[:] = [group for group in self._taken if not group[0].masked]
+            for group in self._taken
+        ]
+        self._replayable[:] = list_unmasked(self._taken)
 
     def _add_to_replay(self, fresh: list[Group]) -> None:
-        """All groups but those without a policy loss."""
-        masks = any(group[0].masked for group in fresh)
-        self._replayable = [group for group in fresh if not group[0].masked] if masks else fresh
+        self._replayable = list_unmasked(fresh)
         self._replay.add(self._replayable)
 
     def begin_again(self) -> None:
@@ -609,7 +615,7 @@ class GroupSource:
 
         fresh, metrics = collect_groups(collect, self._train.num_prompts - len(replayed), self._sampling)
         self._add_to_replay(fresh)
-        if self._num_outside or (self._sampling.value_low, self._sampling.value_high) != (None, None):
+        if (self._sampling.value_low, self._sampling.value_high) != (None, None):
             metrics["sampling/num_outside_value"], self._num_outside = float(self._num_outside), 0
         if self._sampling.enabled and self._sampling.skip_epochs:
             metrics["sampling/num_skipped"] = float(self._skip([group for it in sampled for group in split_groups(it)]))

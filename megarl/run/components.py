@@ -5,6 +5,7 @@ learn from it (Roles), and the servers with the current weights, restarted where
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from itertools import accumulate, groupby, islice
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from megarl.algo.diagnostics import compute_batch_metrics
 from megarl.algo.losses import measure_pairs
 from megarl.algo.objective import reads_old_logprobs
 from megarl.config.schema.algo import KLEstimator, compares_pairs, needs_reference
+from megarl.config.schema.mix import Source as MixSource
 from megarl.config.schema.mix import has_turns, list_sources
 from megarl.config.schema.root import Config
 from megarl.interfaces import DeadlineError, Pending, RolloutServers, TrainBackend, WeightSync, wait_all
@@ -283,6 +285,11 @@ class Roles:
     kept: tuple[TrainingSamples, ...] = ()
     """Of the last critic.replay_iterations, the newest first: what the critic has learned from"""
 
+    @cached_property
+    def sources(self) -> Mapping[str, MixSource] | None:
+        """Of data=mix."""
+        return list_sources(self.config) or None
+
     def state(self) -> dict[str, Any]:
         """The field of a `TrainerState` that is the roles'."""
         return {"critic_replay": self.kept}
@@ -301,8 +308,8 @@ class Roles:
         is_pairs = compares_pairs(algo)
         reads_policy = reads_old_logprobs(algo) and not reuses_logprobs if iteration > 0 else algo.kl.in_reward
         policy, critic, reference = self.policy, self.critic, self.reference
-        parts, sources = algo.reward_norm.parts, list_sources(self.config) or None
-        tensors = build_tensors(rollout, self.critic_prompt, self.config.rollout.max_staleness, parts, sources)
+        parts = algo.reward_norm.parts
+        tensors = build_tensors(rollout, self.critic_prompt, self.config.rollout.max_staleness, parts, self.sources)
         sequences, temperature = tensors.sequences, self.config.rollout.temperature
         full_kl = algo.kl.in_reward and algo.kl.reward_estimator is KLEstimator.full
         old = policy.logprobs(sequences, temperature) if policy and reads_policy else None

@@ -145,6 +145,14 @@ class Renderer:
                 raise ConfigError([f"{where}; the model's embedding has {self.vocab_size} rows. {needed}"])
         return found
 
+    def append_answers(self, prompts: Sequence[Prompt], answers: Sequence[str]) -> list[tuple[int, ...]]:
+        """Without a chat template: the tokens of each prompt, those of its answer, and the one that ends a text, where
+        the tokenizer has one. Raises ConfigError as `tokenize`."""
+        end = self.tokenizer.eos_token_id
+        ends = () if end is None else (end,)
+        ids = self.tokenize(answers, add_special_tokens=False)
+        return [(*prompt.token_ids, *own, *ends) for prompt, own in zip(prompts, ids, strict=True)]
+
     def _find_begin(self, texts: Sequence[str], found: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """The tokens that the tokenizer adds in front of a text by itself."""
         # A text that begins with a special token would hide where the added ones end.

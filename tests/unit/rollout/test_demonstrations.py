@@ -12,7 +12,7 @@ from data_cases import build_byte_tokenizer, build_char_tokenizer, jsonl_config
 from fakes.disturbed import Disturbance, Killed
 from fakes.run import World, load_untimed
 
-from megarl.algo.algorithm import build_demonstration_samples
+from megarl.algo.algorithm import build_given_samples
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.mcore.spec import Role
@@ -109,7 +109,7 @@ def test_long_ones_are_dropped_and_counted_and_none_left_is_refused(tmp_path: Pa
 
 def test_the_samples_are_correct_and_have_a_loss_at_the_assistants_tokens_alone(tmp_path: Path) -> None:
     given = read(tmp_path / "c.jsonl", CHATS, build_chat_tokenizer(ENDED)).train
-    samples = build_demonstration_samples(build_tensors(join_groups([build_group(each) for each in given], 0)))
+    samples = build_given_samples(build_tensors(join_groups([build_group(each) for each in given], 0)))
     assert samples.positive.all()
     assert torch.equal(samples.loss_mask, samples.mask)
     assert int(samples.mask.sum()) == sum(int(each.learned.sum()) for each in given)

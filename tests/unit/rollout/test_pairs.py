@@ -15,7 +15,7 @@ from data_cases import build_byte_tokenizer, build_char_tokenizer, jsonl_config
 from fakes.disturbed import Disturbance, Killed
 from fakes.run import World, load_untimed
 
-from megarl.algo.algorithm import build_pair_samples
+from megarl.algo.algorithm import build_given_samples
 from megarl.algo.losses import TokenTargets, count_minibatch, critic_loss
 from megarl.algo.objective import format_objective
 from megarl.config.errors import ConfigError
@@ -171,7 +171,7 @@ def find_loss(scores: list[float], positive: list[bool], order: list[int], num_p
         *(None,) * 4, samples=samples,
     )  # fmt: skip
     pair = Pair("p", *(np.array(tokens, dtype=np.int32) for tokens in ([3, 4], [5])))
-    counts = count_minibatch(build_pair_samples(build_tensors(join_groups([build_group(pair)] * num_pairs, 0))))
+    counts = count_minibatch(build_given_samples(build_tensors(join_groups([build_group(pair)] * num_pairs, 0))))
     out = critic_loss(own[samples], targets, ALGO, counts)
     out.loss.backward()
     return out, own.grad
