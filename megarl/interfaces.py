@@ -49,8 +49,11 @@ def wait_all(pendings: Sequence[Pending[Any]], end: float | None = None) -> None
 class TrainBackend(Protocol):
     """One role (policy, critic or reference): one object for all ranks of a model."""
 
-    def logprobs(self, sequences: Sequences, temperature: float) -> Pending[Tensor]:
-        """float32 [B, T]: log-probs of the response tokens under the temperature-scaled distribution."""
+    def logprobs(self, sequences: Sequences, temperature: float, teacher: int = 0) -> Pending[Tensor]:
+        """float32 [B, T]: log-probs of the response tokens under the temperature-scaled distribution.
+
+        teacher: of the reference, which of its checkpoints scores, 0 for the first.
+        """
 
     def rounded_logprobs(self, sequences: Sequences, temperature: float, unit: float) -> Pending[Tensor]:
         """As `logprobs`, with a random relative error of at most `unit` in everything that a layer computes.

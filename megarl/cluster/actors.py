@@ -333,8 +333,8 @@ class WorkerGroup:
         found = ask(what, self._actors[0].find_address.remote)
         return str(wait_for([found], self._names[:1], what, self._start_deadline_s)[0])
 
-    def logprobs(self, sequences: Sequences, temperature: float) -> PendingCall[Tensor]:
-        return self._call("logprobs", merge_rows(sequences), sequences, temperature)
+    def logprobs(self, sequences: Sequences, temperature: float, teacher: int = 0) -> PendingCall[Tensor]:
+        return self._call("logprobs", merge_rows(sequences), sequences, temperature, teacher)
 
     def rounded_logprobs(self, sequences: Sequences, temperature: float, unit: float) -> PendingCall[Tensor]:
         return self._call("rounded_logprobs", merge_rows(sequences), sequences, temperature, unit)

@@ -148,6 +148,13 @@ def _check_sources(config: Config) -> Iterator[str]:
             yield f"{key}.source: found {each.source}; it has no effect without data=mix: leave it out"
         if name in sources:
             yield f"{key}: a source has this name, under which its held-out prompts are logged: choose another"
+    if config.reference.by_source:
+        full = needs_full_kl(config.algo)
+        why = "a KL of estimator full compares with the policy's own start" if full else "it needs data=mix"
+        if full or not sources:
+            yield f"reference.by_source: found {show(config.reference.by_source)}; {why}: leave it out"
+        for name in set(config.reference.by_source) - set(sources) if sources else ():
+            yield f"reference.by_source.{name}: found no such source; data.sources has {', '.join(sources)}"
 
 
 def _check_parts(config: Config) -> Iterator[str]:

@@ -163,6 +163,8 @@ class WorkerSpec:
     """Of the critic alone"""
     lora: LoraConfig | None = None
     """Of policy and critic, whose value head is trained too; None: all of `trainable` is trained"""
+    teachers: tuple[str, ...] = ()
+    """Of the reference alone: further checkpoints of its architecture, any of which may score"""
     value_range: tuple[float, float] | None = None
     """Of the critic alone; its checkpoints record it"""
     deterministic: bool = False

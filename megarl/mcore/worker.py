@@ -43,7 +43,7 @@ from megarl.mcore.layers import (
 )
 from megarl.mcore.logprobs import VocabShard, compute_full_kl, compute_logprobs
 from megarl.mcore.microbatches import COMPUTED, REAL, describe_work, plan_microbatches
-from megarl.mcore.model import build_chunks, build_config, freeze, wrap_chunks
+from megarl.mcore.model import PackedGPT, build_chunks, build_config, freeze, wrap_chunks
 from megarl.mcore.optimizer import (
     OffloadManager,
     build_optimizer,
@@ -62,6 +62,7 @@ from megarl.mcore.spec import (
     read_architecture,
 )
 from megarl.mcore.state import attach_adapters, export_peft
+from megarl.models.architecture import Architecture
 from megarl.report.timeline import span
 from megarl.types import Metrics, Sequences, TrainingSamples
 
@@ -216,6 +217,30 @@ def collect_rows(sequences: Sequences, batches: Sequence[PackedBatch], outputs: 
     return RowsResult(rows, padded[rows])
 
 
+class Teachers:
+    """The weights of several checkpoints for one model, in host memory; it has those of the first as it is given."""
+
+    def __init__(self, chunks: Sequence[PackedGPT], arch: Architecture, others: Sequence[Path]):
+        self._weights = [parameter.data for chunk in chunks for parameter in chunk.parameters()]
+        self._chosen = 0
+        self._kept = [self._copy()] if others else []
+        for number, directory in enumerate(others, 1):
+            state.load_hf(chunks, directory, arch)
+            self._kept.append(self._copy())
+            self._chosen = number
+        self.choose(0)
+
+    def choose(self, number: int) -> None:
+        """Give the model the weights of this checkpoint."""
+        if number != self._chosen:
+            for weight, kept in zip(self._weights, self._kept[number], strict=True):
+                weight.copy_(kept)
+            self._chosen = number
+
+    def _copy(self) -> list[Tensor]:
+        return [weight.to("cpu", copy=True) for weight in self._weights]
+
+
 COLLECTIVE_GRACE_S = 30.0
 """By so much a collective's deadline is later than its caller's, who then still finds out where every rank waits."""
 FP8_ROUNDING = 2.0**-4
@@ -265,6 +290,7 @@ class MegatronWorker:
         if spec.optimizer is not None:
             self.optimizer = build_optimizer(spec.optimizer, self.config, self.model)
             self.scheduler = build_scheduler(spec.optimizer, self.optimizer)
+        self._teachers = Teachers(self.chunks, self.arch, [Path(teacher) for teacher in spec.teachers])
         self.offload = OffloadManager(spec.offload, [*self.chunks, *(self.reference or [])], self.model, self.optimizer)
 
     def describe(self) -> str:
@@ -275,11 +301,13 @@ class MegatronWorker:
         return "\n".join([f"{find_layers().name} in {self.spec.dtype.value}{fp8}{optimizer}", *ways])
 
     @uses_weights
-    def logprobs(self, sequences: Sequences, temperature: float) -> RowsResult | None:
+    def logprobs(self, sequences: Sequences, temperature: float, teacher: int = 0) -> RowsResult | None:
         """float32 [b, T] log-probs of the response tokens, of the temperature-scaled distribution.
 
-        The rows of this data-parallel rank on the rank that reports for it, None on the others.
+        The rows of this data-parallel rank on the rank that reports for it, None on the others. teacher: which of the
+        checkpoints scores, 0 for spec.checkpoint, else the place in spec.teachers, from 1 on.
         """
+        self._teachers.choose(teacher)
         return self._score(sequences, temperature)
 
     @uses_weights

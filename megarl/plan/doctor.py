@@ -254,6 +254,8 @@ def check_models(config: Config, command: str = "train") -> Iterator[Finding]:
         paths["critic.init"] = config.critic.init
     if needs_reference(config.algo) and config.reference.init is not None and command == "train":
         paths["reference.init"] = config.reference.init
+    if needs_reference(config.algo) and command == "train":
+        paths |= {f"reference.by_source.{name}": path for name, path in config.reference.by_source.items()}
     for key, path in paths.items():
         try:
             find_checkpoint(path, key, may_download=False)

@@ -309,10 +309,10 @@ def compute_host(
 ) -> int:
     """Host memory of the fullest node in bytes.
 
-    It has processes, Ray's object store, what is offloaded, the copy that a checkpoint makes before it is written
-    (on the ranks that write), and on the first node an iteration's samples. With rollout.router_replay the
-    experts of a token are 4 bytes each beside a server's cache of `kv_tokens` (SGLang's state_capturer/base.py), and
-    one in a sample and one in the policy's sequences.
+    It has processes, Ray's object store, what is offloaded, the weights of several teachers, the copy that a checkpoint
+    makes before it is written (on the ranks that write), and on the first node an iteration's samples. With
+    rollout.router_replay the experts of a token are 4 bytes each beside a server's cache of `kv_tokens` (SGLang's
+    state_capturer/base.py), and one in a sample and one in the policy's sequences.
     """
     per_node = config.cluster.gpus_per_node
     process = int(m.HOST_PROCESS_GIB * m.GIB)
@@ -327,7 +327,9 @@ def compute_host(
             memory = stages[name][rank // per_stage]
             saves = job.is_trained and config.checkpoint.save_every
             saved = m.compute_saved(job, memory.parameters, rank % per_stage) if saves else 0
-            nodes[gpu // per_node] += process + memory.offloaded + saved
+            own = config.reference.by_source if name == "reference" else {}
+            teachers = memory.weights * (1 + len(own)) if own else 0
+            nodes[gpu // per_node] += process + memory.offloaded + saved + teachers
     critic_ids = 8 * find_longest(config, is_critic=True) if "critic" in jobs and config.data.num_critic_tokens else 0
     nodes[0] += config.train.num_samples * (find_longest(config) * (SAMPLE_BYTES + 2 * routed) + critic_ids)
     return max(nodes.values()) + (config.cluster.object_store_mb << 20)

@@ -271,6 +271,10 @@ class Source:
         self.groups.restore(state["source"])
 
 
+RowsCall = tuple[Tensor, Pending[Tensor]]
+"""Row numbers (int64 [b]), and a call that gives a float32 [b, T] of them"""
+
+
 @dataclass
 class Roles:
     """The models of a run, and what an iteration asks of them."""
@@ -314,16 +318,31 @@ class Roles:
         full_kl = algo.kl.in_reward and algo.kl.reward_estimator is KLEstimator.full
         old = policy.logprobs(sequences, temperature) if policy and reads_policy else None
         ref_kl = policy.reference_kl(sequences, temperature) if policy and full_kl else None
-        ref = reference.logprobs(sequences, temperature) if reference and needs_reference(algo) else None
+        of_reference = self._ask_reference(reference, rollout, sequences) if needs_reference(algo) else []
         values = critic.values(tensors.critic_input) if critic and not is_pairs else None
-        wait_all([call for call in (old, ref_kl, ref, values) if call])
+        wait_all([call for call in (old, ref_kl, *(ref for _, ref in of_reference), values) if call])
         experience = tensors.build_experience(
             old.result() if old else tensors.rollout_logprobs,
-            ref_logprobs=ref.result() if ref else None,
+            ref_logprobs=join_rows(of_reference, tensors.mask) if of_reference else None,
             ref_kl=ref_kl.result() if ref_kl else None,
             values=values.result() if values else None,
         )
         return experience, compute_batch_metrics(experience) if iteration > 0 else {}
+
+    def _ask_reference(self, reference: TrainBackend | None, rollout: Rollout, sequences: Sequences) -> list[RowsCall]:
+        """Log-probs of all rows, each of the teacher of its source, by rows."""
+        if reference is None:
+            return []
+        numbers = {name: number for number, name in enumerate(self.config.reference.by_source, 1)}
+        by_teacher = defaultdict[int, list[int]](list)
+        for row, sample in enumerate(rollout.samples):
+            by_teacher[numbers.get(sample.prompt.source, 0)].append(row)
+        temperature, calls = self.config.rollout.temperature, list[RowsCall]()
+        for teacher, rows in sorted(by_teacher.items()):
+            chosen = torch.tensor(rows)
+            own = sequences.select(chosen) if len(by_teacher) > 1 else sequences
+            calls.append((chosen, reference.logprobs(own, temperature, teacher)))
+        return calls
 
     def update(self, samples: TrainingSamples, iteration: int) -> Metrics:
         """Optimizer steps of critic and policy on the same minibatches: they are independent.
@@ -375,6 +394,15 @@ class Roles:
         assert self.policy is not None
         experience = replace(experience, old_logprobs=self.policy.updated_logprobs(experience.sequences).result())
         return experience, measure_old_logprobs(experience, self.config.algo)
+
+
+def join_rows(calls: Sequence[RowsCall], mask: Tensor) -> Tensor:
+    """float32 [B, T] of the calls' rows, padded with 0. mask: bool [B, T]."""
+    joined = torch.zeros(mask.shape)
+    for rows, call in calls:
+        found = call.result()
+        joined[rows, : found.shape[1]] = found
+    return joined
 
 
 def split_minibatches(config: Config, num_samples: int, iteration: int) -> list[Tensor]:

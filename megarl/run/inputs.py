@@ -1,7 +1,7 @@
 """The inputs of a run or an evaluation, loaded and checked before any process is started."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from megarl.config.checks import describe_iteration_size
 from megarl.config.errors import ConfigError
 from megarl.config.overrides import name_choice
 from megarl.config.schema.algo import NO_ADVANTAGE, compares_pairs, count_values, needs_reference
-from megarl.config.schema.mix import naming_source, split_config
+from megarl.config.schema.mix import list_sources, naming_source, split_config
 from megarl.config.schema.root import Config
 from megarl.files import load_json_object
 from megarl.interfaces import Sampling, Truncation
@@ -108,6 +108,8 @@ class Models:
     reference_checkpoint: Path
     reference_architecture: Architecture
     """The policy's where reference.init is not set"""
+    teachers: tuple[Path, ...] = ()
+    """Of reference.by_source, in order; of the reference's architecture"""
 
     def get_architecture(self, role: Role) -> Architecture:
         others = {Role.critic: self.critic_architecture, Role.reference: self.reference_architecture}
@@ -271,29 +273,48 @@ def load_models(config: Config) -> Models:
     return Models(checkpoint, architecture, critic_checkpoint, critic_architecture, *reference)
 
 
-def _load_reference(config: Config, checkpoint: Path, policy: Architecture) -> tuple[Path, Architecture]:
-    """The checkpoint of the frozen model and its architecture: reference.init, or the policy's."""
+def _load_reference(
+    config: Config, checkpoint: Path, policy: Architecture
+) -> tuple[Path, Architecture, tuple[Path, ...]]:
+    """The checkpoint of the frozen model and its architecture, reference.init or the policy's, and further teachers."""
     if not needs_reference(config.algo):
-        return checkpoint, policy
-    if config.reference.init is None:
-        if config.algo.advantage == NO_ADVANTAGE:
-            why = "nothing but the reference is learned from, and the policy's own start has nothing to teach"
-            raise ConfigError([f"reference.init: found null with algo.advantage=none; {why}: it must be a teacher"])
-        return checkpoint, policy
-    directory = find_checkpoint(config.reference.init, "reference.init")
-    architecture = _read_architecture(directory, "reference.init")
+        return checkpoint, policy, ()
+    init, by_source, directory, architecture = config.reference.init, config.reference.by_source, checkpoint, policy
+    if init is not None:
+        directory, architecture = _load_teacher(config, "reference.init", init, checkpoint, policy)
+    elif config.algo.advantage == NO_ADVANTAGE and (others := (set(list_sources(config)) or {""}) - set(by_source)):
+        why = "nothing but the reference is learned from, and the policy's own start has nothing to teach"
+        whom = f" {', '.join(sorted(others))}" if by_source else ""
+        raise ConfigError([f"reference.init: found null with algo.advantage=none; {why}{whom}: it must be a teacher"])
+    teachers = []
+    for name, path in by_source.items():
+        key = f"reference.by_source.{name}"
+        teacher, own = _load_teacher(config, key, path, checkpoint, policy)
+        if own != architecture:
+            of = "the policy's own" if init is None else f"that of reference.init ({directory})"
+            raise ConfigError([f"{key}: {teacher} has another architecture; it must be {of}, in whose place it scores"])
+        teachers.append(teacher)
+    return directory, architecture, tuple(teachers)
+
+
+def _load_teacher(
+    config: Config, key: str, path: str, checkpoint: Path, policy: Architecture
+) -> tuple[Path, Architecture]:
+    directory = find_checkpoint(path, key)
+    architecture = _read_architecture(directory, key)
     longest = config.data.prompt_length + config.rollout.response_length
     problems = checkpoints.check_reference_checkpoint(directory, architecture, policy, longest)
     if not problems and (problem := describe_other_tokens(load_tokenizer(directory), load_tokenizer(checkpoint))):
         problems = [f"{directory}: {problem}; the reference scores the policy's tokens, so both need one tokenizer"]
     if problems:
-        raise ConfigError([f"reference.init: {problem}" for problem in problems])
+        raise ConfigError([f"{key}: {problem}" for problem in problems])
     return directory, architecture
 
 
 def load_specs(config: Config, models: Models) -> dict[Role, WorkerSpec]:
     """The worker specs of the roles that the algorithm needs. Raises ConfigError where they do not fit the models."""
-    specs = build_specs(config, models.checkpoint, models.critic_checkpoint, models.reference_checkpoint)
+    references = models.reference_checkpoint, *models.teachers
+    specs = build_specs(config, models.checkpoint, models.critic_checkpoint, references)
     architectures = {role: models.get_architecture(role) for role in specs}
     problems = list(_check_lengths(config, models))
     for role, spec in specs.items():
@@ -384,10 +405,10 @@ def _check_tokens(saved: SavedGroups, renderer: Renderer) -> Iterator[str]:
 
 
 def build_specs(
-    config: Config, checkpoint: Path, critic_checkpoint: Path | None = None, reference_checkpoint: Path | None = None
+    config: Config, checkpoint: Path, critic_checkpoint: Path | None = None, references: Sequence[Path] = ()
 ) -> dict[Role, WorkerSpec]:
-    """The worker spec of each role. critic_checkpoint, reference_checkpoint: what they start from, if not
-    `checkpoint`."""
+    """The worker spec of each role. critic_checkpoint, references: what they start from, if not `checkpoint`; all but
+    the first of references are those of reference.by_source."""
     num_steps, train, bounds = config.train.num_optimizer_steps, config.train, config.critic.value_range
 
     def build(role: Role, start: Path, num_steps: int = 0, **own: Any) -> WorkerSpec:
@@ -427,7 +448,8 @@ def build_specs(
             value_range=None if bounds is None else (bounds[0], bounds[1]),
         )
     if needs_reference(config.algo) and not config.has_critic_alone:
-        specs[Role.reference] = build(Role.reference, reference_checkpoint or checkpoint)
+        start, *teachers = references or (checkpoint,)
+        specs[Role.reference] = build(Role.reference, start, teachers=tuple(map(str, teachers)))
     return specs
 
 

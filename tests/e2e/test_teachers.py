@@ -85,6 +85,26 @@ def test_what_a_file_taught_is_transformers_loss_and_is_taught_to_a_student(shor
     assert line["advantage/mean"] == pytest.approx(-line["kl/mean"], rel=1e-5)
     assert line["advantage/max_abs"] == pytest.approx(float((own - taught).abs().max()), rel=1e-3)
 
+    # Each source of a mix with a teacher of its own.
+    start = resolve_checkpoint(load_config(["model=tiny"]).model, default_cache_dir())
+    source = "{kind: letter_count, num_heldout: 8, options: {letters: %s, max_dots: 4}, share: %g}"
+    train(
+        *(*student, "algo=distill", "data=mix", f"data.sources.one={source % ('abc', 0.9)}", *SIZES),
+        *(f"data.sources.two={source % ('def', 0.1)}", "reward=letter_count", "data.prompt_length=32"),
+        *(f"reference.init={short_path}/sft/policy", f"reference.by_source.two={start}", "reference.dtype=float32"),
+        *("reference.parallel.num_processes=2", f"hydra.run.dir={short_path}/both"),
+    )
+    samples = load_samples(short_path / "both")
+    gaps = []
+    for name, directory in (("one", short_path / "sft" / "policy"), ("two", start)):
+        asked = [sample for sample in samples if sample.prompt.source == name]
+        given = [(list(sample.prompt.token_ids), sample.response.token_ids.tolist()) for sample in asked]
+        own = torch.cat([torch.tensor(sample.response.rollout_logprobs) for sample in asked])
+        gaps.append(own - torch.cat(score(directory, given)))
+    line = load_metrics(short_path / "both" / "metrics.jsonl")[-1]
+    assert line["kl/mean"] == pytest.approx(float(torch.cat(gaps).mean()), rel=1e-3)
+    assert abs(float(gaps[0].mean() - gaps[1].mean())) > 0.1
+
     # The teacher as the policy of a run that learns nothing, for its responses; the student learns them.
     train(
         *("model=checkpoint", f"model.path={short_path}/sft/policy", "algo=dr_grpo", "cluster=laptop", *SIZES),

@@ -132,7 +132,7 @@ class FakeBackend:
         except Exception as error:
             return Failed(error)
 
-    def logprobs(self, sequences: Sequences, temperature: float) -> Done[Tensor]:
+    def logprobs(self, sequences: Sequences, temperature: float, teacher: int = 0) -> Done[Tensor]:
         def compute(tokens: ResponseTokens) -> Tensor:
             return self._log_softmax(self.model, tokens, temperature).gather(1, tokens.chosen[:, None])[:, 0]
 

@@ -12,12 +12,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megarl"
 
 ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
-    "cli": (8, 884, ("cli", "train", "api", "plan.command", "plan.doctor")),
-    "run": (7, 3070, ("run", "trainer", "sweep")),
+    "cli": (8, 890, ("cli", "train", "api", "plan.command", "plan.doctor")),
+    "run": (7, 3100, ("run", "trainer", "sweep")),
     "cluster": (6, 1720, ("cluster",)),
-    "plan": (6, 1939, ("plan",)),
+    "plan": (6, 1945, ("plan",)),
     "sync": (5, 2150, ("sync",)),
-    "mcore": (4, 4435, ("mcore",)),
+    "mcore": (4, 4470, ("mcore",)),
     "rollout": (4, 4150, ("rollout",)),
     "config": (3, 2580, ("config",)),
     "cpu": (3, 1560, ("cpu",)),
@@ -31,8 +31,8 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
 }
 """Floor, most lines and modules of every room. A room imports itself and rooms of lower floors, never one of its own
 floor. Raising a budget is a line that a reviewer sees, with its reason in the commit."""
-MOST_LINES, MOST_FILES = 39_220, 122
-MOST_BESIDE = {"tests": 33_730, "tools": 5_740, "examples": 1_600, "slurm": 661}
+MOST_LINES, MOST_FILES = 39_310, 122
+MOST_BESIDE = {"tests": 33_790, "tools": 5_740, "examples": 1_600, "slurm": 661}
 """Lines of the other folders; of tools/ those of programs alone"""
 ROOM_OF = {module: room for room, (_, _, modules) in ROOMS.items() for module in modules}
 CONFIG_MAY_IMPORT = {"algo", "files", "schema"}

@@ -179,6 +179,9 @@ class ReferenceConfig:
     init: str | None = key(None, strict=True)
     """Checkpoint of a teacher: a model of any size or family with the policy's tokenizer; null: the policy's own, as
     the run starts."""
+    by_source: dict[str, str] = field(default_factory=dict)
+    """With data=mix, teachers of its sources: {math: CHECKPOINT, ...}, of the same architecture as the reference, which
+    scores the responses of all other sources."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """The parallel layout of the reference."""
     dtype: Dtype = Dtype.bfloat16

@@ -196,6 +196,32 @@ def test_a_teacher_is_refused_where_none_is_asked_and_asked_for_where_nothing_el
         load("algo=grpo", "reference.init=x")
 
 
+def test_the_teachers_of_a_mix_are_of_one_architecture_and_of_its_sources():
+    mix = ["algo=distill", "data=mix", "reward=letter_count", "data.prompt_length=32"]
+    mix += [f"data.sources.{name}.kind=letter_count" for name in ("one", "two")]
+    wide, other, narrow = (
+        resolve_checkpoint(load_config(["model=tiny", f"model.random.{key}"]).model, default_cache_dir())
+        for key in ("num_layers=1", "seed=2", "hidden_size=32")
+    )
+    reference = load(*mix, f"reference.init={wide}", f"reference.by_source.two={wide}")[Role.reference]
+    assert (reference.checkpoint, reference.teachers) == (str(wide), (str(wide),))
+    # Of one architecture with the policy, whose start no source then learns from.
+    reference = load(*mix, f"reference.by_source={{one: {other}, two: {other}}}")[Role.reference]
+    assert reference.teachers == (str(other),) * 2
+    for keys, message in (
+        ([f"reference.by_source.two={other}"], r"reference\.init: found null .* nothing to teach one: it must be"),
+        ([f"reference.by_source.three={other}"], r"reference\.by_source\.three: found no such source; .* has one, two"),
+        (
+            [f"reference.init={wide}", f"reference.by_source.two={narrow}"],
+            r"reference\.by_source\.two: .* has another architecture; it must be that of reference\.init",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(*mix, *keys)
+    with pytest.raises(ConfigError, match=r"reference\.by_source: found .*; it needs data=mix: leave it out"):
+        load("algo=distill", f"reference.init={wide}", f"reference.by_source.two={wide}")
+
+
 def rename(old: str, new: str) -> Edit:
     return edit_tensors(lambda found: found.update({new: found.pop(old)}))
 

@@ -238,7 +238,7 @@ class RoundingPolicy:
         self.rounding = rounding
         self.units: list[float] = []
 
-    def logprobs(self, sequences: Sequences, temperature: float) -> Done[Tensor]:
+    def logprobs(self, sequences: Sequences, temperature: float, teacher: int = 0) -> Done[Tensor]:
         return Done(EXPECTED[None])
 
     def rounded_logprobs(self, sequences: Sequences, temperature: float, unit: float) -> Done[Tensor]:
