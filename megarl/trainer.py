@@ -21,6 +21,7 @@ from megarl.mcore.spec import Role
 from megarl.report.record import HELDOUT, HELDOUT_LOGPROB, HELDOUT_PAIRS
 from megarl.run.checkpoint import LoopSaver, TrainerState
 from megarl.run.components import Fleet, Roles, Source, TrainerComponents
+from megarl.run.segments import SegmentedBackend
 from megarl.signals import deferring_stops
 from megarl.types import Metrics
 
@@ -67,7 +68,8 @@ class Trainer:
         self.saver = saver or LoopSaver()
         self.fleet = Fleet(config, components)
         self.source = Source(config, components, self.fleet)
-        policy, critic, reference = map(components.roles.get, (Role.policy, Role.critic, Role.reference))
+        found = map(components.roles.get, (Role.policy, Role.critic, Role.reference))
+        policy, critic, reference = (None if role is None else SegmentedBackend(role) for role in found)
         self.roles = Roles(config, policy, critic, reference, components.inputs.critic_prompt)
         self.measured = HELDOUT_LOGPROB if config.rollout.from_data else HELDOUT
         if compares_pairs(config.algo):

@@ -138,6 +138,8 @@ class Turn:
     """The environment's reward for this turn; it stands at the action's last token"""
     details: Mapping[str, float] = field(default_factory=dict)
     """Named numbers of the environment, for example {"tool_calls": 1.0}"""
+    segment: int = 0
+    """Number of the segment that its tokens, and those between the last turn and it, continue"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,6 +163,10 @@ class Response:
     """None without rollout.router_replay"""
     turns: tuple[Turn, ...] = ()
     """In order, covering all tokens; where none is given, the whole response is one turn"""
+    segment_prompts: tuple[NDArray[np.int32], ...] = ()
+    """What stands before each segment after the first, which the prompt precedes. A segment is a text that grows turn
+    by turn; an agent begins another where it changes what was said, or asks for something else. Turns of several may
+    alternate: the tokens of a response are in the order of time."""
 
     def __init__(
         self,
@@ -172,8 +178,9 @@ class Response:
         finish_reason: FinishReason,
         routed_experts: RoutedExperts | None = None,
         turns: Sequence[Turn] = (),
+        segment_prompts: Sequence[ArrayLike] = (),
     ):
-        """Raises ValueError where the arrays have different lengths."""
+        """Raises ValueError where the arrays have different lengths, or a turn is of no segment."""
         if not isinstance(weight_versions, WeightVersions):
             weight_versions = WeightVersions.of(weight_versions)
         ids = np.asarray(token_ids, dtype=np.int32)
@@ -186,10 +193,20 @@ class Response:
             finish_reason=finish_reason,
             routed_experts=routed_experts,
             turns=tuple(turns) or (Turn(0, len(ids), text),),
+            segment_prompts=tuple(np.asarray(each, dtype=np.int32) for each in segment_prompts),
         )
         for name in ("rollout_logprobs", "generated", "weight_versions"):
             if len(getattr(self, name)) != len(ids):
                 raise ValueError(f"a response of {len(ids)} tokens has {len(getattr(self, name))} {name}")
+        if {turn.segment for turn in self.turns} != set(range(len(self.segment_prompts) + 1)):
+            found = sorted({turn.segment for turn in self.turns})
+            raise ValueError(f"turns are of the segments {found}; there are {len(self.segment_prompts) + 1}")
+
+    def find_segments(self) -> list[NDArray[np.int64]]:
+        """The numbers of the tokens of each segment, increasing."""
+        ends = [*(turn.end for turn in self.turns[:-1]), len(self)]
+        numbers = np.repeat([turn.segment for turn in self.turns], np.diff([0, *ends]))
+        return [np.flatnonzero(numbers == segment) for segment in range(len(self.segment_prompts) + 1)]
 
     def __len__(self) -> int:
         """The number of tokens."""
@@ -201,6 +218,8 @@ class Response:
         arrays = ("token_ids", "rollout_logprobs", "generated")
         others = ("text", "weight_versions", "finish_reason", "routed_experts", "turns")
         same = [np.array_equal(getattr(self, name), getattr(other, name)) for name in arrays]
+        same.append(len(self.segment_prompts) == len(other.segment_prompts))
+        same += map(np.array_equal, self.segment_prompts, other.segment_prompts)
         return all(same) and all(getattr(self, name) == getattr(other, name) for name in others)
 
     __hash__ = None  # type: ignore[assignment]
@@ -284,6 +303,9 @@ class Sequences:
     those that the router would choose; 0: it chooses. None: it always does."""
     held: Tensor | None = None
     """bool [B]: rows whose tokens are here; those of the others are 0, and other ranks compute them. None: all are"""
+    segments: tuple[tuple[tuple[Tensor, Tensor], ...], ...] | None = None
+    """[B] rows, each () or, for a response of several segments, of each the numbers of its response tokens (int64 [t])
+    and the tokens that stand before them (int64 [p]): what is computed in the row's place. None: all rows are ()"""
 
     @property
     def num_samples(self) -> int:
@@ -304,7 +326,8 @@ class Sequences:
 
         experts = None if self.routed_experts is None else pick(self.routed_experts)
         held = None if self.held is None else self.held[rows]
-        return Sequences(pick(self.tokens), self.lengths[rows], self.prompt_lengths[rows], experts, held)
+        segments = None if self.segments is None else tuple(self.segments[row] for row in rows.tolist())
+        return Sequences(pick(self.tokens), self.lengths[rows], self.prompt_lengths[rows], experts, held, segments)
 
     def measure(self, rows: Tensor) -> "Sequences":
         """The given rows (int64 [K]), in that order, without their tokens."""

@@ -175,6 +175,8 @@ def compose(words: Sequence[str]) -> tuple[Config, list[str]]:
         raise ConfigError([f"{chosen[0]}: has no effect on the plain gradient; a key may be given, as algo.gamma=1"])
     try:
         groups = split_groups(next(read_rollouts(Path(files[-1]).expanduser()))[0].samples)
+        if any(sample.response.segment_prompts for group in groups for sample in group):
+            raise ValueError(f"{files[-1]}: found episodes of several segments, whose gradient is not measured")
     except (OSError, ValueError) as error:
         raise ConfigError([f"rollout.file: {error}"]) from error
     sizes = f"train.prompts_per_iteration={len(groups)}", f"train.responses_per_prompt={len(groups[0])}"

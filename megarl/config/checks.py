@@ -470,6 +470,8 @@ def _check_environment(config: Config) -> Iterator[str]:
     if isinstance(config.reward, task.EnvironmentRewardConfig) and isinstance(tools, task.SingleTurnEnvironmentConfig):
         right = "choose one that does, such as environment=guess, or another reward"
         yield f"reward: found environment with environment=single_turn, which gives no rewards; {right}"
+    if isinstance(tools, task.AgentEnvironmentConfig):
+        yield from _check_agent(config, tools)
     if not isinstance(tools, task.ToolsEnvironmentConfig):
         return
     if (longest := tools.max_calls * tools.call_timeout_s) >= tools.step_deadline_s:
@@ -478,6 +480,16 @@ def _check_environment(config: Config) -> Iterator[str]:
     if config.data.response_prefix is not None:
         why = "tool calls are read in what the policy generates, which does not have it"
         yield f"data.response_prefix: found a text with environment=tools; {why}: leave it null"
+
+
+def _check_agent(config: Config, agent: task.AgentEnvironmentConfig) -> Iterator[str]:
+    given = [name for name in ("command", "path", "url") if getattr(agent, name)]
+    if len(given) != 1:
+        found = f"found {' and '.join(given)}" if given else "found none of command, path and url"
+        yield f"environment: {found} with environment=agent; one of them says what the agent is"
+    if config.rollout.router_replay:
+        why = "the experts of an episode with several segments are not kept"
+        yield f"rollout.router_replay: found true with environment=agent; {why}: set it to false"
 
 
 def _check_pairs(config: Config) -> Iterator[str]:

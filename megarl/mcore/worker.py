@@ -441,6 +441,8 @@ class MegatronWorker:
 
     def _batches(self, sequences: Sequences) -> list[PackedBatch]:
         """This data-parallel rank's micro-batches, of up to tokens_per_microbatch on each context-parallel rank."""
+        if sequences.segments is not None:
+            raise ValueError("sequences: found several segments in a response; each is a row of its own for a role")
         parallel, num_ranks = self.spec.parallel, parallel_state.get_data_parallel_world_size()
         shares = plan_microbatches(self.spec, self.arch, sequences, num_ranks)
         share = shares[parallel_state.get_data_parallel_rank()]

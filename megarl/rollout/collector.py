@@ -23,7 +23,7 @@ from megarl.interfaces import DeadlineError, Sampling, TurnRequest
 from megarl.report.evaluation import compute_set_metrics
 from megarl.report.timeline import RESPONSES, span
 from megarl.rollout.client import ConnectionLostError, gather_all
-from megarl.rollout.conversation import Episode, EpisodeRequest, EpisodeRunner, SourceRunners, draw_seed
+from megarl.rollout.conversation import Episode, EpisodeRequest, Runner, draw_seed
 from megarl.rollout.engine import ATTEMPT_PAUSE_S, MAX_ATTEMPTS, SGLangEngine, compute_sampling_seed
 from megarl.rollout.rollout_file import Journal
 from megarl.task.render import CriticPrompt
@@ -135,7 +135,7 @@ class Collector:
         self,
         engine: SGLangEngine,
         scorer: Scorer,
-        runner: EpisodeRunner | SourceRunners,
+        runner: Runner,
         *,
         seed: int,
         temperature: float,
@@ -154,7 +154,7 @@ class Collector:
         self._runner = runner
         self._seed = seed
         self._sampling = Sampling(temperature)
-        self._in_lockstep = in_lockstep and engine.depends_on_batch
+        self._in_lockstep = in_lockstep and runner.keeps_step and engine.depends_on_batch
         self.journal = journal
         self._eval_sets = tuple(eval_sets)
         self._independent: Independent | None = None
@@ -208,6 +208,10 @@ class Collector:
             check_versions(samples, weight_version)
             metrics |= compute_set_metrics(each.name, samples)
         return rollout, metrics
+
+    def close(self) -> None:
+        """End what episodes have started."""
+        self._engine.run(self._runner.close())
 
     def _collect(
         self, prompts: Sequence[Prompt], num_responses: int, key: str | None, sampling: Sampling
@@ -365,6 +369,7 @@ def build_sequences(rollout: Rollout, critic_prompt: CriticPrompt | None = None)
     """
     prompts = [critic_prompt.extend(s.prompt) if critic_prompt else s.prompt.token_ids for s in rollout.samples]
     pairs = [(p, s.response.token_ids) for p, s in zip(prompts, rollout.samples, strict=True)]
+    segments = [_build_segments(s, critic_prompt) if s.response.segment_prompts else () for s in rollout.samples]
     tokens = np.empty(sum(len(ids) for pair in pairs for ids in pair), np.int64)
     end = 0
     for ids in (ids for pair in pairs for ids in pair):
@@ -375,7 +380,17 @@ def build_sequences(rollout: Rollout, critic_prompt: CriticPrompt | None = None)
         lengths=torch.tensor([len(p) + len(r) for p, r in pairs], dtype=torch.int64),
         prompt_lengths=torch.tensor([len(p) for p, _ in pairs], dtype=torch.int64),
         routed_experts=None if critic_prompt else build_routed_experts(rollout.samples),
+        segments=tuple(segments) if any(segments) else None,
     )
+
+
+def _build_segments(sample: Sample, critic_prompt: CriticPrompt | None) -> tuple[tuple[Tensor, Tensor], ...]:
+    """The row of `Sequences.segments` of a sample with several."""
+    prompts: list[Prompt] = [sample.prompt]
+    for ids in sample.response.segment_prompts:
+        prompts.append(replace(sample.prompt, token_ids=tuple(ids.tolist())))
+    before = [torch.tensor(critic_prompt.extend(p) if critic_prompt else p.token_ids) for p in prompts]
+    return tuple(zip(map(torch.from_numpy, sample.response.find_segments()), before, strict=True))
 
 
 def build_tensors(

@@ -9,23 +9,19 @@ import math
 import os
 import random
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megarl.config.errors import ConfigError, describe_error
-from megarl.config.schema.mix import split_config
-from megarl.config.schema.root import Config, RolloutConfig
+from megarl.config.schema.root import RolloutConfig
 from megarl.config.schema.task import (
     MultiTurnEnvironmentConfig,
-    ToolsEnvironmentConfig,
-    VerifiersEnvironmentConfig,
 )
 from megarl.cpu.process import STANDINS
 from megarl.environment import Action, Environment, EpisodeSetting, Observation, Step
@@ -33,20 +29,15 @@ from megarl.interfaces import Sampling, TurnRequest
 from megarl.report.timeline import RESPONSES, span
 from megarl.rollout.client import call_in_thread
 from megarl.rollout.server import GenerationSpec, find_stop_tokens
+from megarl.rollout.transcript import Transcript
 from megarl.task.environments import (
-    VERIFIERS,
     EnvironmentFactory,
     FoundCalls,
-    Toolbox,
     ToolPrompt,
-    ToolsEnvironment,
-    build_environment,
-    build_tool_prompt,
 )
-from megarl.task.process import CallError, FunctionProcess, load_callable
+from megarl.task.process import CallError, FunctionProcess
 from megarl.task.render import Renderer
-from megarl.task.sandbox import warn_of_gaps
-from megarl.types import FinishReason, Message, Prompt, Response, Turn, WeightVersions
+from megarl.types import FinishReason, Message, Prompt, Response
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -251,20 +242,20 @@ def start_call_finder(
     environment.parser.
     """
     options = {
-        "tools": list(prompt.schemas),
         "parser": parser if prompt.text is None else parser or FALLBACK,
         "template": tokenizer.chat_template,
         "tokens": sorted(tokenizer.get_added_vocab()),
     }
-    process, end = _share_process(json.dumps(options)), str(tokenizer.eos_token or "")
+    process, end, tools = _share_process(json.dumps(options)), str(tokenizer.eos_token or ""), list(prompt.schemas)
     process.start("environment.parser")
 
     def find_calls(text: str) -> FoundCalls:
         try:
-            found = process.call({"text": text.removesuffix(end)})
+            found = process.call({"text": text.removesuffix(end), "tools": tools})
         except CallError:
             return FoundCalls((), num_malformed=1)
-        return FoundCalls(tuple((name, arguments) for name, arguments in found["calls"]), found["num_malformed"])
+        calls = tuple((name, arguments) for name, arguments in found["calls"])
+        return FoundCalls(calls, found["num_malformed"], found["text"])
 
     return find_calls
 
@@ -289,40 +280,11 @@ class Conversation:
     encoder: ObservationEncoder
 
 
-def build_conversation(
-    config: Config, tokenizer: "PreTrainedTokenizerBase", vocab_size: int | None = None
-) -> Conversation | None:
-    """What answers the policy in this configuration; None for environment=single_turn. Starts the tools' processes.
+def load_parser(parser: str | None, template: str | None, tokens: list[str]) -> Callable[..., dict[str, Any]]:
+    """The function (text, tools' schemas) -> {"parser", "calls": [[name, arguments as JSON], ...], "num_malformed",
+    "text"}, of which the last is what stands beside the calls.
 
-    vocab_size: rows of the model's embedding. Raises ConfigError naming environment.KEY or data.KEY.
-    """
-    environment = config.environment
-    prompt = build_tool_prompt(environment, config.data, tokenizer)
-    found: tuple[MultiTurnEnvironmentConfig, EnvironmentFactory] | None
-    if prompt is None:
-        found = build_environment(environment)
-    else:
-        assert isinstance(environment, ToolsEnvironmentConfig | VerifiersEnvironmentConfig)
-        find_calls = start_call_finder(prompt, environment.parser, tokenizer)
-        if isinstance(environment, VerifiersEnvironmentConfig):
-            play = load_callable(VERIFIERS + "VerifiersEnvironment")
-            found = environment, partial(play, environment.id, environment.args, prompt, find_calls)
-        else:
-            if "python" in environment.tools:
-                warn_of_gaps("environment.tools=[python]")
-            found = environment, partial(ToolsEnvironment, environment, Toolbox(environment), prompt, find_calls)
-    if found is None:
-        return None
-    limits, make = found
-    return Conversation(make, limits, ObservationEncoder(Renderer(config.data, tokenizer, prompt, vocab_size)))
-
-
-def load_parser(
-    tools: Sequence[Mapping[str, Any]], parser: str | None, template: str | None, tokens: list[str]
-) -> Callable[..., dict[str, Any]]:
-    """The function text -> {"parser", "calls": [[name, arguments as JSON], ...], "num_malformed"}.
-
-    tools: their schemas. parser: SGLang's name; None: as its servers find it for the chat template `template`
+    parser: SGLang's name; None: as its servers find it for the chat template `template`
     and the tokenizer's added `tokens`. Raises ValueError for a parser that SGLang does not have, or where there is
     none.
     """
@@ -349,22 +311,23 @@ def load_parser(
     if name not in known:
         found = f"found {name!r}; it must be" if name else "found null, and the chat template does not tell it; name"
         raise ValueError(f"{found} one of SGLang's parsers: {', '.join(sorted(known))}")
-    described = [Tool.model_validate(tool) for tool in tools]
 
-    def read(text: str) -> dict[str, Any]:
+    def read(text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        described = [Tool.model_validate(tool) for tool in tools]
         if reasoning is not None:
             _, text = ReasoningParser(reasoning, stream_reasoning=False).parse_non_stream(text)
         found = FunctionCallParser(described, name)
         calls: list[list[str]] = []
         num_malformed = 0
+        beside = text
         if text and found.has_tool_call(text):
-            parsed = found.parse_non_stream(text)[1]
+            beside, parsed = found.parse_non_stream(text)
             calls = [[call.name, call.parameters] for call in parsed if call.name]
             # How many calls the text begins, as far as the format has a marker for each.
             marker = found.detector.bot_token.strip()
             num_begun = max(1, len(parsed), text.count(marker) if marker else 0)
             num_malformed = num_begun - len(calls)
-        return {"parser": name, "calls": calls, "num_malformed": num_malformed}
+        return {"parser": name, "calls": calls, "num_malformed": num_malformed, "text": beside}
 
     return read
 
@@ -406,8 +369,27 @@ class EnvironmentFailure(Exception):
     """An environment raised, took too long or gave what is no answer."""
 
 
+class Runner(Protocol):
+    """Runs episodes, on one event loop."""
+
+    @property
+    def keeps_step(self) -> bool:
+        """Whether an episode sends one turn at a time, as soon as it can: then all can be sent in the same batches."""
+        ...
+
+    async def run(self, request: EpisodeRequest, send: Send) -> Episode:
+        """The whole episode. send: generates a turn; what it raises is raised."""
+        ...
+
+    async def close(self) -> None:
+        """End what has been started for episodes."""
+        ...
+
+
 class EpisodeRunner:
     """Runs episodes of up to `response_length` tokens. For one event loop."""
+
+    keeps_step = True
 
     def __init__(self, response_length: int, conversation: Conversation | None = None):
         """conversation: None where the first turn is the whole episode."""
@@ -420,7 +402,7 @@ class EpisodeRunner:
         if self._conversation is None:
             ids = np.asarray(request.prompt.token_ids, dtype=np.int32)
             return Episode(request.prompt, await send(_build_turn(request, ids, self._response_length, 0)))
-        transcript = _Transcript(request.prompt)
+        transcript = Transcript(request.prompt)
         environment = None
         try:
             environment = await self._ask("making the environment", self._conversation.make)
@@ -428,7 +410,7 @@ class EpisodeRunner:
             begin = await self._ask("Environment.reset", environment.reset, setting)
             if begin is not None:
                 encoder = self._conversation.encoder
-                transcript = _Transcript(_encode(partial(encoder.start, request.prompt, begin)))
+                transcript = Transcript(_encode(partial(encoder.start, request.prompt, begin)))
             finish = await self._converse(self._conversation, request, send, environment, transcript)
             return Episode(transcript.prompt, transcript.build_response(finish))
         except EnvironmentFailure as error:
@@ -439,39 +421,43 @@ class EpisodeRunner:
                 with contextlib.suppress(EnvironmentFailure):
                     await self._ask("Environment.close", environment.close)
 
+    async def close(self) -> None: ...
+
     async def _converse(
         self,
         conversation: Conversation,
         request: EpisodeRequest,
         send: Send,
         environment: Environment,
-        transcript: "_Transcript",
+        transcript: Transcript,
     ) -> FinishReason:
         """Turn after turn, added to `transcript`; returns why it ended."""
         config, encoder = conversation.config, conversation.encoder
+        observation = np.zeros(0, dtype=np.int32)
         for number in range(config.max_turns):
-            room = self._response_length - transcript.num_tokens
+            room = self._response_length - transcript.num_tokens - len(observation)
             limit = room if config.turn_length is None else min(room, config.turn_length)
-            sent = transcript.join()
+            sent = np.concatenate([transcript.join(), observation])
             turn = await send(_build_turn(request, sent, limit, number))
-            transcript.add_action(sent, turn)
+            transcript.add_turn(sent, turn)
             ids = turn.token_ids.tolist()
             action = Action(turn.text, encoder.decode(ids), tuple(ids), number, turn.finish_reason)
             step = _check_step(await self._ask("Environment.step", environment.step, action))
-            transcript.note(step)
+            transcript.note(step.reward, step.details)
             if step.done or turn.finish_reason is FinishReason.length:
                 finish = turn.finish_reason
             elif number + 1 == config.max_turns:
                 finish = FinishReason.max_turns
             else:
-                observation = _encode(partial(encoder.encode, step.observation, ids[-1]))
+                encoded = _encode(partial(encoder.encode, step.observation, ids[-1]))
+                observation = np.array(encoded, dtype=np.int32)
                 if transcript.num_tokens + len(observation) < self._response_length:
-                    transcript.add_observation(observation)
                     continue
                 finish = FinishReason.length
             last = None if step.done else await self._ask("Environment.cut", environment.cut)
             if last is not None:
-                transcript.note(_check_step(last))
+                final = _check_step(last)
+                transcript.note(final.reward, final.details)
             return finish
         raise AssertionError("unreachable")
 
@@ -495,132 +481,9 @@ class EpisodeRunner:
             raise EnvironmentFailure(f"{what} raised {describe_error(error)}") from error
 
 
-class SourceRunners:
-    """Runs each episode as its prompt's source has it."""
-
-    def __init__(self, runners: Mapping[str, EpisodeRunner]):
-        self._runners = runners
-
-    async def run(self, request: EpisodeRequest, send: Send) -> Episode:
-        return await self._runners[request.prompt.source].run(request, send)
-
-
-def build_runner(config: Config, conversations: Mapping[str, Conversation | None]) -> EpisodeRunner | SourceRunners:
-    """What runs the episodes of a run. conversations: by source, under "" without data=mix."""
-    configs = split_config(config)
-    runners = {name: EpisodeRunner(configs[name].rollout.response_length, each) for name, each in conversations.items()}
-    return runners[""] if "" in runners else SourceRunners(runners)
-
-
-class _Begun(Exception):
-    """Ends an episode before its first turn."""
-
-
-def check_conversation(conversation: Conversation | None, prompts: Iterable[Prompt]) -> tuple[str, ...]:
-    """Begin an episode with each prompt, which shows whether the environment can read the data, and ask the chat
-    template for its next turns.
-
-    Meant for the first prompt of each split, before anything is started; not from a coroutine. Raises ConfigError
-    naming environment=... and data=... where an episode cannot begin, and data.chat_template where it cannot go on.
-    Returns what the user is to know of how they go on.
-    """
-    if conversation is None:
-        return ()
-
-    async def send(turn: TurnRequest) -> Response:
-        raise _Begun
-
-    async def begin(prompt: Prompt) -> str | None:
-        try:
-            episode = await EpisodeRunner(1, conversation).run(EpisodeRequest(prompt, None, 0, Sampling(1.0), 0), send)
-        except _Begun:
-            return None
-        return episode.failure
-
-    # A thread of its own: the caller's may have an event loop that runs, as in a notebook.
-    with ThreadPoolExecutor(1) as thread:
-        for prompt in prompts:
-            if conversation.config.max_turns > 1:
-                conversation.encoder.check(prompt)
-            failure = thread.submit(asyncio.run, begin(prompt)).result()
-            if failure is not None:
-                raise ConfigError(
-                    [f"environment=... with data=...: an episode with a first prompt cannot begin: {failure}"]
-                )
-    note = conversation.encoder.describe_thinking() if conversation.config.max_turns > 1 else None
-    return () if note is None else (note,)
-
-
 def _build_turn(request: EpisodeRequest, token_ids: NDArray[np.int32], limit: int, number: int) -> TurnRequest:
     name = request.name if number == 0 or request.name is None else f"{request.name}/{number}"
     return TurnRequest(token_ids, limit, request.sampling, request.server, name)
-
-
-class _Transcript:
-    """An episode as far as it has come."""
-
-    def __init__(self, prompt: Prompt):
-        self.prompt = prompt
-        self._parts = [np.asarray(prompt.token_ids, dtype=np.int32)]
-        self._sent: list[NDArray[np.int32]] = []
-        self._turns: list[Turn] = []
-        self._actions: list[Response] = []
-        self._generated: list[NDArray[np.bool_]] = []
-        self.num_tokens = 0
-
-    def join(self) -> NDArray[np.int32]:
-        """int32 [N], all tokens so far, prompt included."""
-        return np.concatenate(self._parts)
-
-    def add_action(self, sent: NDArray[np.int32], action: Response) -> None:
-        """sent: the tokens that were sent for it."""
-        self._sent.append(sent)
-        self._actions.append(action)
-        start, end = self.num_tokens, self.num_tokens + len(action)
-        self._turns.append(Turn(start, end, action.text))
-        self._add(action.token_ids, generated=True)
-
-    def note(self, step: Step) -> None:
-        """The environment's answer to the last action."""
-        last, details = self._turns[-1], {str(name): float(value) for name, value in step.details.items()}
-        self._turns[-1] = Turn(last.start, last.end, last.text, float(step.reward), details)
-
-    def add_observation(self, token_ids: list[int]) -> None:
-        self._add(np.array(token_ids, dtype=np.int32), generated=False)
-
-    def _add(self, token_ids: NDArray[np.int32], generated: bool) -> None:
-        self._parts.append(token_ids)
-        self._generated.append(np.full(len(token_ids), generated))
-        self.num_tokens += len(token_ids)
-
-    def build_response(self, finish_reason: FinishReason) -> Response:
-        """Everything after the prompt. What the server was sent is what is learned from, id by id."""
-        if not self._actions:
-            # Something must stand there, and nothing of it is learned from.
-            return Response(self._parts[0][-1:], "", (0.0,), (False,), (0,), finish_reason)
-        whole = self.join()
-        for turn, sent in zip(self._turns, self._sent, strict=True):
-            if not np.array_equal(sent, whole[: len(self.prompt.token_ids) + turn.start]):
-                raise AssertionError(f"a turn of prompt {self.prompt.id!r} was sent other tokens than are learned from")
-        generated = np.concatenate(self._generated)
-        logprobs = np.zeros(self.num_tokens, dtype=np.float32)
-        versions = np.zeros(self.num_tokens, dtype=np.int64)
-        for turn, action in zip(self._turns, self._actions, strict=True):
-            logprobs[turn.start : turn.end] = action.rollout_logprobs
-            expanded = action.weight_versions.expand()
-            versions[turn.start : turn.end] = expanded
-            versions[turn.end :] = expanded[-1]
-        return Response(
-            token_ids=whole[len(self.prompt.token_ids) :],
-            text=self._actions[-1].text,
-            rollout_logprobs=logprobs,
-            generated=generated,
-            weight_versions=WeightVersions.of(versions),
-            finish_reason=finish_reason,
-            # The last turn's answer has the experts of all tokens before it, too.
-            routed_experts=self._actions[-1].routed_experts,
-            turns=self._turns,
-        )
 
 
 def _check_step(step: object) -> Step:

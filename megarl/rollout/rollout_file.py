@@ -83,18 +83,25 @@ def to_record(sample: Sample) -> dict[str, Any]:
     prompt, response, score = sample.prompt, sample.response, sample.score
     own = {name: getattr(prompt, name) for name in ("id", "text", "token_ids", "answer")}
     own |= {"source": prompt.source} if prompt.source else {}
+    several = bool(response.segment_prompts)
     record = {
         "group": sample.group,
         "prompt": own | {"metadata": dict(prompt.metadata)},
         "response": {
             "text": response.text,
             "finish_reason": response.finish_reason.value,
-            "turns": [{**vars(turn), "details": dict(turn.details)} for turn in response.turns],
+            "turns": [_to_turn(turn) for turn in response.turns],
+            **({"segment_prompts": [each.tolist() for each in response.segment_prompts]} if several else {}),
         },
         "score": {name: value for name, value in vars(score).items() if name != "token_rewards" or value}
         | {"details": dict(score.details)},
     }
     return record if sample.group_number is None else record | {"group_number": sample.group_number}
+
+
+def _to_turn(turn: Turn) -> dict[str, Any]:
+    found = {**vars(turn), "details": dict(turn.details)}
+    return found if turn.segment else {name: value for name, value in found.items() if name != "segment"}
 
 
 def from_record(record: Mapping[str, Any], **changes: Any) -> Sample:
@@ -138,7 +145,8 @@ _LINE = _form(
         generated=list[bool],
         weight_versions=list[int],
         finish_reason=Literal[tuple(reason.value for reason in FinishReason)],
-        turns=list[_form(start=_WHOLE, end=_WHOLE, text=str, reward=float, details=_NUMBERS)],  # type: ignore[misc]
+        turns=list[_form(start=_WHOLE, end=_WHOLE, text=str, reward=float, details=_NUMBERS, segment=(_WHOLE, 0))],  # type: ignore[misc]
+        segment_prompts=(list[_TOKENS], []),
     ),
     score=_form(
         reward=float,
@@ -187,12 +195,15 @@ class Limits:
             raise ValueError("; ".join(error.problems)) from error
         prompt, response = sample.prompt.token_ids, sample.response.token_ids
         largest = max(max(prompt, default=0), int(response.max(initial=0)))
+        starts, segments = sample.response.segment_prompts, sample.response.find_segments()
+        largest = max(largest, *(int(each.max(initial=0)) for each in starts), 0)
+        longest = max(len(before) + len(own) for before, own in zip((prompt, *starts), segments, strict=True))
         if largest >= self.vocab_size:
             raise ValueError(
                 f"found token id {largest}; {self.reader}'s vocabulary has {self.vocab_size} tokens: the rollouts must"
                 " be of a policy with the same tokenizer"
             )
-        whole, of_reader = num_own + len(prompt) + len(response), f"the length for {self.reader}"
+        whole, of_reader = num_own + longest, f"the length for {self.reader}"
         for what, length, key, bound in (
             ("a prompt", len(prompt), "data.prompt_length", self.prompt_length),
             ("a response", len(response), "rollout.response_length", self.response_length),

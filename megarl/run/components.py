@@ -440,8 +440,12 @@ def join_samples(parts: Sequence[TrainingSamples]) -> TrainingSamples:
     def join(name: str) -> Any:
         found = [getattr(part, name) for part in parts]
         if isinstance(found[0], Sequences):
-            names = ("tokens", "lengths", "prompt_lengths")
-            return Sequences(*(torch.cat([getattr(each, name) for each in found]) for name in names))
+            rows = [row for each in found for row in each.segments or [()] * each.num_samples]
+            joined = {
+                name: torch.cat([getattr(each, name) for each in found])
+                for name in ("tokens", "lengths", "prompt_lengths")
+            }
+            return Sequences(**joined, segments=tuple(rows) if any(rows) else None)
         if found[0] is None:
             return None
         return torch.cat([torch.nn.functional.pad(x, (0, longest - x.shape[1])) if x.dim() == 2 else x for x in found])

@@ -27,8 +27,9 @@ from megarl.models.checkpoint import (
 )
 from megarl.models.families import list_unknown_keys
 from megarl.rollout.collector import EvalSet
-from megarl.rollout.conversation import Conversation, add_turn_end, build_conversation, check_conversation
+from megarl.rollout.conversation import add_turn_end
 from megarl.rollout.demonstrations import Demonstrations, build_demonstrations
+from megarl.rollout.episodes import AnyConversation, build_conversation, check_conversation
 from megarl.rollout.pairs import Pairs, build_pairs
 from megarl.rollout.rollout_file import NO_GROUPS, Limits, SavedGroups, find_groups
 from megarl.rollout.server import build_command, load_generation_spec
@@ -64,7 +65,7 @@ class Inputs:
     demonstrations: Demonstrations | None = None
     """What rollout.from_data learns from"""
     data: DataSplits = field(default_factory=lambda: DataSplits((), (), 0))
-    conversations: Mapping[str, Conversation | None] = field(default_factory=lambda: {"": None})
+    conversations: Mapping[str, AnyConversation | None] = field(default_factory=lambda: {"": None})
     """What answers the policy, by source, without data=mix under ""; None with environment=single_turn"""
     probe_tokens: tuple[int, ...] = ()
     """The text on which every weight sync is verified"""
@@ -79,7 +80,7 @@ class EvaluationSet:
     prompts: tuple[Prompt, ...]
     config: Config
     """With the data and the reward of this set"""
-    conversation: Conversation | None = None
+    conversation: AnyConversation | None = None
     """What answers the policy; None with environment=single_turn"""
     notes: tuple[str, ...] = ()
     """How the data were read"""
@@ -175,7 +176,7 @@ def _add_prompts(config: Config, inputs: Inputs) -> Inputs:
     """With the data, and what has been tried on their first prompts."""
     tokenizer, vocab_size = inputs.tokenizer, inputs.architecture.vocab_size
     configs, tools = split_config(config), dict[str, ToolPrompt | None]()
-    splits, conversations = dict[str, Split](), dict[str, Conversation | None]()
+    splits, conversations = dict[str, Split](), dict[str, AnyConversation | None]()
     for name, each in configs.items():
         with naming_source(name):
             tools[name] = build_tool_prompt(each.environment, each.data, tokenizer)

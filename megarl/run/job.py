@@ -42,8 +42,8 @@ from megarl.report.text import LOG_NAME, Decode, Progress, append_log, format_he
 from megarl.report.tokens import TOKENS_FILE, TokenFile
 from megarl.rollout.client import ServerOffloader
 from megarl.rollout.collector import Collector
-from megarl.rollout.conversation import EpisodeRunner, build_runner
 from megarl.rollout.engine import SGLangEngine
+from megarl.rollout.episodes import build_episode_runner, build_runner
 from megarl.rollout.rollout_file import JOURNAL, ROLLOUTS_FILE, Journal, RolloutWriter, SavedGroups
 from megarl.run.checkpoint import (
     TRACKED,
@@ -191,6 +191,7 @@ def open_components(
         engine = _open_engine(stack, config, inputs.checkpoint, servers, inputs.stop_token_ids)
         scorer = stack.enter_context(contextlib.closing(build_run_scorer(config)))
         collector = build_collector(config, inputs, engine, scorer, journal)
+        stack.callback(collector.close)
         report.show_processes(lambda: f"{collector.num_running} responses under way")
         # With rollout.offload the servers give memory back before each call of a role from here on.
         offloader = ServerOffloader(engine.clients, placement.find_server_offload(config))
@@ -546,9 +547,11 @@ def evaluate_sets(
             step = max(1, engine.num_slots // number)
             started, temperature = time.monotonic(), get_temperature(evaluate)
             progress.enter(each.name)
-            with contextlib.closing(build_scorer(reward)) as scorer:
-                runner = EpisodeRunner(each.config.rollout.response_length, each.conversation)
+            with contextlib.ExitStack() as stack:
+                scorer = stack.enter_context(contextlib.closing(build_scorer(reward)))
+                runner = build_episode_runner(each.conversation, each.config.rollout.response_length)
                 collector = Collector(engine, scorer, runner, seed=each.config.seed, temperature=temperature)
+                stack.callback(collector.close)
                 for start in range(0, len(each.prompts), step):
                     recovery.run(engine.check_health)
                     batch, key = each.prompts[start : start + step], f"{each.name}/{start}"

@@ -158,6 +158,13 @@ class FoundCalls(NamedTuple):
     """The name and the arguments, a JSON object as text, of each, in order"""
     num_malformed: int = 0
     """Calls that were begun and could not be read"""
+    text: str = ""
+    """What stands beside the calls"""
+
+
+def describe_call(name: str, arguments: Any) -> str:
+    """A call as HERMES asks for it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
 
 
 FindCalls = Callable[[str], FoundCalls]
@@ -232,8 +239,13 @@ def build_tool_prompt(
         schemas, text = tuple(describe_tool(path) for path in find_tools(config.tools)), config.description
     elif isinstance(config, schema.VerifiersEnvironmentConfig):
         schemas = tuple(load_callable(VERIFIERS + "load")(config.id, config.args).oai_tools or ())
-    if not schemas:
-        return None
+    return describe_tools(schemas, text, data, tokenizer) if schemas else None
+
+
+def describe_tools(
+    schemas: tuple[ToolSchema, ...], text: str | None, data: schema.DataConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> ToolPrompt:
+    """How these tools are described: by the text, else by the chat template, else by HERMES."""
     if text is None and not (data.chat_template and knows_tools(tokenizer)):
         text = HERMES
     if text is not None:

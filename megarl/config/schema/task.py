@@ -189,6 +189,34 @@ class ClassEnvironmentConfig(MultiTurnEnvironmentConfig):
 
 
 @dataclass
+class AgentEnvironmentConfig(MultiTurnEnvironmentConfig):
+    """An agent of yours that asks a model through an OpenAI-compatible endpoint, as it is (docs/agents.md). One of
+    command, path and url says what it is."""
+
+    max_turns: int = key(64, low=1, high=100_000)
+    """Maximum requests of an episode; more are refused."""
+    step_deadline_s: float = key(120.0, low=0.01, high=86_400)
+    """Longest silence: time between an answer and the next request, or the agent's end."""
+    command: list[str] = field(default_factory=list)
+    """A program and its arguments, started for each episode, with the task on standard input."""
+    path: str | None = None
+    """A function of the task, as FILE.py:NAME or package.module:NAME, in a process of its own for each episode."""
+    url: str | None = None
+    """A service that is sent the task of each episode."""
+    episode_deadline_s: float = key(600.0, low=0.01, high=7 * 86_400)
+    """Deadline of a whole episode; then the sample has failed and is skipped."""
+    max_episodes: int = key(16, low=1, high=100_000)
+    """Episodes that the agent can bear at a time."""
+    parser: str | None = None
+    """SGLang's parser of tool calls; null: the one for the model's chat template."""
+    description: str | None = None
+    """What the system message says of an agent's tools, with {tools} replaced by JSON schemas; null: what the chat
+    template says, else a text that asks for calls in hermes' format."""
+    host: str = "127.0.0.1"
+    """Address at which the endpoint listens; another for a service on another machine."""
+
+
+@dataclass
 class VerifiersEnvironmentConfig(MultiTurnEnvironmentConfig):
     """An environment of the package verifiers, with data=verifiers and reward=environment; its tools are described and
     called as with environment=tools."""
@@ -442,6 +470,7 @@ SCHEMAS: dict[str, dict[str, type[Any]]] = {
         "single_turn": SingleTurnEnvironmentConfig,
         "class": ClassEnvironmentConfig,
         "verifiers": VerifiersEnvironmentConfig,
+        "agent": AgentEnvironmentConfig,
         "tools": ToolsEnvironmentConfig,
     },
     "reward": {

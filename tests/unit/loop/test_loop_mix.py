@@ -11,7 +11,7 @@ from fakes.run import World, load, load_untimed
 
 from megarl.config.schema.mix import list_sources
 from megarl.rollout.collector import build_tensors
-from megarl.rollout.conversation import SourceRunners, build_runner
+from megarl.rollout.episodes import SourceRunners, build_runner
 from megarl.rollout.rollout_file import Limits, find_groups, from_record
 from megarl.types import Prompt, Response, Rollout, Score
 

@@ -25,10 +25,9 @@ from megarl.rollout.conversation import (
     EpisodeRequest,
     EpisodeRunner,
     ObservationEncoder,
-    build_conversation,
-    check_conversation,
     find_turn_end,
 )
+from megarl.rollout.episodes import build_conversation, check_conversation
 from megarl.task.data import build_data
 from megarl.task.environments import build_tool_prompt
 from megarl.task.render import Renderer

@@ -50,7 +50,7 @@ def read_all(cases: list[list[Any]]) -> list[Any]:
     found: list[Any] = []
     for parser, template, tokens, text in cases:
         try:
-            found.append(load_parser(tools, parser, template, tokens)(text))
+            found.append(load_parser(parser, template, tokens)(text, tools))
         except ValueError as error:
             found.append(str(error))
     return found

@@ -16,7 +16,8 @@ from megarl.environment import Action, EpisodeSetting
 from megarl.examples.verifiers.episodes import VerifiersEnvironment, load_rows
 from megarl.interfaces import Sampling
 from megarl.models.checkpoint import build_character_tokenizer
-from megarl.rollout.conversation import EpisodeRequest, EpisodeRunner, build_conversation, check_conversation
+from megarl.rollout.conversation import EpisodeRequest, EpisodeRunner
+from megarl.rollout.episodes import build_conversation, check_conversation
 from megarl.task.data import Problem, build_data
 from megarl.task.environments import FoundCalls, build_tool_prompt
 from megarl.types import FinishReason, Message, Prompt, Response
