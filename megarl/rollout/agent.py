@@ -175,25 +175,30 @@ class Recorder:
         goes_on = place is not None and place.is_free
         if place is not None and goes_on:
             place.is_free = False
+        sent = np.concatenate([self._join(place), np.array(observation, dtype=np.int32)])
+        num_observed, is_done = len(observation) if goes_on else 0, False
         try:
-            before = self._join(place)
-            sent = np.concatenate([before, np.array(observation, dtype=np.int32)])
-            turn = await self._generate(request, sent, len(observation) if goes_on else 0, said[-1])
-        except BaseException:
-            if place is not None and goes_on:
+            limit = await self._reserve(request, sent, num_observed)
+            try:
+                turn = self._cut(await self._send(self._build_turn(request, sent, limit, said[-1])), request.stop)
+                message, num_calls, num_malformed = await self._read(chat, turn)
+                segment = place.segment if place is not None and goes_on else self._begin(text, sent, request)
+                assert self.transcript is not None
+                numbers = {"requests": 1.0, "agent_s": silent_s} | ({} if goes_on else {"segments": 1.0})
+                if request.tools:
+                    numbers |= {"tool_calls": float(num_calls), "malformed_calls": float(num_malformed)}
+                self.transcript.add_turn(sent, turn, segment, numbers)
+                is_done = True
+            finally:
+                async with self._room:
+                    self._num_reserved -= limit + num_observed
+                    self._room.notify_all()
+        finally:
+            if place is not None and goes_on and not is_done:
                 place.is_free = True
-            raise
-        message, num_calls, num_malformed = await self._read(chat, turn)
-        segment = place.segment if place is not None and goes_on else self._begin(text, sent, request)
-        assert self.transcript is not None
-        numbers = {"requests": 1.0, "agent_s": silent_s}
-        numbers |= {} if goes_on else {"segments": 1.0}
-        numbers |= {"tool_calls": float(num_calls), "malformed_calls": float(num_malformed)} if request.tools else {}
-        self.transcript.add_turn(sent, turn, segment, numbers)
         ids = turn.token_ids.tolist()
         own = Place(segment, len(sent) + len(ids), ids[-1])
-        answered = _read_back(message)
-        self._places.setdefault(_hash(said[-1], answered), []).append(own)
+        self._places.setdefault(_hash(said[-1], _read_back(message)), []).append(own)
         finish = "tool_calls" if message.get("tool_calls") else turn.finish_reason.value
         tokens = [chat.encoder.decode([token]) for token in ids] if request.logprobs else []
         return Completion(message, finish, sent.tolist(), ids, tokens, turn.rollout_logprobs.tolist())
@@ -227,9 +232,8 @@ class Recorder:
         )
         return 0
 
-    async def _generate(
-        self, request: ChatRequest, sent: NDArray[np.int32], num_observed: int, said: bytes
-    ) -> Response:
+    async def _reserve(self, request: ChatRequest, sent: NDArray[np.int32], num_observed: int) -> int:
+        """How many tokens the answer may have, which other requests then may not. Raises RefusedError for none."""
         own = [limit for limit in (self._config.turn_length, request.max_tokens) if limit is not None]
         async with self._room:
             while True:
@@ -245,17 +249,14 @@ class Recorder:
                 lengths = f"data.prompt_length and rollout.response_length leave no room after {len(sent)} tokens"
                 raise RefusedError(400, "context_length_exceeded", f"{lengths}, {num_used} of them generated or read")
             self._num_reserved += limit + num_observed
-        try:
-            name = None
-            if self._request.name is not None:
-                number = self._names[said] = self._names.get(said, 0) + 1
-                name = f"{self._request.name}/{said.hex()[:16]}/{request.seed or 0}/{number}"
-            turn = TurnRequest(sent, limit, self._request.sampling, self._request.server, name)
-            return self._cut(await self._send(turn), request.stop)
-        finally:
-            async with self._room:
-                self._num_reserved -= limit + num_observed
-                self._room.notify_all()
+            return limit
+
+    def _build_turn(self, request: ChatRequest, sent: NDArray[np.int32], limit: int, said: bytes) -> TurnRequest:
+        name = None
+        if self._request.name is not None:
+            number = self._names[said] = self._names.get(said, 0) + 1
+            name = f"{self._request.name}/{said.hex()[:16]}/{request.seed or 0}/{number}"
+        return TurnRequest(sent, limit, self._request.sampling, self._request.server, name)
 
     def _cut(self, turn: Response, stop: Sequence[str]) -> Response:
         """The turn up to the first of these texts: to stop there is as likely as to go on was."""

@@ -257,7 +257,7 @@ def test_requests_at_a_time_are_segments_and_wait_where_together_they_have_no_ro
     for keys in ({}, {"turn_length": 6}):
         episode = play(Policy(), "parallel", response_length=24, **keys)
         assert episode.failure is None
-        assert sorted(read(episode)) == sorted(read(episode))
+        assert len(episode.response) <= 24
         assert len(episode.response.segment_prompts) == 3
         assert {text[6] for text in read(episode)} == set("0123")
 
