@@ -222,12 +222,11 @@ class Teachers:
 
     def __init__(self, chunks: Sequence[PackedGPT], arch: Architecture, others: Sequence[Path]):
         self._weights = [parameter.data for chunk in chunks for parameter in chunk.parameters()]
-        self._chosen = 0
         self._kept = [self._copy()] if others else []
-        for number, directory in enumerate(others, 1):
+        for directory in others:
             state.load_hf(chunks, directory, arch)
             self._kept.append(self._copy())
-            self._chosen = number
+        self._chosen = len(others)
         self.choose(0)
 
     def choose(self, number: int) -> None:

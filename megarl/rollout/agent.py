@@ -123,7 +123,8 @@ class Recorder:
         """By what has been said"""
         self._names: dict[bytes, int] = {}
         self._num_begun = self._num_refused = self._num_under_way = self._num_reserved = 0
-        self._room = asyncio.Condition()
+        self._freed = asyncio.Event()
+        """Tokens that were reserved may have been left"""
         self._last = time.monotonic()
         """When the agent was last answered"""
 
@@ -172,30 +173,30 @@ class Recorder:
             place, observation, text = self._find(chat, request, said)
         except ConfigError as error:
             raise RefusedError(400, "invalid_value", "; ".join(error.problems)) from error
-        goes_on = place is not None and place.is_free
-        if place is not None and goes_on:
-            place.is_free = False
+        continued = place if place is not None and place.is_free else None
+        if continued is not None:
+            continued.is_free = False
         sent = np.concatenate([self._join(place), np.array(observation, dtype=np.int32)])
-        num_observed, is_done = len(observation) if goes_on else 0, False
+        num_observed = 0 if continued is None else len(observation)
         try:
             limit = await self._reserve(request, sent, num_observed)
             try:
-                turn = self._cut(await self._send(self._build_turn(request, sent, limit, said[-1])), request.stop)
+                turn = await self._send(self._build_turn(request, sent, limit, said[-1]))
+                turn = cut_at(turn, request.stop, chat.encoder.decode)
                 message, num_calls, num_malformed = await self._read(chat, turn)
-                segment = place.segment if place is not None and goes_on else self._begin(text, sent, request)
+                segment = self._begin(text, sent, request) if continued is None else continued.segment
                 assert self.transcript is not None
-                numbers = {"requests": 1.0, "agent_s": silent_s} | ({} if goes_on else {"segments": 1.0})
+                numbers = {"requests": 1.0, "agent_s": silent_s} | ({"segments": 1.0} if continued is None else {})
                 if request.tools:
                     numbers |= {"tool_calls": float(num_calls), "malformed_calls": float(num_malformed)}
                 self.transcript.add_turn(sent, turn, segment, numbers)
-                is_done = True
             finally:
-                async with self._room:
-                    self._num_reserved -= limit + num_observed
-                    self._room.notify_all()
-        finally:
-            if place is not None and goes_on and not is_done:
-                place.is_free = True
+                self._num_reserved -= limit + num_observed
+                self._freed.set()
+        except BaseException:
+            if continued is not None:
+                continued.is_free = True
+            raise
         ids = turn.token_ids.tolist()
         own = Place(segment, len(sent) + len(ids), ids[-1])
         self._places.setdefault(_hash(said[-1], _read_back(message)), []).append(own)
@@ -235,21 +236,21 @@ class Recorder:
     async def _reserve(self, request: ChatRequest, sent: NDArray[np.int32], num_observed: int) -> int:
         """How many tokens the answer may have, which other requests then may not. Raises RefusedError for none."""
         own = [limit for limit in (self._config.turn_length, request.max_tokens) if limit is not None]
-        async with self._room:
-            while True:
-                num_used = 0 if self.transcript is None else self.transcript.num_tokens
-                left = self._response_length - num_used - num_observed
-                limit = min([*own, left - self._num_reserved, self._longest - len(sent)])
-                # What is under way may need less than it may take.
-                if limit >= min([*own, left, self._longest - len(sent)]) or not self._num_reserved:
-                    break
-                await self._room.wait()
-            if limit < 1:
-                self.limit = self.limit or FinishReason.length
-                lengths = f"data.prompt_length and rollout.response_length leave no room after {len(sent)} tokens"
-                raise RefusedError(400, "context_length_exceeded", f"{lengths}, {num_used} of them generated or read")
-            self._num_reserved += limit + num_observed
-            return limit
+        while True:
+            num_used = 0 if self.transcript is None else self.transcript.num_tokens
+            left = self._response_length - num_used - num_observed
+            limit = min([*own, left - self._num_reserved, self._longest - len(sent)])
+            # What is under way may need less than it may take.
+            if limit >= min([*own, left, self._longest - len(sent)]) or not self._num_reserved:
+                break
+            self._freed.clear()
+            await self._freed.wait()
+        if limit < 1:
+            self.limit = self.limit or FinishReason.length
+            lengths = f"data.prompt_length and rollout.response_length leave no room after {len(sent)} tokens"
+            raise RefusedError(400, "context_length_exceeded", f"{lengths}, {num_used} of them generated or read")
+        self._num_reserved += limit + num_observed
+        return limit
 
     def _build_turn(self, request: ChatRequest, sent: NDArray[np.int32], limit: int, said: bytes) -> TurnRequest:
         name = None
@@ -257,24 +258,6 @@ class Recorder:
             number = self._names[said] = self._names.get(said, 0) + 1
             name = f"{self._request.name}/{said.hex()[:16]}/{request.seed or 0}/{number}"
         return TurnRequest(sent, limit, self._request.sampling, self._request.server, name)
-
-    def _cut(self, turn: Response, stop: Sequence[str]) -> Response:
-        """The turn up to the first of these texts: to stop there is as likely as to go on was."""
-        if not any(text in turn.text for text in stop):
-            return turn
-        decode = self._get_chat(()).encoder.decode
-        low, high = 1, len(turn)
-        while low < high:
-            middle = (low + high) // 2
-            if any(text in decode(turn.token_ids[:middle].tolist()) for text in stop):
-                high = middle
-            else:
-                low = middle + 1
-        text = turn.text[: min(turn.text.index(each) for each in stop if each in turn.text)]
-        rows = slice(0, low)
-        versions = turn.weight_versions.expand()[rows]
-        arrays = (turn.rollout_logprobs[rows], turn.generated[rows], versions)
-        return Response(turn.token_ids[rows], text, *arrays, FinishReason.stop)
 
     async def _read(self, chat: Chat, turn: Response) -> tuple[dict[str, Any], int, int]:
         """The answer as OpenAI's message, how many calls it has, and how many more that cannot be read."""
@@ -290,6 +273,23 @@ class Recorder:
                 {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": each} for each in functions
             ]
         return message, len(found.calls), found.num_malformed
+
+
+def cut_at(turn: Response, stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> Response:
+    """The turn up to the first of these texts: to stop there is as likely as to go on was."""
+    if not any(text in turn.text for text in stop):
+        return turn
+    low, high = 1, len(turn)
+    while low < high:
+        middle = (low + high) // 2
+        if any(text in decode(turn.token_ids[:middle].tolist()) for text in stop):
+            high = middle
+        else:
+            low = middle + 1
+    text = turn.text[: min(turn.text.index(each) for each in stop if each in turn.text)]
+    rows = slice(0, low)
+    arrays = (turn.rollout_logprobs[rows], turn.generated[rows], turn.weight_versions.expand()[rows])
+    return Response(turn.token_ids[rows], text, *arrays, FinishReason.stop)
 
 
 def _read_back(message: Mapping[str, Any]) -> Message:

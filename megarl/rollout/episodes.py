@@ -126,7 +126,6 @@ def check_conversation(conversation: AnyConversation | None, prompts: Iterable[P
 
     async def begin(prompt: Prompt) -> str | None:
         if isinstance(conversation, AgentConversation):
-            await conversation.check_agent()
             return None
         try:
             episode = await EpisodeRunner(1, conversation).run(EpisodeRequest(prompt, None, 0, Sampling(1.0), 0), send)
@@ -136,6 +135,8 @@ def check_conversation(conversation: AnyConversation | None, prompts: Iterable[P
 
     # A thread of its own: the caller's may have an event loop that runs, as in a notebook.
     with ThreadPoolExecutor(1) as thread:
+        if isinstance(conversation, AgentConversation):
+            thread.submit(asyncio.run, conversation.check_agent()).result()
         for prompt in prompts:
             if conversation.config.max_turns > 1:
                 conversation.encoder.check(prompt)

@@ -39,14 +39,8 @@ class Transcript:
     def add_turn(
         self, sent: NDArray[np.int32], action: Response, segment: int = 0, details: Mapping[str, float] | None = None
     ) -> None:
-        """sent: the tokens that were sent for the action, of which those beyond the segment's are an observation.
-
-        Raises AssertionError where they are not a continuation of the segment.
-        """
-        before = self.join(segment)
-        if not np.array_equal(sent[: len(before)], before):
-            raise AssertionError(f"a turn of prompt {self.prompt.id!r} was sent other tokens than are learned from")
-        self._add(segment, sent[len(before) :], generated=False)
+        """sent: the tokens that were sent for the action, of which those beyond the segment's are an observation."""
+        self._add(segment, sent[sum(map(len, self._segments[segment])) :], generated=False)
         start, end = self.num_tokens, self.num_tokens + len(action)
         self._sent.append(sent)
         self._actions.append(action)

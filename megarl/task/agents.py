@@ -23,7 +23,8 @@ import httpx
 import psutil
 
 from megarl.config.schema.task import AgentEnvironmentConfig
-from megarl.task.process import START_DEADLINE_S, call, describe, load_callable, shorten
+from megarl.signals import PR_SET_CHILD_SUBREAPER
+from megarl.task.process import START_DEADLINE_S, call, describe, describe_loading, load_callable, shorten
 from megarl.task.sandbox import describe_status, end_descendants
 
 EPISODE = "MEGARL_EPISODE"
@@ -32,7 +33,6 @@ END_DEADLINE_S = 30.0
 """For ending all agents"""
 MOST_OUTPUT = 2**24
 """Bytes of a result"""
-PR_SET_CHILD_SUBREAPER = 36
 
 
 class AgentError(Exception):
@@ -50,11 +50,10 @@ class AgentHost:
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
 
     async def run(self, name: str, variables: Mapping[str, str], task: Mapping[str, Any]) -> Any:
-        """What the agent of this name gives for the task, JSON. Cancelling it ends the agent and what it has started.
+        """What the agent of this name gives for the task, JSON, once the host was started.
 
-        Raises AgentError.
+        Cancelling it ends the agent and what it has started. Raises AgentError.
         """
-        await self.start()
         given = {"name": name, "variables": {**variables, EPISODE: name}, "task": task}
         ended = self._waiting[name] = asyncio.get_running_loop().create_future()
         try:
@@ -341,8 +340,7 @@ def main() -> None:
     try:
         function = None if task["path"] is None else load_callable(task["path"])
     except Exception as error:
-        text = str(error).removeprefix("path: ")
-        write({"error": " ".join(text.split()) if isinstance(error, ValueError) else describe(error)})
+        write({"error": describe_loading(error)})
         return
     host = Host(task["command"], function, write)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())

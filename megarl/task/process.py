@@ -218,6 +218,12 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def describe_loading(error: Exception) -> str:
+    """What `load_callable` raised, or the function's own options, as one line."""
+    text = str(error).removeprefix("path: ")
+    return " ".join(text.split()) if isinstance(error, ValueError) else describe(error)
+
+
 def shorten(text: str, length: int) -> str:
     """The text, or its first characters and three dots."""
     return text if len(text) <= length else f"{text[:length]}..."
@@ -288,8 +294,7 @@ def main() -> None:
         if task["options"] is not None:
             function = function(**task["options"])
     except Exception as error:
-        text = str(error).removeprefix("path: ")
-        write(json.dumps({"error": " ".join(text.split()) if isinstance(error, ValueError) else describe(error)}))
+        write(json.dumps({"error": describe_loading(error)}))
         return
     sandbox.limit_resource(resource.RLIMIT_AS, psutil.Process().memory_info().vms + task["memory_bytes"])
     if task["sealed"]:  # What the kernel does not grant is left out: it was said before the start.

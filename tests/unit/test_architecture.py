@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
 }
 """Floor, most lines and modules of every room. A room imports itself and rooms of lower floors, never one of its own
 floor. Raising a budget is a line that a reviewer sees, with its reason in the commit."""
-MOST_LINES, MOST_FILES = 40_700, 128
+MOST_LINES, MOST_FILES = 40_700, 126
 MOST_BESIDE = {"tests": 34_100, "tools": 5_740, "examples": 1_600, "slurm": 661}
 """Lines of the other folders; of tools/ those of programs alone"""
 ROOM_OF = {module: room for room, (_, _, modules) in ROOMS.items() for module in modules}
