@@ -129,7 +129,7 @@ class TurnRequest:
     max_new_tokens: int
     sampling: Sampling
     server: int
-    """Number of the server that is asked"""
+    """Number of the server that is asked; a sender may choose another"""
     name: str | None = None
     """Names the turn; its random numbers follow from the run's seed and this name, so that it is reproducible. None:
     they are fresh."""

@@ -48,6 +48,7 @@ from megarl.cluster.process import (
 from megarl.config.placement import DeviceSlot
 from megarl.config.schema.root import RolloutConfig
 from megarl.interfaces import DeadlineError, Pending, wait_all
+from megarl.mcore.device import find_processor
 from megarl.mcore.microbatches import plan_microbatches
 from megarl.mcore.spec import WorkerSpec, read_architecture
 from megarl.report.timeline import Recording, span
@@ -218,14 +219,15 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 class WorkerActor:
     """The process of one rank, with a log file of its own. A separate thread reports the state of the current call."""
 
-    def __init__(self, log_path: str, listen_host: str, gpus: Sequence[Gpu]):
+    def __init__(self, log_path: str, listen_host: str, gpus: Sequence[Gpu], joins_servers: bool = True):
         redirect_output(Path(log_path))
         dump_on_signal()
         self._tracker = CallTracker()
         self._host = resolve_host(listen_host)
         use_interface(self._host)
         use_gpus(gpus)
-        agree_on_nccl()
+        if joins_servers:  # Else NCCL chooses, which adds up in the switch (NVLS) where there is one.
+            agree_on_nccl()
         os.environ.setdefault(CONNECTIONS, "1")
         # Megatron compiles a few small functions: no pool of processes for that in every rank.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -244,6 +246,7 @@ class WorkerActor:
             from megarl.mcore.worker import MegatronWorker
 
             self._worker = MegatronWorker(spec, rank, world_size, init_method, self._gpu)
+            self._worker.warm_up()
             return self._worker.describe()
 
     def call(self, verb: str, *args: Any) -> Any:
@@ -279,6 +282,10 @@ class WorkerActor:
     def find_peak(self) -> int:
         return find_own_peak()
 
+    @ray.method(concurrency_group="watch")
+    def find_free(self) -> int:
+        return find_processor().count_free()
+
 
 class WorkerGroup:
     """All ranks of one role. Implements `megarl.interfaces.TrainBackend`."""
@@ -312,7 +319,8 @@ class WorkerGroup:
         for log, slot in zip(logs, slots, strict=True):
             variables = {CONNECTIONS: os.environ.get(CONNECTIONS, "1")} if slot.gpus else {}
             options = WorkerActor.options(**self._cluster.options(slot, variables))  # type: ignore[attr-defined]
-            self._actors.append(options.remote(str(log), self._cluster.listen_host, self._cluster.find_gpus(slot)))
+            given = str(log), self._cluster.listen_host, self._cluster.find_gpus(slot), self._cluster.joins_servers
+            self._actors.append(options.remote(*given))
         return [actor.identify.remote() for actor in self._actors]
 
     def start(self) -> PendingCall[str]:
@@ -386,6 +394,12 @@ class WorkerGroup:
     def ask_peaks(self) -> list["ray.ObjectRef[int]"]:
         """Bytes of memory, for `measure_peaks`."""
         return [actor.find_peak.remote() for actor in self._actors]
+
+    def measure_free(self) -> list[int]:
+        """Bytes that are free on each rank's GPU; 0 without one. Raises DeadlineError and WorkerError."""
+        what = f"free memory of the {self.role} GPUs"
+        refs = ask(what, lambda: [actor.find_free.remote() for actor in self._actors])
+        return list(wait_for(refs, self._names, what, POLL_DEADLINE_S))
 
     def close(self) -> None:
         """End the processes at once. Where Ray is lost, its own end is theirs."""

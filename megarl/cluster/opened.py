@@ -71,6 +71,8 @@ class Cluster:
     """The address on which the driver listens"""
     listen_host: str
     """`cluster.listen_host`; each process resolves `auto` for itself"""
+    joins_servers: bool = True
+    """Whether training ranks and servers meet in a communicator, as on several nodes or with rollout.transport=split"""
 
     def options(self, slot: DeviceSlot, variables: Mapping[str, str] | None = None) -> dict[str, Any]:
         """Ray's options for an actor in this slot, whose process is started with the environment of its GPUs.

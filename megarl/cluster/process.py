@@ -177,7 +177,8 @@ def use_gpus(gpus: Sequence[Gpu], devices: Path = PCI_DEVICES) -> None:
     """Keep this thread and what it starts on the cores near these GPUs, which this process must see alone.
 
     Where nvidia-smi or the kernel does not say which cores are near, or none of those that this process may use is, it
-    stays on all of them. Raises RuntimeError where its environment shows CUDA others.
+    stays on all of them. torch computes with this GPU's part of its cores: reading, saving and summing up a checkpoint
+    take all of them, where Ray has said 1. Raises RuntimeError where its environment shows CUDA others.
     """
     for name, expected in build_variables(gpus).items() if gpus else ():
         found = os.environ.get(name)
@@ -186,16 +187,18 @@ def use_gpus(gpus: Sequence[Gpu], devices: Path = PCI_DEVICES) -> None:
                 f"{socket.gethostname()}: a process that was to be started with {name}={expected} has {found}:"
                 " something between Ray and this process changes it"
             )
-    near = set[int]()
-    for gpu in ask_nvidia_smi() if gpus else ():
+    near, shown = set[int](), ask_nvidia_smi() if gpus else []
+    for gpu in shown:
         if any(gpu.is_meant_by(each.name) for each in gpus):
             # A list of the kernel's, such as 0-3,8.
             with suppress(OSError, ValueError):
                 text = (devices / gpu.bus / "local_cpulist").read_text()
                 for first, _, last in (part.partition("-") for part in text.strip().split(",")):
                     near |= {*range(int(first), int(last or first) + 1)}
-    near &= os.sched_getaffinity(0)
-    if near:
+    cores = os.sched_getaffinity(0)
+    if shown:
+        torch.set_num_threads(max(1, len(cores) * len(gpus) // len(shown)))
+    if near := near & cores:
         os.sched_setaffinity(0, near)
 
 

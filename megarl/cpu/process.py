@@ -38,11 +38,18 @@ class Cpu:
         """No GPU."""
         return None
 
+    def send(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
     def synchronize(self) -> None:
         pass
 
     def give_back(self) -> None:
         pass
+
+    def count_free(self) -> int:
+        """No GPU."""
+        return 0
 
     def import_engine(self) -> None:
         """Without CUDA the import hook lets nobody find it."""

@@ -7,6 +7,7 @@ Shapes: K rows of the micro-batch, S packed tokens of all ranks, R response toke
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn import functional as F
 
-from megarl.mcore.device import device
+from megarl.mcore.device import device, send
 from megarl.mcore.layers import find_layers
 from megarl.types import Sequences
 
@@ -131,12 +132,41 @@ class PackedBatch:
 
     def flatten(self, padded: Tensor) -> Tensor:
         """[B, T] of all sequences -> [R] on the device."""
-        return padded[self.rows[self.token_rows], self.columns].to(self.targets.device)
+        return send(padded[self.rows[self.token_rows], self.columns])
 
 
-def build_batch(sequences: Sequences, rows: list[int], multiple: int = 1, context: ContextGroup = ALONE) -> PackedBatch:
-    """Pack the given rows; this rank's S is padded to a multiple of `multiple` with a sequence of its own. No rows give
-    padding alone, for a rank that must take part without data.
+def pad_lengths(lengths: Tensor, num_ranks: int) -> Tensor:
+    """Tokens of sequences that so many context-parallel ranks share."""
+    unit = 1 if num_ranks == 1 else 2 * num_ranks
+    return (lengths + unit - 1) // unit * unit
+
+
+def find_length(sizes: Tensor, multiple: int, num_ranks: int) -> int:
+    """S of all context-parallel ranks, of which each has a multiple of `multiple`, for sequences of these sizes."""
+    whole = math.lcm(1 if num_ranks == 1 else 2 * num_ranks, multiple * num_ranks)
+    return -(-max(1, int(sizes.sum())) // whole) * whole
+
+
+MOST_PADDING = 0.1
+"""Of the tokens of a call under pipeline parallelism, to give all of its micro-batches one length"""
+
+
+def choose_length(sequences: Sequences, shares: Sequence[Sequence[int]], multiple: int, num_ranks: int) -> int:
+    """The S of a rank that all micro-batches are to have; 0: each its own, where padding would take too much.
+
+    With one length no stage of a pipeline tells the next one the shape of what it sends, for which the next would wait
+    for its GPU before each micro-batch.
+    """
+    sizes = [find_length(pad_lengths(sequences.lengths[list(rows)], num_ranks), multiple, num_ranks) for rows in shares]
+    longest = max(sizes)
+    return longest // num_ranks if longest * len(sizes) - sum(sizes) <= MOST_PADDING * sum(sizes) else 0
+
+
+def build_batch(
+    sequences: Sequences, rows: Sequence[int], multiple: int = 1, context: ContextGroup = ALONE, least: int = 0
+) -> PackedBatch:
+    """Pack the given rows; this rank's S is padded to a multiple of `multiple`, and to `least`, with a sequence of its
+    own. No rows give padding alone, for a rank that must take part without data.
 
     Under context parallelism the batch holds this rank's tokens and the predictors among them; its targets are all R.
     Raises ValueError for a sequence that is not held, or has no prompt token to predict its first response token.
@@ -150,10 +180,9 @@ def build_batch(sequences: Sequences, rows: list[int], multiple: int = 1, contex
     if bool((prompts < 1).any()):
         raise ValueError(f"row {int(picked[prompts < 1][0])} has no prompt token")
     # Tokens of each packed sequence; one more than `lengths` where the sum needs padding.
-    unit = 1 if context.size == 1 else 2 * context.size
-    sizes = (lengths + unit - 1) // unit * unit
-    whole, total = math.lcm(unit, multiple * context.size), int(sizes.sum())
-    if padding := -total % whole if total else whole:
+    sizes = pad_lengths(lengths, context.size)
+    total = int(sizes.sum())
+    if padding := max(least * context.size, find_length(sizes, multiple, context.size)) - total:
         sizes = torch.cat([sizes, torch.tensor([padding])])
     # Of each of the S packed tokens of all ranks: the number of its sequence, its position there, whether it is one.
     numbers = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
@@ -171,7 +200,7 @@ def build_batch(sequences: Sequences, rows: list[int], multiple: int = 1, contex
     experts = None if experts is None else place(experts)
     response = (exists & (positions >= prompts)).nonzero().squeeze(1)
     flat = {
-        "targets": tokens[response].to(device()),
+        "targets": send(tokens[response]),
         "rows": picked,
         "token_rows": numbers[response],
         "columns": (positions - prompts)[response],
@@ -180,33 +209,35 @@ def build_batch(sequences: Sequences, rows: list[int], multiple: int = 1, contex
     if context.size == 1:
         attention = find_layers().plan_attention(sizes, device())
         params = _build_params(sizes, attention, predictors, owned, experts)
-        return PackedBatch(tokens[None].to(device()), positions[None].to(device()), params, share=None, **flat)
+        return PackedBatch(send(tokens[None]), send(positions[None]), params, share=None, **flat)
     owners = find_owners(positions, sizes[numbers], context.size)
     mine = owners == context.rank
     places, width = spread(owners[predictors], context.size)
     own = (owners[predictors] == context.rank).nonzero().squeeze(1)
-    share = ResponseShare(own.to(device()), places.to(device()), width, context)
+    share = ResponseShare(send(own), send(places), width, context)
     predictors = (mine.cumsum(0) - 1)[predictors][own]
     order, _ = spread(owners, context.size)
     attention = find_layers().share_attention(sizes, device(), positions, mine, order, context.size, context.group)
     params = _build_params(sizes, attention, predictors, owned[mine], None if experts is None else experts[mine])
-    return PackedBatch(tokens[mine][None].to(device()), positions[mine][None].to(device()), params, share=share, **flat)
+    return PackedBatch(send(tokens[mine][None]), send(positions[mine][None]), params, share=share, **flat)
 
 
 def _build_params(
     sizes: Tensor, attention: Any, predictors: Tensor, numbers: Tensor, experts: Tensor | None
 ) -> PackedParams:
     """sizes, attention: of all context-parallel ranks; the others: of this one."""
-    cu_seqlens = F.pad(sizes.cumsum(0), (1, 0)).to(torch.int32).to(device())
+    cu_seqlens = send(F.pad(sizes.cumsum(0), (1, 0)).to(torch.int32))
+    # As many rotary angles are made, of which Megatron keeps 32 sizes on the device.
+    longest = int(sizes.max())
+    longest += -longest % find_layers().length_multiple
     return PackedParams(
         qkv_format=find_layers().qkv_format,
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
-        # As many rotary angles are made.
-        max_seqlen_q=int(sizes.max()),
-        max_seqlen_kv=int(sizes.max()),
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
         attention=attention,
-        predictors=predictors.to(device()),
-        sequence_numbers=numbers.to(device()),
-        routed_experts=None if experts is None else experts.to(device()),
+        predictors=send(predictors),
+        sequence_numbers=send(numbers),
+        routed_experts=None if experts is None else send(experts),
     )

@@ -56,6 +56,11 @@ class Gpu:
 
     def prepare(self, dtype: Dtype, *, deterministic: bool, num_threads: int) -> None:
         """Settle how this process computes; call it before CUDA's first product."""
+        settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+        if "expandable_segments" not in settings:
+            # Of this process alone: in servers torch_memory_saver cannot give such memory back. Micro-batches differ in
+            # length, and storages come and go with every call.
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         if dtype is Dtype.float32:
             # torch keeps the 23 bits of fraction in float32 products. Transformer Engine asks cuBLAS for TF32, which
             # has 10, without a switch (common/gemm/cublaslt_gemm.cu, CUBLAS_COMPUTE_32F_FAST_TF32); cuBLAS reads this.
@@ -77,12 +82,20 @@ class Gpu:
             )
         return found
 
+    def send(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensor, of the CPU, on the device, without waiting for what the GPU does before: from pinned memory."""
+        return x.pin_memory().to(self.device(), non_blocking=True)
+
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
     def give_back(self) -> None:
         """Give unused memory back, for the other processes on the GPU."""
         torch.cuda.empty_cache()
+
+    def count_free(self) -> int:
+        """Bytes of the GPU that no process has."""
+        return int(torch.cuda.mem_get_info()[0])
 
     def import_engine(self) -> None:
         """Transformer Engine, which is installed: a half-installed package is found like a whole one. Raises
@@ -117,6 +130,11 @@ def find_processor() -> Gpu | Cpu:
 def device() -> torch.device:
     """The device of parameters and batches in this process."""
     return find_processor().device()
+
+
+def send(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of the CPU on the device of this process; of use on its current stream from now on."""
+    return find_processor().send(x)
 
 
 def claim_gpu(store: dist.Store, rank: int, uuid: str) -> None:

@@ -24,6 +24,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer import attention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -57,6 +58,8 @@ class Layers:
     """The same under context parallelism, further (positions, mine, order, num_ranks, group) as in cpu/layers.py"""
     groups_experts: bool = False
     """One module has all experts of a rank"""
+    length_multiple: int = 1
+    """The length of the longest sequence that it is told is rounded up to one"""
     picks_angles: bool = False
     """It takes the rotary angles of the packed tokens; else those of positions from 0 on"""
     has_activation: bool = False
@@ -72,7 +75,14 @@ def find_layers() -> Layers:
         def build(arch: Architecture, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
             return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
 
-        return Layers("Transformer Engine's layers", build, (TERowParallelLinear, TENorm), "thd", groups_experts=True)
+        return Layers(
+            "Transformer Engine's layers",
+            build,
+            (TERowParallelLinear, TENorm),
+            "thd",
+            groups_experts=True,
+            length_multiple=512,
+        )
     from megarl.cpu import layers
 
     return Layers(
@@ -207,6 +217,11 @@ def describe_fast_ways(arch: Architecture, spec: WorkerSpec, fields: Mapping[str
     ways = {field: bool(fields[field]) for field in build_fast_fields(arch, spec.megatron, kernels)}
     if spec.optimizer is not None:
         ways |= {name: bool(getattr(spec.optimizer, name)) for name in ("overlap_grad_reduce", "overlap_param_gather")}
+    if kernels.te:
+        # Found where an earlier Transformer Engine has them; without, torch splits, and the router's product has casts.
+        ways |= {"split of q, k, v in one kernel": attention.SplitAlongDim is not None}
+        if arch.experts is not None:
+            ways |= {"float32 product of the router": getattr(moe_utils, "te_general_gemm", None) is not None}
     for is_on, what in ((True, "on"), (False, "off")):
         names = [name for name, found in ways.items() if found is is_on]
         if names and (is_on or kernels.gpu):
@@ -319,14 +334,15 @@ class Router(TopKRouter):  # type: ignore[misc]
         logits = logits.view(-1, self.num_experts)
         numbers = self._take_share(self.packed.sequence_numbers)
         real = numbers >= 0
-        self.load.tokens += routes[real].sum(0)
+        # Sums over all tokens, without an index by truth values, whose number the host would wait for.
+        self.load.tokens += (routes & real[:, None]).sum(0)
         losses = []
         if self.config.moe_aux_loss_coeff:
             balance = self._balance(logits, routes, numbers)
             losses.append(self.config.moe_aux_loss_coeff * balance)
             self.load.terms[0] += balance.detach()
         if self.config.moe_z_loss_coeff:
-            z = logits[real].float().logsumexp(-1).square().sum() / self.load.num_tokens
+            z = (logits.float().logsumexp(-1).square() * real).sum() / self.load.num_tokens
             losses.append(self.config.moe_z_loss_coeff * z)
             self.load.terms[1] += z.detach()
         return (MoEAuxLossAutoScaler.apply(weights, sum(losses)) if losses else weights), routes

@@ -16,15 +16,19 @@ REAL, COMPUTED = "tokens/real", "tokens/computed"
 
 
 def pack(
-    lengths: Sequence[int], tokens_per_microbatch: int, num_ranks: int, costs: Sequence[float] | None = None
+    lengths: Sequence[int],
+    tokens_per_microbatch: int,
+    num_ranks: int,
+    costs: Sequence[float] | None = None,
+    multiple: int = 1,
 ) -> list[list[list[int]]]:
     """Rank -> micro-batch -> row numbers; each row is in exactly one micro-batch.
 
     lengths: tokens of each row. costs: compute of each row, in any unit; without it, the lengths. Ranks, and the
     micro-batches of a rank, are balanced by cost: costliest row first, to what has cost least so far (Graham's LPT: no
-    rank costs more than 4/3 - 1/(3 num_ranks) times the best assignment). Every rank gets as many micro-batches, the
-    fewest that the greedy rule finds, its costliest first; some may be empty. None of more than one row has more than
-    `tokens_per_microbatch` tokens. A pure function: the same on every rank.
+    rank costs more than 4/3 - 1/(3 num_ranks) times the best assignment). Every rank gets as many micro-batches, of the
+    multiples of `multiple` the least that the greedy rule finds, its costliest first; some may be empty. None of more
+    than one row has more than `tokens_per_microbatch` tokens. A pure function: the same on every rank.
     """
     costs = lengths if costs is None else costs
     order = sorted(range(len(lengths)), key=lambda row: (-costs[row], -lengths[row], row))
@@ -35,12 +39,13 @@ def pack(
         shares[rank].append(row)
         heapq.heapreplace(heap, (cost + costs[row], rank))
     num_microbatches = max(_fewest([lengths[row] for row in share], tokens_per_microbatch) for share in shares)
+    num_microbatches += -num_microbatches % multiple
     while True:
         ranks = [_fill(share, lengths, costs, tokens_per_microbatch, num_microbatches) for share in shares]
         filled = [microbatches for microbatches in ranks if microbatches is not None]
         if len(filled) == num_ranks:
             return filled
-        num_microbatches += 1
+        num_microbatches += multiple
 
 
 def _fewest(lengths: Sequence[int], budget: int) -> int:
@@ -85,7 +90,10 @@ def plan_microbatches(
     costs = compute_row_costs(arch, sequences, with_value_head=spec.role is Role.critic)
     given = (sequences.lengths.tolist(), costs)
     lengths, costs = ([sum(x[i : i + size]) for i in range(0, len(x), size)] for x in given)
-    planned = pack(lengths, spec.tokens_per_microbatch * spec.parallel.cp, num_ranks, costs)
+    parallel = spec.parallel
+    # The interleaved schedule takes micro-batches in groups of pp.
+    multiple = parallel.pp if parallel.vpp > 1 else 1
+    planned = pack(lengths, spec.tokens_per_microbatch * parallel.cp, num_ranks, costs, multiple)
     return [[[size * i + j for i in units for j in range(size)] for units in own] for own in planned]
 
 

@@ -40,7 +40,7 @@ from megarl.mcore.batch import PackedParams
 from megarl.mcore.checkpoints import HEAD, padded_vocab_size
 from megarl.mcore.device import device
 from megarl.mcore.layers import find_kernels, find_layers
-from megarl.mcore.spec import ROLE_KEYS, StageParameters, WorkerSpec, check_layout
+from megarl.mcore.spec import ROLE_KEYS, StageParameters, WorkerSpec, check_layout, choose_recomputed
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
 
@@ -198,7 +198,8 @@ def build_config(
     # By it Megatron takes the activation of the layer spec.
     takes_ours = find_layers().has_activation and not any(megatron.get(field) for field in _OTHER_ACTIVATION)
     fast["use_te_activation_func"] = takes_ours
-    return TransformerConfig(**{**_DEFAULTS, **fast, **own, **megatron, **(role_fields or {})})
+    modules = {"recompute_modules": list(choose_recomputed(arch.experts is not None, on_gpu=kernels.te))}
+    return TransformerConfig(**{**_DEFAULTS, **fast, **modules, **own, **megatron, **(role_fields or {})})
 
 
 def check_options(arch: Architecture, spec: WorkerSpec) -> list[str]:

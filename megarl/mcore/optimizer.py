@@ -282,12 +282,14 @@ class StorageOffloader:
         self._hosts: list[Tensor] = []
         self._parked: list[tuple[torch.UntypedStorage, int]] = []
 
-    def park(self, storages: dict[int, torch.UntypedStorage]) -> None:
-        """Move the storages to the host; they have 0 bytes then. Does nothing while others are parked here."""
+    def park(self, storages: dict[int, torch.UntypedStorage], *, is_changed: bool = True) -> None:
+        """Move the storages to the host; they have 0 bytes then. Does nothing while others are parked here. is_changed:
+        whether the host's copy of when the same ones were parked last is theirs no more.
+        """
         if self._parked:
             return
         parked = [(storage, storage.nbytes()) for storage in storages.values()]
-        if self.keep:
+        if self.keep and is_changed:
             # In pieces of a power of two: torch rounds pinned memory up to the next one, which for whole storages may
             # be nearly twice their size (ATen/core/CachingHostAllocator.h).
             missing = sum(size for _, size in parked) - sum(host.numel() for host in self._hosts)
@@ -346,6 +348,8 @@ class OffloadManager:
         self._models, self._chunks, self._optimizer = models, chunks, optimizer
         self._weights, self._training = StorageOffloader(), StorageOffloader()
         self._gradients = StorageOffloader(keep=False)
+        self.is_changed = True
+        """Whether the weights are others than in host memory; a verb that changes them without `training` sets it"""
         self.leave()
 
     @contextmanager
@@ -353,6 +357,7 @@ class OffloadManager:
         """Weights, and with `training` also optimizer and gradients, are on the device inside."""
         self._weights.bring()
         if training:
+            self.is_changed = True
             self._training.bring()
             self._gradients.bring()
         yield
@@ -368,7 +373,8 @@ class OffloadManager:
         self._training.park({key: storage for key, storage in training.items() if key not in weights})
         self._gradients.park(find_storages(list_gradient_buffers(self._chunks)))
         if self.offload is Offload.all:
-            self._weights.park(weights)
+            self._weights.park(weights, is_changed=self.is_changed)
+            self.is_changed = False
         drop_fp8_weights(self._models)
         find_processor().give_back()
 

@@ -22,22 +22,44 @@ def initialize(
     init_method: str,
     seed: int,
     deadline_s: float,
+    collective_s: float | None = None,
     gpu: str | None = None,
 ) -> None:
     """Join the role's process group and build Megatron's groups in it.
 
+    deadline_s: of `meet` and, where `collective_s` does not say it, of a collective.
     gpu: UUID of the GPU that this process was started for. Raises RuntimeError for a layout that does not fit and where
     this rank has another GPU or that of another rank, and torch's own errors where not all ranks come in time.
     """
     machine = find_processor()
     found = machine.take(rank, gpu)
+    _meetings[:] = [0, deadline_s]
     timeout = timedelta(seconds=deadline_s)
     dist.init_process_group(machine.backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
     if found is not None:
         # Before NCCL's first call, which would end with a message that names neither the ranks nor the key.
         claim_gpu(dist.distributed_c10d._get_default_store(), rank, found)
     initialize_groups(parallel, distributed_timeout_minutes=deadline_s / 60)
+    if collective_s is not None and collective_s < deadline_s:
+        # From now on: to join takes as long as the slowest process takes to start.
+        for group in list(dist.distributed_c10d._world.pg_map):
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=collective_s), group)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+_meetings: list[float] = [0, 0.0]
+"""How many there were since this process joined, and the deadline of each in seconds"""
+
+
+def meet() -> None:
+    """Wait for all ranks, longer than a collective may take: what each has done before is as fast as its disk. Raises
+    torch's error where they do not all come within the call's deadline.
+    """
+    _meetings[0] += 1
+    store, name = dist.distributed_c10d._get_default_store(), f"megarl/meeting {_meetings[0]}"
+    if store.add(name, 1) == dist.get_world_size():
+        store.set(f"{name}: all", "")
+    store.wait([f"{name}: all"], timedelta(seconds=_meetings[1]))
 
 
 @contextmanager

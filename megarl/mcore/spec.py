@@ -149,6 +149,8 @@ class WorkerSpec:
     num_threads: int = 1
     deadline_s: float = 1800.0
     """Longest wait for a call; a collective in it may take somewhat longer"""
+    collective_deadline_s: float | None = None
+    """Of a collective in it; None: somewhat longer than the call may take"""
     recompute: Recompute = Recompute.none
     recompute_method: RecomputeMethod = RecomputeMethod.uniform
     recompute_num_layers: int = 1
@@ -243,6 +245,16 @@ def build_role_fields(spec: WorkerSpec) -> dict[str, Any]:
         "fp8_recipe": spec.fp8_recipe.value,
         "deterministic_mode": spec.deterministic and not find_processor().repeats,
     }
+
+
+def choose_recomputed(has_experts: bool, *, on_gpu: bool) -> tuple[str, ...]:
+    """The parts of a layer that recompute=selective computes again where model.megatron.recompute_modules names none.
+
+    Megatron's own choice is attention, of which Transformer Engine's fused kernels keep the inputs and outputs alone.
+    """
+    if not on_gpu:
+        return ("core_attn",)
+    return ("layernorm", "moe_act") if has_experts else ("layernorm", "mlp")
 
 
 def find_token_multiple(spec: WorkerSpec) -> int:

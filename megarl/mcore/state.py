@@ -63,6 +63,7 @@ from megarl.mcore.checkpoints import (
 )
 from megarl.mcore.device import find_processor
 from megarl.mcore.model import PackedGPT
+from megarl.mcore.process_groups import meet
 from megarl.models.architecture import Architecture
 from megarl.models.families import Split
 
@@ -387,6 +388,7 @@ class Writing:
         """Wait for the thread, then complete the directory. Every rank must call it; raises what writing raised."""
         if self._thread is not None:
             self._thread.join()
+        meet()
         for finalize in self._request.finalize_fns:
             finalize()
 
@@ -403,7 +405,7 @@ def write_on_first_rank(write: Callable[[], None], gathered: Iterable[object] = 
             failed = error
     for _ in gathered:
         pass
-    dist.barrier()
+    meet()
     if failed is not None:
         raise failed
 

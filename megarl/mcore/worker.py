@@ -30,9 +30,9 @@ from megarl.algo.losses import (
 )
 from megarl.config.schema.algo import KLEstimator, needs_full_kl
 from megarl.mcore import process_groups, state
-from megarl.mcore.batch import ContextGroup, PackedBatch, build_batch
+from megarl.mcore.batch import ContextGroup, PackedBatch, build_batch, choose_length
 from megarl.mcore.checkpoints import DESCRIPTION, Entry, PeftAdapter, copy_description, write_hf_checkpoint
-from megarl.mcore.device import find_processor
+from megarl.mcore.device import find_processor, send
 from megarl.mcore.layers import (
     choose_overlap,
     compute_load_metrics,
@@ -73,12 +73,11 @@ def build_targets(samples: TrainingSamples, batch: PackedBatch) -> TokenTargets:
     def flat(padded: Tensor | None) -> Tensor | None:
         return None if padded is None else batch.flatten(padded)
 
-    device = batch.targets.device
     return TokenTargets(
-        rows=batch.token_rows.to(device),
+        rows=send(batch.token_rows),
         mask=batch.flatten(samples.mask),
         loss_mask=batch.flatten(samples.loss_mask),
-        positive=samples.positive[batch.rows][batch.token_rows].to(device),
+        positive=send(samples.positive[batch.rows][batch.token_rows]),
         advantages=batch.flatten(samples.advantages),
         old_logprobs=flat(samples.old_logprobs),
         rollout_logprobs=batch.flatten(samples.rollout_logprobs),
@@ -87,9 +86,9 @@ def build_targets(samples: TrainingSamples, batch: PackedBatch) -> TokenTargets:
         old_values=flat(samples.old_values),
         returns=flat(samples.returns),
         critic_mask=flat(samples.critic_mask),
-        samples=batch.rows[batch.token_rows].to(device),
+        samples=send(batch.rows[batch.token_rows]),
         num_rows=batch.num_rows,
-        row_lengths=samples.mask[batch.rows].sum(1).to(device),
+        row_lengths=send(samples.mask[batch.rows].sum(1)),
     )
 
 
@@ -173,7 +172,8 @@ def run_schedule(
         data_iterator=[iter(batches) for _ in model],
         model=model,
         num_microbatches=len(batches),
-        seq_length=max(batch.tokens.shape[1] for batch in batches),
+        # Of all context-parallel ranks, as it divides it.
+        seq_length=max(batch.tokens.shape[1] for batch in batches) * parallel_state.get_context_parallel_world_size(),
         micro_batch_size=1,
         forward_only=forward_only,
         force_all_reduce=force_all_reduce,
@@ -229,12 +229,14 @@ class Teachers:
         self._chosen = len(others)
         self.choose(0)
 
-    def choose(self, number: int) -> None:
-        """Give the model the weights of this checkpoint."""
-        if number != self._chosen:
-            for weight, kept in zip(self._weights, self._kept[number], strict=True):
-                weight.copy_(kept)
-            self._chosen = number
+    def choose(self, number: int) -> bool:
+        """Give the model the weights of this checkpoint; whether it had others."""
+        if number == self._chosen:
+            return False
+        for weight, kept in zip(self._weights, self._kept[number], strict=True):
+            weight.copy_(kept)
+        self._chosen = number
+        return True
 
     def _copy(self) -> list[Tensor]:
         return [weight.to("cpu", copy=True) for weight in self._weights]
@@ -242,6 +244,7 @@ class Teachers:
 
 COLLECTIVE_GRACE_S = 30.0
 """By so much a collective's deadline is later than its caller's, who then still finds out where every rank waits."""
+WARM_UP_TOKENS = 64
 FP8_ROUNDING = 2.0**-4
 """The relative error of a product of numbers of 8 bits (e4m3)"""
 
@@ -261,7 +264,8 @@ class MegatronWorker:
         if problems:
             raise ValueError("; ".join(problems))
         deadline = spec.deadline_s + COLLECTIVE_GRACE_S
-        process_groups.initialize(spec.parallel, rank, world_size, init_method, spec.seed, deadline, gpu)
+        limits = deadline, spec.collective_deadline_s
+        process_groups.initialize(spec.parallel, rank, world_size, init_method, spec.seed, *limits, gpu=gpu)
         self.config = build_config(self.arch, spec.parallel, spec.dtype, spec.megatron, build_role_fields(spec))
         # This rank's pieces of the model: one, or vpp.
         self.chunks = build_chunks(self.arch, self.config, spec.role is Role.critic)
@@ -300,13 +304,32 @@ class MegatronWorker:
         return "\n".join([f"{find_layers().name} in {self.spec.dtype.value}{fp8}{optimizer}", *ways])
 
     @uses_weights
+    def warm_up(self) -> None:
+        """Compute a short text for each data-parallel rank, and a sum over those that share gradients, so that kernels
+        and communicators have their memory before a server on the GPU measures what is free. All ranks call it.
+        """
+        number, length = parallel_state.get_data_parallel_world_size(), min(WARM_UP_TOKENS, self.arch.max_length)
+        whole, prompts = torch.full((number,), length), torch.ones(number, dtype=torch.int64)
+        texts = Sequences(torch.zeros(number * length, dtype=torch.int64), whole, prompts)
+        if self.spec.role is Role.critic:
+            self._evaluate(texts, lambda out, batch: batch.gather(out))
+        else:
+            self._score(texts, 1.0)
+        if self.optimizer is not None:
+            groups = [parallel_state.get_data_parallel_group(with_context_parallel=True)]
+            groups += [parallel_state.get_expert_data_parallel_group()] if self.arch.experts else []
+            for group in groups:
+                torch.distributed.all_reduce(torch.zeros(1, device=find_processor().device()), group=group)
+
+    @uses_weights
     def logprobs(self, sequences: Sequences, temperature: float, teacher: int = 0) -> RowsResult | None:
         """float32 [b, T] log-probs of the response tokens, of the temperature-scaled distribution.
 
         The rows of this data-parallel rank on the rank that reports for it, None on the others. teacher: which of the
         checkpoints scores, 0 for spec.checkpoint, else the place in spec.teachers, from 1 on.
         """
-        self._teachers.choose(teacher)
+        if self._teachers.choose(teacher):
+            self.offload.is_changed = True
         return self._score(sequences, temperature)
 
     @uses_weights
@@ -445,12 +468,12 @@ class MegatronWorker:
         parallel, num_ranks = self.spec.parallel, parallel_state.get_data_parallel_world_size()
         shares = plan_microbatches(self.spec, self.arch, sequences, num_ranks)
         share = shares[parallel_state.get_data_parallel_rank()]
-        # The interleaved schedule takes micro-batches in groups of pp.
-        missing = -len(share) % parallel.pp if parallel.vpp > 1 else 0
         multiple = find_token_multiple(self.spec) * (parallel.tp if parallel.sp else 1)
         group = parallel_state.get_context_parallel_group()
         context = ContextGroup(group.size(), group.rank(), group)
-        return [build_batch(sequences, rows, multiple, context) for rows in [*share, *([[]] * missing)]]
+        length = choose_length(sequences, share, multiple, group.size()) if parallel.pp > 1 else 0
+        self.config.variable_seq_lengths = length == 0
+        return [build_batch(sequences, rows, multiple, context, length) for rows in share]
 
     def _logprobs(
         self, logits: Tensor, batch: PackedBatch, temperature: float, with_entropy: bool

@@ -24,7 +24,7 @@ from megarl.config.placement import check_cluster, list_contradictions, list_gro
 from megarl.config.schema import roles as schema
 from megarl.config.schema.algo import needs_full_kl, needs_reference
 from megarl.config.schema.root import AUTO, SERVERS, Config, Placement, ServerOffload, Transport
-from megarl.mcore.spec import StageParameters, check_layout, check_router_replay, read_architecture
+from megarl.mcore.spec import StageParameters, check_layout, check_router_replay, choose_recomputed, read_architecture
 from megarl.models.architecture import Architecture
 from megarl.models.checkpoint import SPECIAL_TOKENS, default_cache_dir, resolve_checkpoint
 from megarl.models.families import build_random_fields, parse_architecture
@@ -160,13 +160,14 @@ def build_jobs(config: Config, models: PlannedModels, on_gpu: bool) -> dict[str,
 
 def _build_job(config: Config, name: str, node: Node, models: PlannedModels, on_gpu: bool) -> m.RoleJob:
     megatron, is_critic = config.model.megatron, name == "critic"
+    chosen = choose_recomputed(getattr(models, name).experts is not None, on_gpu=on_gpu)
     return m.RoleJob(
         *(name, node, getattr(models, name)),
         *find_microbatch(config, node.parallel, find_longest(config, is_critic=is_critic)),
         on_gpu=on_gpu,
         holds_reference=name == "policy" and needs_full_kl(config.algo),
         caches_fp8=m.uses_fp8(node) and not megatron.get("disable_parameter_transpose_cache"),
-        modules=tuple(megatron.get("recompute_modules") or m.DEFAULT_MODULES),
+        modules=tuple(megatron.get("recompute_modules") or chosen),
     )
 
 
@@ -525,7 +526,7 @@ def _list_steps(config: Config, roles: Sequence[str]) -> Iterator[Values]:
     sizes: list[Values] = [{"train.tokens_per_microbatch": number * length} for number in (8, 4, 2, 1)]
     yield from (*kinds, *sizes, *(kind | size for kind, size in itertools.product(kinds, sizes)))
     yield from ({f"{role}.offload": offload for role in roles} for offload in (schema.Offload.all, None))
-    now = float(config.rollout.sglang.get("mem_fraction_static") or 0.87)
+    now = float(config.rollout.sglang.get("mem_fraction_static") or m.DEFAULT_FRACTION)
     yield from ({FRACTION: fraction} for fraction in sorted(FRACTIONS, key=lambda other: abs(other - now)))
     present = {axis: getattr(parallel, axis) for axis in ("cp", "tp", "pp", "ep", "vpp")}
     larger = {axis: size * 2 for axis, size in present.items() if axis != "vpp" or size == 1}

@@ -442,6 +442,10 @@ WEIGHTS = "weights"
 TAGS = {None: (), ServerOffload.kv_cache: (CACHE,), ServerOffload.all: (CACHE, WEIGHTS)}
 
 
+LEAST_FREED = 64 << 20
+"""Bytes; weights and KV cache of the smallest model take more"""
+
+
 class ServerOffloader:
     """Memory of GPUs that servers give back while roles compute on the same GPUs, and take again (rollout.offload).
 
@@ -455,6 +459,8 @@ class ServerOffloader:
         self.offload = offload
         self._clients = list(clients)
         self._released: set[str] = set()
+        self.measure: Callable[[], Sequence[int]] = list
+        """Bytes that are free on the roles' GPUs, for the first release; empty: not known"""
 
     @property
     def has_released(self) -> bool:
@@ -465,7 +471,8 @@ class ServerOffloader:
         """Have the servers give back their memory, where they hold it; requests in flight are aborted.
 
         They then serve no version of the weights, so that nothing they generate before the next sync is used. A server
-        that is lost has no memory either. Raises RequestError where a server is not idle, and DeadlineError.
+        that is lost has no memory either. Raises RequestError where a server is not idle, and where the first release
+        has freed nothing, DeadlineError.
         """
         tags = [tag for tag in TAGS[self.offload] if tag not in self._released]
 
@@ -479,7 +486,15 @@ class ServerOffloader:
 
         if tags:
             self._released.update(tags)
+            measure, self.measure = self.measure, list
+            before = sum(measure())
             self._call_all(give_back)
+            if before and (freed := sum(measure()) - before) < LEAST_FREED:
+                raise RequestError(
+                    f"the servers say that they gave memory back (rollout.offload), and {freed >> 20} MiB became free"
+                    " on the roles' GPUs: torch_memory_saver does not hold it. Look into the servers' logs;"
+                    " rollout.offload=null leaves the memory with them"
+                )
 
     def resume(self, tag: str) -> None:
         """Take memory again: of the weights, whose values are undefined until they are replaced, or of the empty KV

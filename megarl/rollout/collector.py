@@ -42,8 +42,17 @@ class EvalSet:
     """How the data were read"""
 
 
+@dataclass
+class Group:
+    """Episodes of one prompt."""
+
+    server: int | None = None
+    """The server that has the prompt in its cache: which took the last of them; None: none has begun"""
+
+
 class Independent:
-    """Sends each turn by itself, as many at a time as keep the servers full.
+    """Sends each turn by itself, as many at a time as keep the servers full: the first turn of an episode to the server
+    of its group or, where that is full or there is none yet, to the one with the fewest turns, the others after it.
 
     Where more wait, the turns of the episodes with the lowest numbers are sent first. Otherwise the second turn of an
     episode would wait for the first turns of all that have been begun since.
@@ -55,24 +64,51 @@ class Independent:
     def __init__(self, engine: SGLangEngine):
         self._engine = engine
         self._num_free = int(engine.num_slots * (1 + self.SHARE_QUEUED)) + 1
+        self._most = -(-self._num_free // engine.num_servers)
+        """Turns at a server that is full"""
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         """A heap: episode, order of the turns that wait, what gives the turn its slot"""
         self._order = itertools.count()
+        self._running = [0] * engine.num_servers
+        """Turns at each server"""
+        self._groups: dict[int, Group] = {}
+        self._servers: dict[int, int] = {}
+        """Of the episodes that have begun"""
+
+    def admit(self, first: int, num_episodes: int, size: int) -> None:
+        """These episodes come, `size` of each group."""
+        for start in range(first, first + num_episodes, size):
+            self._groups |= dict.fromkeys(range(start, start + size), Group())
 
     async def send(self, episode: int, request: TurnRequest) -> Response:
         """The generated turn of this episode."""
         found: list[Response] = []
         if not request.sampling.urgent:
             await self._take_slot(episode)
+        server = self._choose(episode)
+        self._running[server] += 1
         try:
-            await self._engine.generate_turns([request], lambda _index, response: found.append(response))
+            given = [replace(request, server=server)]
+            await self._engine.generate_turns(given, lambda _index, response: found.append(response))
         finally:
+            self._running[server] -= 1
             if not request.sampling.urgent:
                 self._free_slot()
         return found[0]
 
     def leave(self, episode: int) -> None:
-        """Nobody waits for it."""
+        """The episode asks for no further turn."""
+        self._groups.pop(episode, None)
+        self._servers.pop(episode, None)
+
+    def _choose(self, episode: int) -> int:
+        if episode in self._servers:
+            return self._servers[episode]
+        group = self._groups.get(episode) or Group()
+        if group.server is None or self._running[group.server] >= self._most:
+            group.server = min(range(len(self._running)), key=self._running.__getitem__)
+        self._servers[episode] = group.server
+        return group.server
 
     async def _take_slot(self, episode: int) -> None:
         if self._num_free:
@@ -160,7 +196,6 @@ class Collector:
         self._independent: Independent | None = None
         self._num_begun = 0
         """Episodes that were begun independently of others"""
-        self._num_under_way = [0] * engine.num_servers
         self.num_running = 0
         """Episodes that have begun and are not scored yet; may be read from any thread"""
 
@@ -248,16 +283,11 @@ class Collector:
     ) -> tuple[Sample, ...]:
         if self._independent is None:
             self._independent = Independent(self._engine)
-        servers = []
-        for _ in prompts:
-            servers.append(min(range(self._engine.num_servers), key=self._num_under_way.__getitem__))
-            self._num_under_way[servers[-1]] += num_responses
-        try:
-            first, self._num_begun = self._num_begun, self._num_begun + len(prompts) * num_responses
-            return await self._run_all(prompts, num_responses, key, sampling, servers, self._independent, first)
-        finally:
-            for server in servers:
-                self._num_under_way[server] -= num_responses
+        first, number = self._num_begun, len(prompts) * num_responses
+        self._num_begun += number
+        self._independent.admit(first, number, num_responses)
+        servers = [0] * len(prompts)
+        return await self._run_all(prompts, num_responses, key, sampling, servers, self._independent, first)
 
     async def _run_all(
         self,
@@ -269,7 +299,7 @@ class Collector:
         sender: Lockstep | Independent,
         first: int = 0,
     ) -> tuple[Sample, ...]:
-        """servers: of each prompt. first: number of the first episode, for the sender."""
+        """servers: of each prompt, where the sender chooses none. first: number of the first episode, for it."""
         requests = []
         meetings = [Meeting(self.scorer, num_responses) for _ in prompts]
         for row, (prompt, server) in enumerate(zip(prompts, servers, strict=True)):
@@ -288,9 +318,7 @@ class Collector:
     ) -> Sample:
         self.num_running += 1
         try:
-            with span(
-                "episode", process=RESPONSES, track="episodes", prompt=request.prompt.id, server=request.server
-            ) as details:
+            with span("episode", process=RESPONSES, track="episodes", prompt=request.prompt.id) as details:
                 try:
                     episode = await self._runner.run(request, lambda turn: sender.send(number, turn))
                 finally:

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import functools
+import getpass
 import glob
 import importlib.util
 import json
@@ -213,6 +214,8 @@ def load_json(file: Path) -> dict[str, Any]:
         raise ConfigError([str(error)]) from error
 
 
+ANSWER_S = 30.0
+"""For the first token, for which kernels may have to be compiled: a try that is given up leaves its request behind"""
 TRACKER_WARNINGS = "ignore::UserWarning:multiprocessing.resource_tracker"
 LONGEST_TMPDIR = 42
 """Bytes of TMPDIR with which unix sockets in a scratch folder, torch's above all, keep to 107 bytes of path"""
@@ -253,6 +256,11 @@ class GpuServing:
         # An idle server would end over what it takes for a leak, which the aborts and flushes of a rollout may look
         # like.
         environment.setdefault("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE", "false")
+        # SGLang binds its processes itself, not by a script that every user of the machine may write to and that stays.
+        environment.setdefault("SGLANG_NUMA_BIND_V2", "false")
+        # What torch has compiled outlives the scratch folder.
+        cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
         if config.dtype is Dtype.float32:
             # The RMSNorm of sgl_kernel is compiled for 16-bit numbers alone; this is SGLang's switch for PyTorch's
             # operations.
@@ -495,11 +503,11 @@ class SGLangServer:
         Raises ServerError at once where it exits, DeadlineError where it is late; both show the end of the log.
         """
         deadline = time.monotonic() + deadline_s
-        client = SGLangClient(self.url, vocab_size=1, deadline_s=2.0, api_key=self.api_key)
+        client = SGLangClient(self.url, vocab_size=1, deadline_s=ANSWER_S, api_key=self.api_key)
         with contextlib.closing(client):
             while True:
                 self.check_alive()
-                if client.is_healthy(2.0, generating=True):
+                if client.is_healthy(max(1.0, min(ANSWER_S, deadline - time.monotonic())), generating=True):
                     return
                 if time.monotonic() > deadline:
                     waited = f"SGLang server {self.url} gave no healthy answer within {deadline_s:g} s"

@@ -432,6 +432,7 @@ def build_specs(
             megatron=config.model.megatron,
             num_threads=config.cluster.cpu_threads_per_worker or 1,
             deadline_s=config.cluster.call_deadline_s,
+            collective_deadline_s=config.cluster.collective_deadline_s,
             deterministic=train.deterministic,
             **own,
         )

@@ -132,7 +132,9 @@ def open_resources(config: Config, checkpoint: Path, log_dir: Path, command: str
     """
     groups, is_trained = placement.list_groups(config, command), command == "train"
     slots = placement.place(config.cluster, groups)
-    with open_ray(config.cluster, sum(group.num_processes for group in groups)) as cluster:
+    with open_ray(config.cluster, sum(group.num_processes for group in groups)) as opened:
+        is_split = config.rollout.transport is Transport.split
+        cluster = replace(opened, joins_servers=is_split or len(opened.nodes) > 1)
         if not slots[SERVERS]:
             yield cluster, None
             return
@@ -195,7 +197,7 @@ def open_components(
         report.show_processes(lambda: f"{collector.num_running} responses under way")
         # With rollout.offload the servers give memory back before each call of a role from here on.
         offloader = ServerOffloader(engine.clients, placement.find_server_offload(config))
-        turns.free_servers = offloader.release
+        turns.free_servers, offloader.measure = offloader.release, groups[Role.policy].measure_free
         sent = groups[Role.policy], engine.clients, config.rollout
         ranks = Ranks(*sent, inputs.architecture, cluster.host)
         common: dict[str, Any] = {"policy_dtype": config.policy.dtype, "offloader": offloader}

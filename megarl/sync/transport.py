@@ -68,6 +68,8 @@ PATIENCE = 10
 """The group's own timeout over the deadline of a wait, which is thus always the first to expire"""
 ABORT_DEADLINE = timedelta(seconds=30)
 POLL_S = 5e-5
+MOST_CHANNELS = 4
+"""Of an NCCL group of the weight sync"""
 
 
 class GroupTransport(BucketTransport):
@@ -220,6 +222,9 @@ def _open_group(spec: Mapping[str, Any], rank: int, size: int, device: torch.dev
     if device.type != "cuda":
         options._devices = [_make_device(kind, spec)]
         return kind(store, rank, size, options)
+    # Each of a rank's groups, one for each other node, has buffers for all of its channels as long as the run lasts; a
+    # few keep a network card busy.
+    options.config.min_ctas, options.config.max_ctas = 1, MOST_CHANNELS
     with without_watchdog():
         group = kind(store, rank, size, options)
     # Otherwise torch makes a communicator for each pair at its first message.

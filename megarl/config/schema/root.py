@@ -113,6 +113,8 @@ class ClusterConfig:
     """Deadline for Ray or its nodes to start, and then for the training processes."""
     call_deadline_s: float = key(1800.0, when=TRAINED, **DEADLINE)
     """Deadline of one call to a training process (log-probs, values, an update, an export)."""
+    collective_deadline_s: float | None = key(None, when=TRAINED, **DEADLINE)
+    """Longest wait of a training process for others of its role within a call; null: as long as the call may take."""
     shutdown_deadline_s: float = key(15.0, **DEADLINE)
     """Deadline for all processes to end; then they are killed."""
     ray_deadline_s: float = key(120.0, **START)

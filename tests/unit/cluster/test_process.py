@@ -18,7 +18,7 @@ import pytest
 import ray
 import torch.distributed as dist
 
-from megarl.cluster import calls
+from megarl.cluster import calls, process
 from megarl.cluster.actors import Servers, Turns, WorkerGroup
 from megarl.cluster.calls import WorkerError
 from megarl.cluster.opened import Cluster, open_ray, remove_left_over
@@ -130,7 +130,13 @@ def test_a_process_that_is_shown_other_gpus_ends_and_so_do_two_ranks_of_a_role_o
     mine = [Gpu("5", "GPU-55")]
     for name, value in build_variables(mine).items():
         monkeypatch.setenv(name, value)
+    threads = []
+    monkeypatch.setattr(process.torch, "set_num_threads", threads.append)
     use_gpus(mine)
+    monkeypatch.setattr(process, "ask_nvidia_smi", lambda: list(EIGHT))
+    monkeypatch.setattr(process.os, "sched_getaffinity", lambda pid: set(range(32)))
+    use_gpus(mine)
+    assert threads == [4]  # of 32 cores that eight GPUs share; nvidia-smi tells of none at first
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5")
     with pytest.raises(RuntimeError, match="CUDA_VISIBLE_DEVICES=5 has 0,1,2,3,4,5"):
         use_gpus(mine)

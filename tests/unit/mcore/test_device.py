@@ -151,6 +151,25 @@ def test_float32_products_on_a_gpu_are_not_rounded_to_tf32_unless_the_environmen
     assert os.environ.get("NVIDIA_TF32_OVERRIDE") == expected
 
 
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ({}, ["expandable_segments:True"]),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, []),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, ["expandable_segments:True"]),
+    ],
+)
+def test_training_processes_alone_have_expandable_segments_unless_the_environment_says_so(
+    given: dict[str, str], asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by the environment, which the servers of one process would inherit."""
+    found: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append)
+    monkeypatch.setattr(os, "environ", dict(given))
+    device.Gpu().prepare(Dtype.bfloat16, deterministic=False, num_threads=1)
+    assert (found, os.environ) == (asked, given)
+
+
 @pytest.fixture
 def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """(a module's file, a function that loads it as Megatron's are), with a bytecode folder of the test's own"""

@@ -17,7 +17,7 @@ import megarl.mcore  # noqa: F401
 from megarl.config.schema.algo import AlgoConfig, ValueLoss
 from megarl.config.schema.roles import LoraConfig
 from megarl.cpu.layers import Rectangle
-from megarl.mcore.batch import ContextGroup, PackedBatch, build_batch, find_owners
+from megarl.mcore.batch import ContextGroup, PackedBatch, build_batch, choose_length, find_owners
 from megarl.mcore.microbatches import COMPUTED, REAL, compute_row_costs, describe_work, pack, plan_microbatches
 from megarl.mcore.spec import Role, read_architecture
 from megarl.models.architecture import Architecture, Experts
@@ -272,6 +272,24 @@ def test_padding_to_a_multiple_is_a_sequence_of_its_own() -> None:
     lengths = sequences.lengths[batch.rows].tolist()
     assert lengths == sorted(lengths, reverse=True)
     assert numbers == [0] * lengths[0] + [1] * lengths[1] + [-1] * (64 - num_tokens)
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_micro_batches_get_one_length_where_little_of_it_is_padding(cp: int) -> None:
+    lengths = torch.tensor([16, 15, 16, 5])
+    sequences = Sequences(torch.zeros(52, dtype=torch.int64), lengths, torch.ones(4, dtype=torch.int64))
+    assert choose_length(sequences, [[0], [1], [2]], 1, cp) == 16 // cp
+    assert choose_length(sequences, [[0], [3]], 1, cp) == 0
+    assert choose_length(sequences, [[0], [1]], 3, cp) == 18 // cp if cp == 1 else 12
+    batch = build_batch(sequences, [3], 1, ContextGroup(cp, 0), 16 // cp)
+    assert batch.tokens.shape == (1, 16 // cp)
+    assert batch.params.cu_seqlens_q.tolist() == ([0, 5, 16] if cp == 1 else [0, 8, 16])
+
+
+def test_a_multiple_of_micro_batches_shares_the_rows_and_leaves_none_empty() -> None:
+    ((one, two, *others),) = pack([5, 4, 3, 3, 3, 2], 10, 1, multiple=4)
+    assert (len(others), min(map(len, (one, two, *others)))) == (2, 1)
+    assert [len(each) for each in pack([9] * 5, 10, 2, multiple=4)] == [4, 4]
 
 
 def test_a_sequence_without_a_prompt_is_refused() -> None:

@@ -2,6 +2,7 @@
 checkpoint holds of a model and its random states, and storages in host memory and back.
 """
 
+import contextlib
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,18 @@ import pytest
 import torch
 from tiny_checkpoints import build_samples, build_sequences, build_spec, write_checkpoint
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import megarl.mcore  # noqa: F401
 from megarl.algo.losses import LossOutput, TokenTargets
-from megarl.config.schema.roles import OptimizerConfig
+from megarl.config.schema.roles import Offload, OptimizerConfig
 from megarl.files import CheckpointError
+from megarl.mcore import batch as batch_module
 from megarl.mcore import optimizer as offload
+from megarl.mcore import worker as worker_module
 from megarl.mcore.batch import build_batch
-from megarl.mcore.optimizer import StorageOffloader, drop_fp8_weights, find_storages
+from megarl.mcore.layers import Router, find_routers, start_minibatch
+from megarl.mcore.optimizer import OffloadManager, StorageOffloader, drop_fp8_weights, find_storages
 from megarl.mcore.spec import Role
 from megarl.mcore.state import _put_random_state, _put_weights, _take_random_state, shard_weights
 from megarl.mcore.worker import MegatronWorker, accumulate, add_rounding, build_targets, collect_rows, run_schedule
@@ -94,6 +99,73 @@ def test_random_errors_are_within_their_unit_and_of_their_seed_and_go_with_their
     assert torch.equal(model(x), x)
     with add_rounding([model], 0.01, 1):
         assert torch.equal(model(x.double()), x.double())  # as angles of positions, of another dtype
+
+
+def test_weights_that_no_verb_has_changed_are_not_copied_to_the_host_again() -> None:
+    weight = torch.nn.Linear(3, 2, bias=False)
+    before = weight.weight.detach().clone()
+    manager = OffloadManager(Offload.all, [weight], [weight], None)
+    for training, expected in ((False, 0.0), (True, 1.0), (False, 1.0)):
+        with manager.during(training), torch.no_grad():
+            weight.weight += 1.0  # Of a verb that only reads nothing comes back: the host's copy has stayed.
+        with manager.during(training=False):
+            assert torch.equal(weight.weight, before + expected)
+        assert weight.weight.untyped_storage().nbytes() == 0
+    manager.is_changed = True
+    with manager.during(training=False), torch.no_grad():
+        weight.weight += 1.0
+    with manager.during(training=False):
+        assert torch.equal(weight.weight, before + 2.0)
+
+
+class OnlyOneWay(TorchFunctionMode):
+    """Forbids what waits for the device: an index by truth values, and a copy to it but by `send`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        parts = args[1] if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple) else args[1:2]
+        if func in (torch.Tensor.nonzero, torch.nonzero, torch.Tensor.item, torch.Tensor.tolist):
+            raise AssertionError(func)
+        if func is torch.Tensor.__getitem__ and any(torch.is_tensor(x) and x.dtype == torch.bool for x in parts):
+            raise AssertionError("an index by truth values")
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_a_micro_batch_needs_of_the_host_goes_to_the_device_without_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As if meta were the device: a tensor that did not go by `send` would still be the CPU's."""
+    sent: list[torch.Tensor] = []
+
+    def send(x: torch.Tensor) -> torch.Tensor:
+        sent.append(x)
+        return x.to("meta")
+
+    for module in (batch_module, worker_module):
+        monkeypatch.setattr(module, "send", send)
+    samples = build_samples()
+    batch = build_batch(samples.sequences, ROWS)
+    targets = build_targets(samples, batch)
+    moved = [*vars(targets).values(), batch.tokens, batch.positions, batch.targets, *vars(batch.params).values()]
+    tensors = [x for x in moved if torch.is_tensor(x)]
+    assert {x.device.type for x in tensors} == {"meta"}
+    assert len(sent) >= len(tensors) - 1  # One tensor of lengths is both queries' and keys'.
+
+
+def test_the_routers_terms_need_no_number_that_only_the_device_knows(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "moe", "qwen3_moe")
+    coefficients = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1}
+    spec = build_spec(tmp_path / "moe", Role.policy, optimizer=OptimizerConfig(), megatron=coefficients)
+    with contextlib.closing(MegatronWorker(spec, 0, 1, f"file://{tmp_path}/init")) as worker:
+        (router, *_) = find_routers(worker.chunks)
+        (batch,) = worker._batches(build_samples().sequences)
+        start_minibatch(worker.chunks, 9, 100)
+        router.train()
+        router.packed = batch.params
+        logits = torch.randn(batch.tokens.shape[1], 1, router.num_experts, requires_grad=True)
+        with OnlyOneWay():
+            Router.routing(router, logits)[0].sum().backward()
+        assert router.load is not None
+        assert int(router.load.tokens.sum()) == router.topk * int((batch.params.sequence_numbers >= 0).sum())
 
 
 @pytest.fixture(scope="module")

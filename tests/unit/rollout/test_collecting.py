@@ -143,6 +143,55 @@ def test_single_requests_are_as_many_at_a_time_as_keep_the_servers_full_and_urge
     assert all(len(batch) == 1 for batch in engine.batches)
 
 
+class Unequal(BatchEngine):
+    """Servers of which one takes ten times as long for a turn; notes the turns of each, by episode."""
+
+    num_servers, num_slots = 3, 12
+
+    def __init__(self):
+        super().__init__()
+        self.took: list[tuple[int, int]] = []
+        self.most = [0, 0, 0]
+        self.now = [0, 0, 0]
+
+    async def generate_turns(self, requests, take) -> None:
+        (request,) = requests
+        self.took.append((int(request.name), request.server))
+        self.now[request.server] += 1
+        self.most = [max(pair) for pair in zip(self.most, self.now, strict=True)]
+        for _ in range(100 if request.server == 0 else 10):
+            await asyncio.sleep(0)
+        self.now[request.server] -= 1
+        take(0, make_turn())
+
+
+def test_turns_go_to_the_server_that_is_free_and_those_of_an_episode_and_mostly_of_a_group_to_one():
+    async def run(num_groups: int, size: int) -> Unequal:
+        engine = Unequal()
+        sender = Independent(engine)
+        sender.admit(0, num_groups * size, size)
+
+        async def episode(number: int) -> None:
+            for _ in range(2):
+                await sender.send(number, make_request(number))
+            sender.leave(number)
+
+        await asyncio.gather(*map(episode, range(num_groups * size)))
+        assert sender._running == [0, 0, 0]
+        assert not sender._groups
+        return engine
+
+    engine = asyncio.run(run(num_groups=40, size=4))
+    servers = {number: {server for other, server in engine.took if other == number} for number in range(160)}
+    assert all(len(each) == 1 for each in servers.values())
+    counts = [sum(server == n for _, server in engine.took) for n in range(3)]
+    # Bound by count before any was sent, the slow one would have had a third.
+    assert counts[0] < 320 / 6
+    assert max(engine.most) <= 8  # 16 turns at a time for 12 slots
+    together = [set().union(*(servers[4 * group + k] for k in range(4))) for group in range(40)]
+    assert sum(len(each) == 1 for each in together) > 20
+
+
 PROMPTS = [Prompt(name, name, (number + 3,), "") for number, name in enumerate("abcd")]
 HANGING = Prompt("h", "", (99,), "")
 

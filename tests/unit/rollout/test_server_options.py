@@ -2,6 +2,7 @@
 process that owns a server: real processes, a plain Python program in SGLang's place.
 """
 
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -25,6 +26,7 @@ from megarl.config.schema.root import RolloutConfig, ServerOffload
 from megarl.cpu.process import STANDINS, CpuServing
 from megarl.models.checkpoint import build_random_checkpoint
 from megarl.rollout import server
+from megarl.rollout.client import RequestError, ServerOffloader
 from megarl.rollout.server import (
     OWN_OPTIONS,
     ServerError,
@@ -183,6 +185,55 @@ def test_the_environment_has_the_settings_of_the_device_where_the_job_has_none(
     if own is not None:
         monkeypatch.setenv(name, own)
         assert server.build_environment(RolloutConfig(**keys), tmp_path, **options)[name] == own
+
+
+def test_on_a_gpu_servers_write_no_script_for_others_to_change_and_keep_what_is_compiled(tmp_path, monkeypatch):
+    for name in ("SGLANG_NUMA_BIND_V2", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)  # Importing a compiler sets the latter.
+    for cuda in (True, False):
+        serve_on(monkeypatch, cuda)
+        found = server.build_environment(RolloutConfig(), tmp_path / "scratch")
+        assert found.get("SGLANG_NUMA_BIND_V2") == ("false" if cuda else None)
+        cache = found.get("TORCHINDUCTOR_CACHE_DIR")
+        assert (cache is not None) == cuda
+        assert cache is None or not Path(cache).is_relative_to(tmp_path / "scratch")
+
+
+class Releasing:
+    """A server's client, as far as a release goes."""
+
+    def __init__(self):
+        self.tags = []
+
+    def set_weight_version(self, version):
+        pass
+
+    abort_requests = flush_cache = wait_left_over = lambda self: None
+
+    def release_memory(self, tags):
+        self.tags.append(list(tags))
+
+
+@pytest.mark.parametrize(("freed", "fails"), [(0, True), (63 << 20, True), (1 << 30, False)])
+def test_a_release_that_frees_nothing_on_the_roles_gpus_is_noticed_the_first_time(freed, fails):
+    client, free = Releasing(), [70 << 30, 70 << 30]
+    offloader = ServerOffloader([client], ServerOffload.all)
+    measured = []
+
+    def measure():
+        measured.append(None)
+        return free if len(measured) == 1 else [free[0] + freed, free[1]]
+
+    offloader.measure = measure
+    with pytest.raises(RequestError, match="MiB became free") if fails else contextlib.nullcontext():
+        offloader.release()
+    offloader.forget()
+    offloader.release()
+    assert (len(client.tags), len(measured)) == (2, 2)
+    # Without a GPU there is nothing to measure.
+    offloader = ServerOffloader([client], ServerOffload.all)
+    offloader.measure = lambda: [0, 0]
+    offloader.release()
 
 
 @pytest.mark.parametrize("offload", [None, *ServerOffload])
