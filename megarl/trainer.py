@@ -11,6 +11,7 @@ Value pretraining is its iterations up to 0: the policy is frozen, and the criti
 
 import math
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from megarl.algo.algorithm import Algorithm, describe_end
@@ -19,6 +20,7 @@ from megarl.config.schema.algo import compares_pairs
 from megarl.config.schema.root import Config, TrainConfig
 from megarl.mcore.spec import Role
 from megarl.report.record import HELDOUT, HELDOUT_LOGPROB, HELDOUT_PAIRS
+from megarl.rollout.collector import Evaluated
 from megarl.run.checkpoint import LoopSaver, TrainerState
 from megarl.run.components import Fleet, Roles, Source, TrainerComponents
 from megarl.run.segments import SegmentedBackend
@@ -53,6 +55,21 @@ class Summary:
         return {"iterations": self.num_iterations, self.measured: self.heldout_reward}
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """One that goes on beside the next iteration."""
+
+    iteration: int
+    metrics: Metrics
+    times: Metrics
+    begun: Future[Evaluated]
+
+    @property
+    def unlogged(self) -> tuple[int, Metrics]:
+        """What a checkpoint has of it: the iteration without its evaluation."""
+        return self.iteration, self.metrics | self.times
+
+
 class Trainer:
     """Runs the iterations of one configuration over its components."""
 
@@ -76,6 +93,8 @@ class Trainer:
             self.measured = HELDOUT_PAIRS
         self.algorithm = Algorithm(config)
         self.heldout_reward = float("nan")
+        self.evaluation: Evaluation | None = None
+        """The one that goes on"""
         self.published: int | None = None
         self.first = -config.algo.value_pretrain.num_steps
         """The iteration that the run starts from"""
@@ -97,8 +116,10 @@ class Trainer:
                 self.publish_and_evaluate()
                 while not self.is_last():
                     self.train(self.iteration + 1)
+                    self.finish_evaluation()
                     self.saver.save_if_due()
                     self.publish_and_evaluate()
+                self.finish_evaluation()
                 self.saver.save()
         finally:
             num_dropped = self.source.groups.close()
@@ -141,7 +162,11 @@ class Trainer:
             self.report.message(describe_end(self.algorithm.explained, end))
 
     def publish_and_evaluate(self) -> None:
-        """Publish the iteration's weights, if they are new, evaluate where it is due, and log the iteration."""
+        """Publish the iteration's weights, if they are new, evaluate where it is due, and log the iteration.
+
+        With rollout.max_staleness an evaluation that is not the last goes on beside the next iteration, at whose end
+        `finish_evaluation` logs it.
+        """
         metrics, version = self.state.metrics, self.config.policy.count_versions(self.iteration)
         if version != self.published:
             found, self.published = self.fleet.publish(version), version
@@ -149,11 +174,26 @@ class Trainer:
             if self.iteration == self.first or not self.config.policy.is_frozen(self.iteration):
                 metrics = metrics | found
         if (self.iteration >= 0 and self.iteration % self.config.train.eval_every == 0) or self.is_last():
-            evaluated = self.fleet.evaluate(self.iteration) | self.roles.score_heldout(self.components.inputs)
-            self.heldout_reward = evaluated.get(self.measured, self.heldout_reward)
-            metrics = metrics | evaluated
-        self.report.log(self.iteration, metrics)
-        self.saver.score(metrics.get(self.config.checkpoint.best_metric))
+            metrics = metrics | self.roles.score_heldout(self.components.inputs)
+            begun = None if self.is_last() else self.fleet.begin_evaluation(self.iteration)
+            if begun is not None:
+                self.evaluation = Evaluation(self.iteration, metrics, self.report.take_times(), begun)
+                return
+            metrics = metrics | self.fleet.evaluate(self.iteration)
+        self._log(self.iteration, metrics)
+
+    def finish_evaluation(self) -> None:
+        """Wait for the evaluation that goes on, if any, and log its iteration."""
+        if (it := self.evaluation) is not None:
+            metrics = it.metrics | self.fleet.evaluate(it.iteration, it.begun)
+            self.evaluation = None
+            self._log(it.iteration, metrics, it.times)
+            self.commit(self.iteration, self.state.metrics)
+
+    def _log(self, iteration: int, metrics: Metrics, times: Metrics | None = None) -> None:
+        self.heldout_reward = metrics.get(self.measured, self.heldout_reward)
+        self.report.log(iteration, metrics, times)
+        self.saver.score(iteration, metrics.get(self.config.checkpoint.best_metric))
 
     def is_last(self) -> bool:
         """Whether the number of iterations, the target, or the limit of time or samples allows no further iteration."""
@@ -170,6 +210,7 @@ class Trainer:
             metrics=metrics,
             heldout_reward=None if math.isnan(self.heldout_reward) else self.heldout_reward,
             sizes=self.saver.measure_files(),
+            unlogged=None if self.evaluation is None else self.evaluation.unlogged,
             **self.source.state(),
             **self.roles.state(),
             **self.algorithm.state(),
@@ -185,6 +226,8 @@ class Trainer:
         self.source.restore(vars(state))
         self.state = state
         self.saver.restore(state)
+        if state.unlogged is not None:
+            self.report.log(*state.unlogged, times={})
 
 
 def find_limit(train: TrainConfig, minutes: float, num_samples: int, heldout_reward: float) -> Limit | None:

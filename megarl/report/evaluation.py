@@ -47,10 +47,17 @@ def compute_environment_metrics(scored: Sequence[Sample]) -> Metrics:
     environment/NAME: the sum over an episode's turns of what `Turn.details` has under that name, 0 where it has none.
     environment/turns_mean: number of turns. environment/max_turns_frac: share cut at environment.max_turns.
     environment/tokens_mean: tokens of actions and observations together, which rollout.response_length limits;
-    length/mean counts the actions' alone.
+    length/mean counts the actions' alone. environment/segment_tokens, where an episode has several segments: the mean
+    over all segments of the tokens generated in one.
     """
     found = _collect(turn.details for sample in scored for turn in sample.response.turns)
+    segments = [
+        it.generated[own].sum()
+        for it in (sample.response for sample in scored)
+        for own in (it.find_segments() if it.segment_prompts else [slice(None)])
+    ]
     return {
+        **({"environment/segment_tokens": _mean(segments)} if len(segments) > len(scored) else {}),
         **{f"environment/{name}": sum(values) / len(scored) for name, values in found.items()},
         "environment/turns_mean": _mean(len(sample.response.turns) for sample in scored),
         "environment/max_turns_frac": _mean(s.response.finish_reason is FinishReason.max_turns for s in scored),

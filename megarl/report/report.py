@@ -74,16 +74,23 @@ class Report:
             write_status(self._metrics.path.parent, self._iteration, None)
             self._times[TIME + name] = self._times.get(TIME + name, 0.0) + time.perf_counter() - start
 
-    def log(self, iteration: int, metrics: Metrics) -> None:
-        """Write one iteration's metrics and the times of the phases since the last `log`; warn as `Watch` does, and
-        once say how long the other iterations take. Raises as `check_metrics`, and then writes nothing.
+    def take_times(self) -> Metrics:
+        """The seconds of the phases since the last call, as time/NAME."""
+        times, self._times = self._times, {}
+        return times
+
+    def log(self, iteration: int, metrics: Metrics, times: Metrics | None = None) -> None:
+        """Write one iteration's metrics and the times of its phases, those since the last `log` unless given; warn as
+        `Watch` does, and once say how long the other iterations take. Raises as `check_metrics`, and then writes
+        nothing.
         """
-        if both := sorted(metrics.keys() & self._times.keys()):
+        own = self._times if times is None else times
+        if both := sorted(metrics.keys() & own.keys()):
             raise ValueError(f"metric {both[0]!r} has the name of a phase that is timed already")
-        speed = measure_speed(metrics, self._times)
-        complete = {**metrics, **self._times, **speed, **(self.measure() if speed else {})}
+        speed = measure_speed(metrics, own)
+        complete = {**metrics, **own, **speed, **(self.measure() if speed else {})}
         check_metrics(complete)
-        self._times, self._iteration = {}, iteration + 1
+        self._times, self._iteration = {} if times is None else self._times, iteration + 1
         self._metrics.write(iteration, complete)
         for sink in self._sinks:
             sink.write(iteration, complete)

@@ -164,6 +164,10 @@ class Meeting:
         return scores
 
 
+Evaluated = tuple[Rollout, Metrics]
+"""The held-out responses, and what further sets say"""
+
+
 class Collector:
     """Runs the episodes of groups of responses, and scores each as soon as it has ended. Thread-safe."""
 
@@ -217,7 +221,7 @@ class Collector:
         found = journal.load(key, prompts, num_responses) if journal and key else None
         if found is not None:
             return found
-        samples = self._collect(prompts, num_responses, key, self._sampling)
+        samples = self._engine.run(self._collect(prompts, num_responses, key, self._sampling))
         if weight_version is not None:
             check_versions(samples, weight_version)
         if journal and key:
@@ -231,24 +235,31 @@ class Collector:
         """
         return self._engine.start(self._run_independent([prompt], num_responses, key, self._sampling))
 
-    def evaluate(self, prompts: Sequence[Prompt], *, weight_version: int, key: str) -> tuple[Rollout, Metrics]:
+    def evaluate(self, prompts: Sequence[Prompt], *, weight_version: int, key: str) -> Evaluated:
         """The greedy response to each prompt, of the weights of `weight_version` alone, ahead of other requests; and
         eval/* of train.eval_sets.
         """
-        rollout = Rollout(self._collect(prompts, 1, key, Sampling(0.0, urgent=True)), weight_version)
-        check_versions(rollout.samples, weight_version)
+        return self._engine.run(self._evaluate(prompts, weight_version, key))
+
+    def begin_evaluation(self, prompts: Sequence[Prompt], *, weight_version: int, key: str) -> Future[Evaluated]:
+        """The same, which goes on while the caller does."""
+        return self._engine.start(self._evaluate(prompts, weight_version, key))
+
+    async def _evaluate(self, prompts: Sequence[Prompt], weight_version: int, key: str) -> Evaluated:
+        samples = await self._collect(prompts, 1, key, Sampling(0.0, urgent=True))
+        check_versions(samples, weight_version)
         metrics: Metrics = {}
         for each in self._eval_sets:
-            samples = self._collect(each.prompts, each.num_samples, f"{key}-{each.name}", each.sampling)
-            check_versions(samples, weight_version)
-            metrics |= compute_set_metrics(each.name, samples)
-        return rollout, metrics
+            found = await self._collect(each.prompts, each.num_samples, f"{key}-{each.name}", each.sampling)
+            check_versions(found, weight_version)
+            metrics |= compute_set_metrics(each.name, found)
+        return Rollout(samples, weight_version), metrics
 
     def close(self) -> None:
         """End what episodes have started."""
         self._engine.run(self._runner.close())
 
-    def _collect(
+    async def _collect(
         self, prompts: Sequence[Prompt], num_responses: int, key: str | None, sampling: Sampling
     ) -> tuple[Sample, ...]:
         if num_responses < 1 or sampling.temperature < 0:
@@ -256,8 +267,8 @@ class Collector:
         if not prompts:
             return ()
         if key is None or not self._in_lockstep:
-            return self._engine.run(self._run_independent(prompts, num_responses, key, sampling))
-        return self._engine.run(self._run_in_lockstep(prompts, num_responses, key, sampling))
+            return await self._run_independent(prompts, num_responses, key, sampling)
+        return await self._run_in_lockstep(prompts, num_responses, key, sampling)
 
     async def _run_in_lockstep(
         self, prompts: Sequence[Prompt], num_responses: int, key: str, sampling: Sampling
@@ -363,7 +374,7 @@ def check_versions(samples: Sequence[Sample], weight_version: int | None = None,
             )
 
 
-def compute_staleness(samples: Sequence[Sample], weight_version: int, max_staleness: int) -> Metrics:
+def compute_staleness(samples: Sequence[Sample], weight_version: int, max_staleness: float) -> Metrics:
     """Metrics of how old the weights were that generated the samples; empty where there is no token.
 
     rollout/staleness_mean, _max: versions behind `weight_version`, over the generated tokens that are learned from,
@@ -424,7 +435,7 @@ def _build_segments(sample: Sample, critic_prompt: CriticPrompt | None) -> tuple
 def build_tensors(
     rollout: Rollout,
     critic_prompt: CriticPrompt | None = None,
-    max_staleness: int | None = None,
+    max_staleness: float | None = None,
     parts: Collection[str] = (),
     sources: Mapping[str, Source] | None = None,
 ) -> RolloutTensors:

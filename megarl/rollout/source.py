@@ -4,6 +4,7 @@ import math
 import random
 import threading
 import warnings
+from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -23,7 +24,7 @@ from megarl.config.schema.algo import (
     ValuePretrainConfig,
     uses_topr,
 )
-from megarl.config.schema.root import Config
+from megarl.config.schema.root import Config, TooStale
 from megarl.report.evaluation import describe_failures
 from megarl.rollout.collector import Collector, check_versions, compute_staleness
 from megarl.rollout.engine import SGLangEngine
@@ -197,7 +198,7 @@ class ReplayBuffer:
 @dataclass(frozen=True)
 class GroupState:
     """Which groups have been taken. A group has a number, from 0 in the order of the prompts, and once it is complete
-    a place, from 0 in the order in which groups are complete.
+    a place: from 0 in the order in which groups are complete or, where they are taken in order, its number.
     """
 
     first: int = 0
@@ -222,7 +223,8 @@ class GroupScheduler:
 
     At most as many groups as `allow` says are under way or wait to be taken. Nobody waits for a slow group: the next
     one to be taken is whichever is complete first. Resumed with its journal and a `GroupState`, it gives out the
-    groups that were complete in the same order, and begins the others again under the same numbers.
+    groups that were complete in the same order, and begins the others again under the same numbers. in_order: the next
+    one to be taken is the one that was begun first, so that no group is overtaken.
     """
 
     def __init__(
@@ -233,12 +235,14 @@ class GroupScheduler:
         journal: Journal | None,
         state: GroupState,
         is_wanted: Callable[[Group], bool] = lambda _group: True,
+        *,
+        in_order: bool = False,
     ):
         """start: begins a group under the key that seeds it and returns at once. sampler: stands where `state` says;
         its prompts are drawn by the scheduler's thread. is_wanted: of `CompleteGroup`.
         """
         self._start, self._sampler, self._num_responses, self._journal = start, sampler, num_responses, journal
-        self._is_wanted = is_wanted
+        self._is_wanted, self._in_order = is_wanted, in_order
         self._changed = threading.Condition()
         self._allowed = 0
         self._next_number, self._next_place, self._num_places = state.first, state.next_place, state.next_place
@@ -250,7 +254,8 @@ class GroupScheduler:
         """Those that were begun before, or by an earlier start of the run, and are not under way"""
         self._under_way: dict[int, Future[Group]] = {}
         self._ended: deque[tuple[int, Future[Group]]] = deque()
-        self._waiting: deque[CompleteGroup] = deque()
+        self._waiting: list[CompleteGroup] = []
+        """By their places"""
         self._error: BaseException | None = None
         self._is_held = True
         """Whether nothing is begun before `take` is called again"""
@@ -276,13 +281,13 @@ class GroupScheduler:
             if self._error is None:
                 self._is_held = False
                 self._changed.notify_all()
-            self._changed.wait_for(lambda: self._is_closed or self._error is not None or self._waiting)
+            self._changed.wait_for(lambda: self._is_closed or self._error is not None or self._may_take())
             if self._error is not None:
                 error, self._error = self._error, None
                 raise error
             if self._is_closed:
                 raise RuntimeError("groups were asked for after the end")
-            found = self._waiting.popleft()
+            found = self._waiting.pop(0)
             self._allowed -= found.is_wanted
             self._next_place = found.place + 1
             del self._drawn[found.number]
@@ -340,7 +345,8 @@ class GroupScheduler:
     def _add_complete(self, number: int, samples: Group, place: int) -> None:
         self._under_way.pop(number, None)
         self._again.discard(number)
-        self._waiting.append(CompleteGroup(place, number, samples, self._is_wanted(samples)))
+        found = CompleteGroup(place, number, samples, self._is_wanted(samples))
+        insort(self._waiting, found, key=lambda each: each.place)
 
     def _draw(self) -> int:
         """Draw the next prompt; its number."""
@@ -350,6 +356,9 @@ class GroupScheduler:
         if number not in self._taken:
             self._drawn[number] = (prompt, before)
         return number
+
+    def _may_take(self) -> bool:
+        return bool(self._waiting) and (not self._in_order or self._waiting[0].number == next(iter(self._drawn)))
 
     def _may_begin(self) -> bool:
         num_ahead = len(self._under_way) + sum(each.is_wanted for each in self._waiting)
@@ -398,11 +407,12 @@ class GroupScheduler:
         """Journal a group that has ended."""
         samples = _number(future.result(), number)
         check_versions(samples)
+        place = number if self._in_order else self._num_places
         if self._journal is not None:
-            self._journal.save(name_group(self._num_places, number), samples)
+            self._journal.save(name_group(place, number), samples)
         with self._changed:
-            self._add_complete(number, samples, self._num_places)
-            self._num_places += 1
+            self._add_complete(number, samples, place)
+            self._num_places = place + 1
             self._changed.notify_all()
 
 
@@ -459,7 +469,8 @@ class GroupSource:
     """Samples the groups of one iteration after the other; with rollout.max_staleness = n up to n iterations ahead.
 
     With n = 0, and in value pretraining (iterations up to 0), an iteration's groups are those of the next prompts. With
-    n > 0 they are those that are complete first: a later iteration learns from a slow one.
+    n > 0 they are those that are complete first, and a later iteration learns from a slow one; or with
+    rollout.too_stale=wait those that were begun first.
     """
 
     def __init__(
@@ -476,7 +487,7 @@ class GroupSource:
         first token; needed for dynamic_sampling.value_low and value_high."""
         self._train = config.train
         self._pretraining, self._sampling = config.algo.value_pretrain, config.algo.dynamic_sampling
-        self._max_staleness = config.rollout.max_staleness
+        self._rollout, self._max_staleness = config.rollout, config.rollout.max_staleness
         self._engine = engine
         self._guard, self._find_values = with_servers, find_values
         self._num_outside = 0
@@ -632,7 +643,7 @@ class GroupSource:
 
         The groups begun and neither taken nor discarded are never more than these n + 1 iterations need (AReaL
         2505.24298, section 5.1). So what is complete waits for n updates at most, and only the first tokens of groups
-        that others overtake become older than n.
+        that others overtake become older than n: with rollout.too_stale=wait none does.
         """
         ahead = self._ahead = self._ahead or self._open()
         num_ahead = min(self._max_staleness, max(0, self._train.num_iterations - iteration))
@@ -655,7 +666,8 @@ class GroupSource:
 
         fresh, metrics = collect_groups(take, planned[0], self._sampling, one_by_one=True)
         self._add_to_replay(fresh)
-        metrics |= compute_staleness([s for group in fresh for s in group], weight_version, self._max_staleness)
+        found = [sample for group in fresh for sample in group]
+        metrics |= compute_staleness(found, weight_version, self._rollout.oldest_learned)
         return IterationBatch(fresh, replayed, (join_groups(taken, 0).samples,), metrics)
 
     def _open(self) -> GroupScheduler:
@@ -669,6 +681,7 @@ class GroupSource:
             self._collector.journal,
             self._groups,
             lambda group: not self._sampling.enabled or find_fault(group, self._sampling) is None,
+            in_order=self._rollout.too_stale is TooStale.wait,
         )
 
     def _find_state(self) -> SourceState:

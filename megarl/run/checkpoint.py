@@ -62,6 +62,8 @@ class TrainerState:
     """Explained variance of each step of value pretraining so far"""
     heldout_errors: tuple[float, ...] = ()
     """The critic's error on its held-out prompts in each of them"""
+    unlogged: tuple[int, Metrics] | None = None
+    """An earlier iteration whose evaluation goes on, and its metrics so far"""
     critic_replay: tuple[TrainingSamples, ...] = ()
     """What the critic learns from again, the newest iteration first"""
 
@@ -94,6 +96,8 @@ def load_trainer_state(directory: Path) -> TrainerState:
         parts = torch.load(path, weights_only=True) if (path := directory / CRITIC_REPLAY).is_file() else ()
         again = tuple(TrainingSamples(**(part | {"sequences": Sequences(**part["sequences"])})) for part in parts)
         curves: dict[str, Any] = {name: tuple(content.pop(name)) for name in ("explained", "heldout_errors")}
+        if (unlogged := content.pop("unlogged")) is not None:
+            curves["unlogged"] = tuple(unlogged)
         return TrainerState(**content, **curves, reward_moments=moments, source=source, critic_replay=again)
     except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
         raise files.CheckpointError(f"{directory / STATE}: is not the state of a run: {error!r}") from error
@@ -193,11 +197,12 @@ class LoopSaver:
         self._state, self._is_whole = state, True
         self._first = state.iteration if self._first is None else self._first
 
-    def score(self, value: float | None) -> None:
-        """Note checkpoint.best_metric of the present weights; None: they were not evaluated."""
-        self._score = value
-        if self._folder and self._state and value is not None and self._state.iteration == self._last:
-            self._folder.score(self._last, value)
+    def score(self, iteration: int, value: float | None) -> None:
+        """Note checkpoint.best_metric of the weights of this iteration; None: they were not evaluated."""
+        if self._state and self._state.iteration == iteration:
+            self._score = value
+        if self._folder and value is not None and iteration == self._last:
+            self._folder.score(iteration, value)
 
     def save_if_due(self) -> None:
         """Begin a checkpoint where `checkpoint.save_every` asks for one; it is written while the loop runs on."""
@@ -219,7 +224,7 @@ class LoopSaver:
         with self._phase("checkpoint"), self._noting_failure():
             if self._last != iteration:
                 self._begin(self._folder, self._state, end)
-                self.score(self._score)
+                self.score(iteration, self._score)
             if wait:
                 self._settle(end)
 

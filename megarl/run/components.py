@@ -4,6 +4,8 @@ learn from it (Roles), and the servers with the current weights, restarted where
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate, groupby, islice
@@ -27,7 +29,7 @@ from megarl.report.report import Report
 from megarl.report.tokens import TokenFile
 from megarl.rollout import demonstrations, pairs
 from megarl.rollout.client import ServerOffloader, wait_left_over
-from megarl.rollout.collector import Collector, build_tensors
+from megarl.rollout.collector import Collector, Evaluated, build_tensors
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.rollout_file import RolloutWriter
 from megarl.rollout.source import GivenSource, GroupSource, SavedPretraining, SavedSource, join_groups
@@ -151,6 +153,7 @@ class Fleet:
         self._has_turns = has_turns(config)
         restarts_all, most = self._offloader.offload is not None, config.rollout.max_server_restarts
         self._recovery = Recovery(components.servers, say, most, self._reconnect, restarts_all)
+        self._evaluates_beside = config.rollout.max_staleness > 0
 
     def publish(self, version: int) -> Metrics:
         """Send the policy's weights to the servers as `version`, verified."""
@@ -169,13 +172,31 @@ class Fleet:
 
         return self._recovery.run(ask_ready, lambda: self._components.sync.publish(self.version))
 
-    def evaluate(self, iteration: int) -> Metrics:
-        """Mean greedy reward on the held-out prompts, and what train.eval_sets adds; nothing without servers."""
+    def begin_evaluation(self, iteration: int) -> Future[Evaluated] | None:
+        """Ask for what `evaluate` of this iteration then takes, while servers and roles go on; None: these do not work
+        at the same time."""
+        collector = self._components.collector
+        if collector is None or not self._evaluates_beside:
+            return None
+        return collector.begin_evaluation(self.heldout, weight_version=self.version, key=f"evaluation-{iteration}")
+
+    def evaluate(self, iteration: int, begun: Future[Evaluated] | None = None) -> Metrics:
+        """Mean greedy reward on the held-out prompts, and what train.eval_sets adds; nothing without servers.
+
+        begun: by `begin_evaluation`, of the weights that the servers still have.
+        """
         it, key = self._components, f"evaluation-{iteration}"
         if (collector := it.collector) is None:
             return {}
+
+        def ask() -> Evaluated:
+            if begun is not None:
+                with suppress(RuntimeError):  # Servers may have been lost or restarted meanwhile.
+                    return begun.result()
+            return collector.evaluate(self.heldout, weight_version=self.version, key=key)
+
         with it.report.phase("evaluate"):
-            rollout, further = self.ask(lambda: collector.evaluate(self.heldout, weight_version=self.version, key=key))
+            rollout, further = self.ask(ask)
         it.report.samples(rollout.samples)
         if it.token_file is not None:
             it.token_file.write_heldout(iteration, rollout)
@@ -313,7 +334,7 @@ class Roles:
         reads_policy = reads_old_logprobs(algo) and not reuses_logprobs if iteration > 0 else algo.kl.in_reward
         policy, critic, reference = self.policy, self.critic, self.reference
         parts = algo.reward_norm.parts
-        tensors = build_tensors(rollout, self.critic_prompt, self.config.rollout.max_staleness, parts, self.sources)
+        tensors = build_tensors(rollout, self.critic_prompt, self.config.rollout.oldest_learned, parts, self.sources)
         sequences, temperature = tensors.sequences, self.config.rollout.temperature
         full_kl = algo.kl.in_reward and algo.kl.reward_estimator is KLEstimator.full
         old = policy.logprobs(sequences, temperature) if policy and reads_policy else None

@@ -11,6 +11,7 @@ with more values or in another order, finds the folders of the runs that it alre
 import functools
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -142,6 +143,7 @@ NO_QUANTIZED_WEIGHTS = (
 
 
 Transport = Enum("Transport", {"colocated": "colocated", "split": "split", "disk": "disk"})
+TooStale = Enum("TooStale", {"mask": "mask", "correct": "correct", "wait": "wait"})
 ServerOffload = Enum("ServerOffload", {"kv_cache": "kv_cache", "all": "all"})
 
 
@@ -186,6 +188,9 @@ class RolloutConfig:
     max_staleness: int = key(0, low=0, high=100, despite=GENERATED, when=TRAINED)
     """Maximum age of a token in training, in iterations (weight versions). 0: on-policy; n: groups of up to n further
     iterations are generated while the trainer works; which losses allow it: algo.mismatch.correction."""
+    too_stale: TooStale = key(TooStale.mask, despite=GENERATED, when=(TRAINED, needs("max_staleness")))
+    """Of slow episodes, the tokens older than that. mask: have no loss; correct: theirs, by algo.mismatch.correction or
+    the surrogate's own ratio; wait: there are none, iterations wait for the groups begun first (docs/off-policy.md)."""
     router_replay: bool = key(False, despite=GENERATED)
     """A mixture of experts trains with the experts that the servers chose (R3 2510.11370; docs/algorithms.md)."""
     file: str | None = key(None, despite=GENERATED, when=(TRAINED, NOT_ALONE))
@@ -199,6 +204,11 @@ class RolloutConfig:
     sglang: dict[str, Any] = field(default_factory=dict)
     """SGLang server arguments (underscored names), checked against the real ones; those that would change the policy's
     distribution are refused."""
+
+    @property
+    def oldest_learned(self) -> float:
+        """The most that a token may be behind, in iterations, to be learned from."""
+        return math.inf if self.too_stale is TooStale.correct else self.max_staleness
 
 
 DEFAULT_PROMPTS = 512

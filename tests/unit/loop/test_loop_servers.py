@@ -230,6 +230,26 @@ def test_a_straggler_delays_nobody_and_its_tokens_that_are_older_than_allowed_ar
     assert sorted(number for numbers in taken for number in numbers) == list(range(4 * 6))
 
 
+def test_with_staleness_an_evaluation_goes_on_beside_the_next_iteration_and_its_line_is_its_own(tmp_path: Path) -> None:
+    """Each evaluation but the last is held until the next update has begun: what waited for it would never end."""
+    begun = {iteration: threading.Event() for iteration in range(5)}
+
+    def on_token(key: str | None, number: int) -> None:
+        if key is not None and key.startswith("evaluation-") and number == 0:
+            assert int(key.removeprefix("evaluation-")) == 4 or begun[int(key[-1])].wait(DEADLINE_S)
+
+    keys = ["train.num_iterations=4", "train.eval_every=1"]
+    with staleness_of_one(tmp_path, *keys) as (trainer, world):
+        world.on_token = on_token
+        world.watch = lambda role, verb: (
+            begun[trainer.iteration].set() if (role, verb) == ("policy", "update") else None
+        )
+        trainer.run()
+    lines = load_metrics(tmp_path / "metrics.jsonl")
+    assert [line["iteration"] for line in lines] == [0, 1, 2, 3, 4]
+    assert all("reward/heldout" in line for line in lines)
+
+
 def test_a_run_that_reaches_its_end_says_what_it_drops_and_ends_its_thread(tmp_path: Path, said: Said) -> None:
     """The third iteration's responses are under way when the second is the last."""
     under_way = threading.Event()

@@ -58,9 +58,11 @@ def scheduling(
     journal: Journal | None = None,
     sampler: PromptSampler | None = None,
     state: GroupState | None = None,
+    *,
+    in_order: bool = False,
 ) -> Iterator[GroupScheduler]:
     sampler = sampler or PromptSampler(FEW, 1)
-    scheduler = GroupScheduler(maker.start, sampler, 2, journal, state or GroupState(), KEEPS)
+    scheduler = GroupScheduler(maker.start, sampler, 2, journal, state or GroupState(), KEEPS, in_order=in_order)
     try:
         yield scheduler
     finally:
@@ -80,8 +82,9 @@ class Run:
     max_staleness: int
     num_iterations: int
     maker: GroupMaker
+    in_order: bool = False
     places: list[int] = field(default_factory=list)
-    """Numbers of the groups in the order in which they were complete, as the journal has it"""
+    """Numbers of the groups in the order in which they were complete, or in their own, as the journal has it"""
     taken: dict[int, list[int]] = field(default_factory=dict)
     """Iteration -> numbers of the groups that it has taken"""
 
@@ -89,8 +92,9 @@ class Run:
         """From iteration `start` to the end or to the kill; iteration and state of the last checkpoint."""
         own, journal = PromptSampler(FEW, 1), Journal(self.folder)
         own.restore(sampler)
-        waiting = list(self.places[state.next_place :])
-        with ThreadPoolExecutor(1) as pool, scheduling(self.maker, journal, own, state) as scheduler:
+        waiting, oldest = list(self.places[state.next_place :]), state.first
+        scheduled = scheduling(self.maker, journal, own, state, in_order=self.in_order)
+        with ThreadPoolExecutor(1) as pool, scheduled as scheduler:
             for iteration in range(start, self.num_iterations + 1):
                 self.maker.version = version = iteration - 1
                 ahead = min(self.max_staleness, self.num_iterations - iteration)
@@ -98,14 +102,18 @@ class Run:
                 scheduler.allow(allowed)
                 while num_wanted < self.num_groups:
                     taking = pool.submit(scheduler.take)
-                    while not waiting:
-                        self.maker.wait(allowed)
+                    while not waiting or (self.in_order and waiting[0] != oldest):
+                        self.maker.wait(allowed - sum(len(set(self.maker.rewards(number))) > 1 for number in waiting))
                         number = sorted(self.maker.under_way)[choose(len(self.maker.under_way))]
                         self.maker.complete(number)
                         self.places.append(number)
                         waiting.append(number)
+                        if self.in_order:
+                            self.places, waiting = sorted(self.places), sorted(waiting)
                     found = taking.result(DEADLINE_S)
-                    assert found.number == waiting.pop(0) == self.places[found.place]
+                    assert found.number == waiting.pop(0)
+                    oldest += 1
+                    assert found.place == (found.number if self.in_order else self.places.index(found.number))
                     allowed -= KEEPS(found.samples)
                     num_wanted += KEEPS(found.samples)
                     taken.append(found.number)
@@ -126,14 +134,17 @@ class Run:
         assert 0 <= first <= last <= version
         # Whenever it was begun: once it is complete it waits for so many updates at most.
         assert version - last <= self.max_staleness
+        if self.in_order and len(set(self.maker.rewards(1))) == len(set(self.maker.rewards(0))) == 2:
+            assert version - first <= self.max_staleness
 
 
 @settings(max_examples=30)
-@given(st.data(), st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.sampled_from([0, 2, 3]))
+@given(st.data(), st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.sampled_from([0, 2, 3]), st.booleans())
 def test_whatever_is_complete_first_and_wherever_it_is_killed_each_group_is_taken_once_and_in_the_same_order(
-    data: st.DataObject, num_groups: int, max_staleness: int, num_iterations: int, every: int
+    data: st.DataObject, num_groups: int, max_staleness: int, num_iterations: int, every: int, in_order: bool
 ) -> None:
-    """every: so many groups have equal rewards and are replaced, 0: none."""
+    """every: so many groups have equal rewards and are replaced, 0: none. in_order: those begun first are taken first,
+    and without such groups none of their tokens is older than the staleness allows."""
     maker = GroupMaker(lambda number: (1.0, 1.0) if every and number % every == 0 else (0.0, 1.0))
     kills = data.draw(st.integers(0, 3))
 
@@ -144,7 +155,7 @@ def test_whatever_is_complete_first_and_wherever_it_is_killed_each_group_is_take
         return kills > 0 and data.draw(st.booleans())
 
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
-        run = Run(Path(folder), num_groups, max_staleness, num_iterations, maker)
+        run = Run(Path(folder), num_groups, max_staleness, num_iterations, maker, in_order)
         start, sampler, state = 1, PromptSampler(FEW, 1).state(), GroupState()
         while start <= num_iterations:
             start, sampler, state = run.train(start, sampler, state, choose, is_killed)
