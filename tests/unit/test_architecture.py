@@ -13,26 +13,26 @@ PACKAGE = ROOT / "megarl"
 
 ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "cli": (8, 890, ("cli", "train", "api", "plan.command", "plan.doctor")),
-    "run": (7, 3230, ("run", "trainer", "sweep")),
+    "run": (7, 3290, ("run", "trainer", "sweep")),
     "cluster": (6, 1735, ("cluster",)),
     "plan": (6, 1945, ("plan",)),
     "sync": (5, 2160, ("sync",)),
     "mcore": (4, 4605, ("mcore",)),
-    "rollout": (4, 5085, ("rollout",)),
+    "rollout": (4, 5120, ("rollout",)),
     "config": (3, 2580, ("config",)),
     "cpu": (3, 1570, ("cpu",)),
     "algo": (2, 3535, ("algo",)),
     "models": (2, 1027, ("models",)),
-    "report": (2, 3350, ("report",)),
+    "report": (2, 3360, ("report",)),
     "task": (2, 5700, ("task",)),
     "files": (1, 750, ("files", "signals")),
-    "schema": (1, 2065, ("config.schema", "config.errors")),
+    "schema": (1, 2070, ("config.schema", "config.errors")),
     "types": (1, 770, ("types", "interfaces", "environment")),
 }
 """Floor, most lines and modules of every room. A room imports itself and rooms of lower floors, never one of its own
 floor. Raising a budget is a line that a reviewer sees, with its reason in the commit."""
-MOST_LINES, MOST_FILES = 40_830, 126
-MOST_BESIDE = {"tests": 34_450, "tools": 5_740, "examples": 1_600, "slurm": 661}
+MOST_LINES, MOST_FILES = 42_000, 130
+MOST_BESIDE = {"tests": 36_000, "tools": 6_000, "examples": 1_600, "slurm": 661}
 """Lines of the other folders; of tools/ those of programs alone"""
 ROOM_OF = {module: room for room, (_, _, modules) in ROOMS.items() for module in modules}
 CONFIG_MAY_IMPORT = {"algo", "files", "schema"}
