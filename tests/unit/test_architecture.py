@@ -13,7 +13,7 @@ PACKAGE = ROOT / "megarl"
 
 ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "cli": (8, 890, ("cli", "train", "api", "plan.command", "plan.doctor")),
-    "run": (7, 3290, ("run", "trainer", "sweep")),
+    "run": (7, 3300, ("run", "trainer", "sweep")),
     "cluster": (6, 1735, ("cluster",)),
     "plan": (6, 1945, ("plan",)),
     "sync": (5, 2160, ("sync",)),
