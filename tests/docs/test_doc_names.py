@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TEXTS = [README, CONTRIBUTING, *PAGES, *sorted((ROOT / "examples").rglob("*.md"))]
-MOST_PAGES, MOST_WORDS, MOST_README_WORDS, MOST_CHANGELOG_LINES = 23, 38_700, 800, 50
+MOST_PAGES, MOST_WORDS, MOST_README_WORDS, MOST_CHANGELOG_LINES = 23, 40_000, 800, 50
 OTHERS = {"migrating.md"}
 """They name the keys and metrics of other trainers"""
 
