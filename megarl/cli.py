@@ -30,6 +30,7 @@ COMMANDS = {
     "plan": ("megarl.plan.command", "memory and time of a configuration on a cluster"),
     "report": ("megarl.tools.report", "the report of a run"),
     "variance": ("megarl.tools.variance", "variance of the policy gradient under each baseline"),
+    "check-gpu": ("megarl.tools.check_gpu", "does megarl train on this machine's GPUs? one page and a bundle of logs"),
     "convert": ("megarl.tools.convert_checkpoint", "checkpoints between Megatron-Core and Hugging Face"),
     "serve": ("", "an SGLang server for reward=judge and reward=reward_model"),
 }

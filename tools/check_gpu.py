@@ -1,19 +1,25 @@
-"""Does megarl train on this machine's GPU? One table, a verdict a line, JSON beside it; one GPU is enough.
+"""Does megarl train on this machine's GPUs? One table, a verdict a line, JSON and a bundle of logs beside it.
 
-    python tools/check_gpu.py [--device cpu|cuda] [--only NAME,...] [--out FILE.json] [key=value ...]
+    megarl check-gpu [--device cpu|cuda] [--only NAME,...] [--out FILE.json] [key=value ...]
 
-No server and no Ray are needed for all but the last check. Each runs in a process of its own with a deadline: one that
-crashes or runs out of memory is a line in the table.
+In an order in which the first failure is the most telling. Each check runs in a process of its own with a deadline: one
+that crashes or runs out of memory is a line in the table. All take 40 minutes at most, on one GPU 15: what has no time
+left then is skipped. FILE.tar.gz has what to send where something fails: the JSON and all logs.
 
+  ranks           real processes of two roles on all GPUs, together and apart: their GPUs, order and a step of each
   float32         the update of a small model on this device against the CPU's, both in float32
   bfloat16        the same in bfloat16, against the CPU's in float32
-  fp8             the same with FP8 products against bfloat16; needs Transformer Engine and a GPU with FP8
-  checkpoint      a state saved before the first step and after two, loaded, compared bit by bit; the step after it
-  recompute_full  a large model at its longest sequences, all activations recomputed: memory of each phase against the
+  servers         log-probs of a server's greedy, sampled and long responses and of its prefill by the trainer; memory
+                  that it gives back and takes again; needs SGLang
+  layouts         log-probs and gradient of tp, sp, pp, vpp, cp, ep on all GPUs against one process
+  checkpoint      a state of all GPUs saved before the first step and after one, loaded into new processes
+  fp8             the update with FP8 products against bfloat16, saved and loaded; needs Transformer Engine and a GPU
+                  with FP8
+  sync            two iterations by each transport: bytes beside the fewest possible, seconds of each step
+  update          a large model at its longest sequences, all activations recomputed: memory of each phase against the
                   planner's, model FLOPs utilization (MFU) of the update
-  recompute_none  the same with all activations kept; skipped where the plan exceeds the GPU
-  transfer        bytes between two processes as with rollout.transport=colocated, and its speed
-  logprobs        log-probs of greedy and sampled tokens by a server and by the trainer; needs SGLang
+  update_kept     the same with all activations kept; skipped where the plan exceeds the GPU
+  run             ten iterations of PPO with a random model of Qwen3-0.6B's layers: a reward that must rise
 
 A check that could not run is skipped, with the reason, and never holds. What has no bound (the speed of a GPU whose
 peak is not known) is skipped too, with its number.
@@ -31,6 +37,8 @@ key=value are those of python -m megarl.train. Of them matter here:
                   with policy.fp8_recipe=... for another recipe of fp8
   cluster.hardware or cluster=...   the peak for the MFU, where the GPU's name is not known
 
+The runs of sync and run have settings of their own.
+
 Exit code: 0 nothing fails, 1 something fails or nothing could be checked, 2 no GPU or a wrong argument.
 """
 
@@ -41,11 +49,12 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -59,6 +68,7 @@ EXIT_REFUSED = 2
 WIDTH = 150
 LOG_TAIL_LINES = 30
 LEAST_FOR_FP8 = (8, 9)
+LEAST_LEFT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -88,15 +98,21 @@ def explain_no_fp8(machine: Machine, device: str) -> str | None:
 
 
 CHECKS = (
+    Check("ranks", "ranks", 300),
     Check("float32", "training", 300),
     Check("bfloat16", "training", 300),
-    Check("fp8", "training", 300, explain_no_fp8),
-    Check("checkpoint", "training", 300),
-    Check("recompute_full", "sizes", 600),
-    Check("recompute_none", "sizes", 600),
-    Check("transfer", "transfer", 300),
-    Check("logprobs", "serving", 600, lambda machine, device: machine.problems.get("sglang")),
+    Check("servers", "serving", 600, lambda machine, device: machine.problems.get("sglang")),
+    Check("layouts", "ranks", 900),
+    Check("checkpoint", "ranks", 420),
+    Check("fp8", "training", 600, explain_no_fp8),
+    Check("sync", "runs", 600, lambda machine, device: machine.problems.get("sglang")),
+    Check("update", "sizes", 300),
+    Check("update_kept", "sizes", 300),
+    Check("run", "runs", 600, lambda machine, device: machine.problems.get("sglang")),
 )
+LIMITS_S = {True: 40 * 60.0, False: 15 * 60.0}
+"""Of all checks, on several GPUs or on one"""
+BUNDLED = {".log", ".jsonl", ".json", ".yaml"}
 
 
 def run_check(check: Check, setting: Setting, command: Sequence[str], environment: Mapping[str, str]) -> Outcome:
@@ -143,14 +159,19 @@ def describe_end(status: int | None, deadline_s: float, tail: Sequence[str]) -> 
 def run_all(
     checks: Sequence[Check], machine: Machine, setting: Setting, environment: Mapping[str, str]
 ) -> Iterator[tuple[Check, Outcome]]:
+    end = time.monotonic() + LIMITS_S[machine.num_gpus > 1]
     for check in checks:
         reason = check.find_reason(machine, setting.device)
+        # On a CPU, where nothing is measured, a busy machine may take its time.
+        left = end - time.monotonic() if setting.device == CUDA else check.deadline_s
+        if reason is None and left < LEAST_LEFT_S:
+            reason = f"no time left of {LIMITS_S[machine.num_gpus > 1] / 60:g} minutes; --only {check.name}"
         if reason is not None:
             yield check, Outcome((skip(check.name, "all of it", reason),), 0.0)
             continue
         command = [sys.executable, __file__, "--device", setting.device]
         command += ["--alone", check.name, str(setting.scratch), *setting.overrides]
-        yield check, run_check(check, setting, command, environment)
+        yield check, run_check(replace(check, deadline_s=min(check.deadline_s, left)), setting, command, environment)
 
 
 def run_alone(check: Check, setting: Setting) -> None:
@@ -217,10 +238,14 @@ def check_machine(args: argparse.Namespace, scratch: Path) -> int:
     verdict, code = conclude(lines)
     if setting.device == CPU:
         console.print("with --device cpu: this checks the tool, and says nothing of a GPU")
-    console.print(f"{verdict}; {args.out}", soft_wrap=True)
+    bundle = args.out.with_suffix(".tar.gz")
+    console.print(f"{verdict}; {args.out}; to send: {bundle}", soft_wrap=True)
     content: dict[str, Any] = {"device": setting.device, "machine": asdict(machine), "model": model}
     content |= {"overrides": args.overrides, "seconds": seconds, "logs": logs}
     write_json(args.out, content, lines)
+    with tarfile.open(bundle, "w:gz") as tar:
+        for file in [args.out, *sorted(path for path in scratch.rglob("*") if path.suffix in BUNDLED)]:
+            tar.add(file, file.name if file == args.out else str(file.relative_to(scratch)), recursive=False)
     return code
 
 

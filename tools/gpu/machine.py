@@ -26,6 +26,7 @@ class Machine:
     """By package; None: not installed"""
     problems: dict[str, str]
     """Why an optional package cannot be used, by its module"""
+    num_gpus: int = 0
 
 
 def find_machine(environment: dict[str, str]) -> Machine:
@@ -55,6 +56,7 @@ def describe_here() -> Machine:
         python=platform.python_version(),
         versions={name: find_version(name) for name in PACKAGES},
         problems=find_problems(has_gpu),
+        num_gpus=torch.cuda.device_count(),
     )
 
 

@@ -189,6 +189,7 @@ def build_spec(setting: Setting, role: Role, checkpoint: Path, **changes: Any) -
     node: TrainedRoleConfig = config.critic if role is Role.critic else config.policy
     fields: dict[str, Any] = {name: getattr(node, name) for name in ROLE_KEYS.values()} | {
         "fp8": None,
+        "parallel": ParallelConfig(),
         "optimizer": node.optimizer.resolve_schedule(1, config.train.num_iterations),
         "dtype": node.dtype,
         "tokens_per_microbatch": config.train.tokens_per_microbatch,
@@ -196,7 +197,6 @@ def build_spec(setting: Setting, role: Role, checkpoint: Path, **changes: Any) -
     return WorkerSpec(
         role=role,
         checkpoint=str(checkpoint),
-        parallel=ParallelConfig(),
         algo=config.algo,
         temperature=config.rollout.temperature,
         response_length=config.rollout.response_length,

@@ -39,14 +39,14 @@ PEAKS = {"NVIDIA H100 80GB HBM3": "h100x8", "NVIDIA H200": "h200x8"}
 """The cluster whose hardware a GPU is, by the name that its driver tells. Of the same chip there are slower boards"""
 
 
-def check_recompute_full(setting: Setting) -> Iterator[Line]:
+def check_update(setting: Setting) -> Iterator[Line]:
     """The update of the large model with all activations recomputed."""
-    yield from _check_sizes(setting, "recompute_full", Recompute.full)
+    yield from _check_sizes(setting, "update", Recompute.full)
 
 
-def check_recompute_none(setting: Setting) -> Iterator[Line]:
+def check_update_kept(setting: Setting) -> Iterator[Line]:
     """The update of the large model with all activations kept."""
-    yield from _check_sizes(setting, "recompute_none", Recompute.none)
+    yield from _check_sizes(setting, "update_kept", Recompute.none)
 
 
 def _check_sizes(setting: Setting, check: str, recompute: Recompute) -> Iterator[Line]:

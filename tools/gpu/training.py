@@ -1,4 +1,4 @@
-"""Checks of the update: on this device against a CPU, FP8 against bfloat16, and a state that is saved and loaded."""
+"""Checks of the update: on this device against a CPU, and FP8 against bfloat16, also saved and loaded."""
 
 import gc
 import math
@@ -173,64 +173,6 @@ def check_fp8(setting: Setting) -> Iterator[Line]:
         yield fail("fp8", "FP8 products", "the same bits as in bfloat16: no product was computed in FP8")
         return
     yield from compare_results("fp8", found, plain)
+    from megarl.tools.gpu.ranks import save_and_load
 
-
-def check_checkpoint(setting: Setting) -> Iterator[Line]:
-    """A state that is saved before the first step and after two, and loaded into a new worker."""
-    spec = build_small_spec(setting, Role.policy, find_small_checkpoint(setting), setting.config.policy.dtype)
-    samples, scratch = make_small_samples(), setting.scratch
-    rows = [torch.arange(samples.sequences.num_samples)]
-    for num_steps, when in ((0, "before the first step"), (2, "after 2 steps")):
-        name = f"state-{num_steps}"
-        with open_worker(spec, scratch, f"{name}-saved") as worker:
-            if num_steps:
-                worker.update(samples, rows * num_steps)
-            worker.begin_save(scratch / name)
-            worker.finish_save()
-            saved = take_state(worker)
-            worker.update(samples, rows)
-            expected = take_state(worker)
-        with open_worker(spec, scratch, f"{name}-loaded") as worker:
-            worker.load(scratch / name)
-            yield compare_states(f"saved {when}, loaded", take_state(worker), saved)
-            worker.update(samples, rows)
-            yield compare_steps(f"saved {when}, next step", take_state(worker), saved, expected)
-
-
-def take_state(worker: Any) -> dict[str, Tensor]:
-    """Copies of the weights, by name, and of the optimizer's tensors, by their places."""
-    state = dict(worker.shards())
-    for number, part in enumerate(getattr(worker.optimizer, "chained_optimizers", [worker.optimizer])):
-        inner = part.optimizer
-        params = [param for group in inner.param_groups for param in group["params"]]
-        for place, param in enumerate(params):
-            state[f"optimizer/{number}/{place}/param"] = param
-            kept = inner.state[param].items()
-            state |= {f"optimizer/{number}/{place}/{key}": x for key, x in kept if torch.is_tensor(x)}
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
-
-
-def compare_states(what: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Line:
-    """How many tensors are missing, additional or differ in a bit."""
-    names = sorted({*found, *expected})
-    wrong = [name for name in names if not _are_equal(found.get(name), expected.get(name))]
-    reason = f"of {len(names)} tensors" + (f"; the first is {wrong[0]}" if wrong else ", bit by bit")
-    return judge("checkpoint", what, len(wrong), most=0, unit="tensors", reason=reason)
-
-
-def _are_equal(found: Tensor | None, expected: Tensor | None) -> bool:
-    if found is None or expected is None or found.dtype != expected.dtype or found.shape != expected.shape:
-        return False
-    return torch.equal(found.contiguous().view(-1).view(torch.uint8), expected.contiguous().view(-1).view(torch.uint8))
-
-
-def compare_steps(
-    what: str, found: Mapping[str, Tensor], start: Mapping[str, Tensor], expected: Mapping[str, Tensor]
-) -> Line:
-    """The step of a loaded worker beside that of the one which went on. Backward passes on a GPU may be in any order;
-    a wrong number of steps or a lost moment changes it by tens of percent.
-    """
-    names = [name for name in expected if name.endswith("/param")]
-    steps = {name: expected[name] - start[name] for name in names}
-    own = {name: found[name] - start[name] for name in names}
-    return judge("checkpoint", what, find_difference(own, steps), most=0.05, unit=OF_NORM)
+    yield from save_and_load(setting, "fp8", fp8=Fp8.hybrid)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # For a GPU machine without internet that has torch: tools/install/carry.sh FOLDER [PYTHON]     (PYTHON: 3.12)
-# Downloads the wheels that tools/check_gpu.py's first part and tests/gpu need besides torch, in the versions of
+# Downloads the wheels that check_gpu.py --only float32,bfloat16,update and tests/gpu need besides torch, versions as in
 # cpu.lock, about 45 MiB. There: for wheel in FOLDER/*.whl; do python3 -m zipfile -e $wheel there/; done, then
 # PYTHONPATH=there:. before the command. None of them needs Ray, SGLang or Transformer Engine.
 set -euo pipefail

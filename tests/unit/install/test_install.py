@@ -2,6 +2,9 @@
 is unpacked elsewhere and run without the checkout: conf/, slurm/ and tools/ come with it.
 """
 
+import ast
+import importlib.metadata
+import importlib.util
 import os
 import re
 import shutil
@@ -15,6 +18,7 @@ from types import ModuleType
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 from tool_loading import load_tool
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -59,6 +63,51 @@ def test_a_lock_satisfies_what_pyproject_asks_for(platform: str) -> None:
         if not requirement.specifier.contains(pins.get(canonicalize_name(requirement.name), "0.dev0"))
     }
     assert wrong == {}, "run `make lock`"
+
+
+def list_imports(package: str, folder: Path) -> set[str]:
+    """MODULE.NAME of everything that the sources in `folder` import from the package."""
+    nodes = [node for path in folder.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    found = [node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(package)]
+    return {f"{node.module}.{alias.name}" for node in found for alias in node.names}
+
+
+TE, BESIDE = "transformer_engine.pytorch", "does without where it is missing"
+MISSING_IN_TE = {
+    f"{TE}.attention._SplitAlongDim": BESIDE,  # megarl says so at each start: describe_fast_ways
+    f"{TE}.module.base.get_workspace": BESIDE,  # The same
+    f"{TE}.attention.apply_rotary_pos_emb": "asked for before 2.3 only",
+    f"{TE}.cpp_extensions.cast_to_fp8": "asked for before 2 only",
+}
+"""Of the names that Megatron-Core 0.16.1 imports, those which Transformer Engine 2.20 lacks, compared by their sources
+(NVIDIA/TransformerEngine d0067d0, 2.20.0.dev0), and what Megatron makes of it. What else differs is met elsewhere:
+extra states, which are pickles that 2.18 and later refuse, are in no checkpoint (test_step, shard_weights)."""
+
+
+def test_transformer_engine_is_one_that_megatron_declares_or_every_name_that_it_lacks_is_known() -> None:
+    lines = [Requirement(line) for line in importlib.metadata.requires("megatron-core") or ()]
+    (declared,) = [line.specifier for line in lines if line.name == "transformer-engine"]
+    pins = read_lock("cuda.lock")
+    if declared.contains(pins["transformer-engine"], prereleases=True):
+        return
+    found = importlib.util.find_spec("megatron.core")
+    assert found is not None
+    assert found.origin is not None
+    used = list_imports("transformer_engine", Path(found.origin).parent)
+    compared = (pins["megatron-core"], pins["transformer-engine"].rpartition(".")[0], len(used))
+    assert compared == ("0.16.1", "2.20", 55), "compare the names again, and write down what is missing"
+    assert used >= MISSING_IN_TE.keys()
+
+
+def test_the_gpu_lock_has_the_torch_that_sglang_is_built_for_and_the_cpu_lock_none_newer() -> None:
+    """They differ by a minor release as long as the registry has no CPU build of the one that SGLang pins."""
+    (pinned,) = [
+        Requirement(line) for line in importlib.metadata.requires("sglang") or () if line.startswith("torch==")
+    ]
+    on_gpu, on_cpu = (Version(read_lock(f"{platform}.lock")["torch"]) for platform in ("cuda", "cpu"))
+    assert pinned.specifier.contains(on_gpu)
+    assert (on_gpu.major, on_gpu.minor - 1) <= (on_cpu.major, on_cpu.minor)
+    assert on_cpu <= on_gpu
 
 
 def test_the_cpu_lock_has_no_cuda_package() -> None:

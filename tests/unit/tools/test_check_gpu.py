@@ -4,8 +4,10 @@ and processes, peaks of memory, and the whole of it on a CPU.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,14 +16,18 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from tool_loading import TOOLS, load_tool
+from tool_loading import load_tool
 
+from megarl.cluster.actors import Sharer, WorkerGroup
+from megarl.cluster.opened import Cluster
 from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.config.placement import list_groups, place
 from megarl.config.schema.roles import Dtype
 from megarl.models.families import parse_architecture
 from megarl.plan.job import PlannedModels, build_jobs, count_job
 from megarl.plan.memory import estimate_stages
-from megarl.tools.gpu import serving, sizes, training, transfer
+from megarl.tools.gpu import ranks, runs, serving, sizes, training
 from megarl.tools.gpu.lines import Verdict, conclude, fail, judge, skip
 from megarl.tools.gpu.machine import Machine
 from megarl.tools.gpu.measured import measuring_peaks
@@ -100,10 +106,10 @@ def test_what_cannot_run_is_skipped_with_its_reason() -> None:
     missing = {"transformer_engine": "Transformer Engine is not installed", "sglang": "SGLang is not installed"}
     without = replace(HOPPER, problems=missing)
     assert reason(without, CUDA) == "Transformer Engine is not installed"
-    chosen = tool.choose("fp8,logprobs")
+    chosen = tool.choose("servers,fp8")
     outcomes = list(tool.run_all(chosen, without, Setting(CUDA, (), Path("/nowhere")), {}))
     assert [outcome.lines[0].verdict for _, outcome in outcomes] == [Verdict.skipped] * 2
-    assert outcomes[1][1].lines[0].reason == "SGLang is not installed"
+    assert outcomes[0][1].lines[0].reason == "SGLang is not installed"
 
 
 @pytest.mark.parametrize(
@@ -152,19 +158,13 @@ def test_memory_beyond_the_plan_or_far_below_it_fails(tmp_path: Path) -> None:
     assert sizes.plan_saving(replace(job, on_gpu=True), stage) == stage.checkpoint
 
 
-def test_a_perturbed_gradient_a_tensor_that_differs_in_a_bit_and_log_probs_of_another_model_fail() -> None:
+def test_a_perturbed_gradient_and_log_probs_of_another_model_fail() -> None:
     role = {"before": torch.zeros(2, 3), "after": torch.ones(2, 3), "gradient": {"w": torch.ones(8)}, "computes": ""}
     wrong = {"policy": {**role, "gradient": {"w": torch.ones(8) * 1.01}}}
     found = list(training.compare_results("float32", wrong, {"policy": role}))
     assert [line.verdict for line in found] == [Verdict.holds, Verdict.fails, Verdict.holds]
     lost = {"policy": {**role, "gradient": {}}}
     assert list(training.compare_results("float32", lost, {"policy": role}))[1].verdict is Verdict.fails
-
-    state = {"w": torch.tensor([1.0, NAN]), "optimizer/0/0/step": torch.tensor(3.0)}
-    assert training.compare_states("a", state, state).verdict is Verdict.holds
-    line = training.compare_states("a", {**state, "w": torch.tensor([1.0000001, NAN])}, state)
-    assert (line.verdict, line.value, line.reason) == (Verdict.fails, 1.0, "of 2 tensors; the first is w")
-    assert training.compare_states("a", {"w": state["w"]}, state).verdict is Verdict.fails
 
     own = torch.full((2, 3), -2.0)
     for other, verdict in ((own, Verdict.holds), (own + 0.01, Verdict.fails)):
@@ -194,66 +194,127 @@ def test_each_phase_has_the_most_that_was_held_in_it_and_what_earlier_phases_lef
 
 
 @pytest.mark.slow
-def test_a_weight_that_is_perturbed_after_a_load_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import megarl.mcore  # noqa: F401
-    from megarl.mcore.worker import MegatronWorker
+@pytest.mark.timeout(900)
+def test_each_fault_of_the_processes_is_found_by_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real processes of Ray: one that is shown another GPU, rows that reach the wrong rank, an older state."""
+    setting, stock = Setting(CPU, (), tmp_path), Cluster.options
 
-    stock = MegatronWorker.load
+    def show_another(self: Cluster, slot: Any, variables: Any = None) -> dict[str, Any]:
+        return stock(self, slot, {**(variables or {}), "CUDA_VISIBLE_DEVICES": "7"})
 
-    def load(self: MegatronWorker, directory: Path) -> None:
-        stock(self, directory)
-        if directory.name == "state-2":
-            next(iter(self.shards().values()))[0, 0] += 1e-3
+    with monkeypatch.context() as patch:
+        patch.setattr(Cluster, "options", show_another)
+        failed = list(ranks.check_ranks(setting))
+    assert {(line.what, line.verdict) for line in failed} == {(w, Verdict.fails) for w in ("together", "apart")}
+    assert "was to be started with CUDA_VISIBLE_DEVICES=0 has 7" in failed[0].reason
+    assert {line.verdict for line in ranks.check_ranks(setting)} == {Verdict.holds}
 
-    monkeypatch.setattr(MegatronWorker, "load", load)
-    found = list(training.check_checkpoint(Setting(CPU, (), tmp_path)))
-    saved = [line for line in found if line.what.endswith("loaded")]
-    assert [line.verdict for line in saved] == [Verdict.holds, Verdict.fails]
+    with monkeypatch.context() as patch:
+        patch.setattr(Sharer, "find_share", lambda self, rank: 0)
+        patch.setattr(ranks, "DENSE", {"dp": {}, "pp": {"pp": 2}})
+        patch.setattr(ranks, "EXPERTS", {})
+        wrong, *held = ranks.check_layouts(setting)
+    assert (wrong.what, wrong.verdict) == ("dp", Verdict.fails)
+    assert "was not sent to this rank" in wrong.reason
+    assert {line.verdict for line in held} == {Verdict.holds}
+
+    finish = WorkerGroup.finish_save
+
+    def lose(self: WorkerGroup) -> Any:
+        pending = finish(self)
+        pending.result()
+        for directory in tmp_path.glob("checkpoint-state-1"):
+            shutil.rmtree(directory)
+            shutil.copytree(tmp_path / "checkpoint-state-0", directory)
+        return pending
+
+    monkeypatch.setattr(WorkerGroup, "finish_save", lose)
+    found = list(ranks.check_checkpoint(setting))
+    fails = {line.what for line in found if line.verdict is Verdict.fails}
+    assert fails == {line.what for line in found if line.what.startswith("saved after a step")}
+    assert len(found) == 2 * len(fails)
+
+
+SYNC = {"sync/bytes": 2.0**30, "sync/seconds_move": 1.0, "sync/bytes_over_bound": 1.0, "sync/probe_logprob_gap": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "fails"),
+    [
+        ({}, "", []),
+        ({"sync/bytes_over_bound": 1.5}, "", ["colocated: bytes"]),
+        ({"sync/probe_logprob_gap": 3.0}, "", ["colocated: log-probs of a server"]),
+        ({}, "ended with status 1: error: SGLang server", ["colocated"]),
+    ],
+)
+def test_a_sync_of_too_many_bytes_or_other_weights_or_none_fails(changed: dict, error: str, fails: list[str]) -> None:
+    found = list(runs.judge_sync("colocated", [{**SYNC, **changed}], error))
+    assert [line.what for line in found if line.verdict is Verdict.fails] == fails
+    assert [line.verdict for line in runs.judge_sync("disk", [], "")] == [Verdict.fails]
+
+
+def test_a_reward_that_does_not_rise_and_memory_that_stays_with_a_server_fail() -> None:
+    def run(*rewards: float) -> list[Verdict]:
+        lines = [{"reward/mean": reward, "perf/time_per_step": 1.0, "time/update": 0.5} for reward in rewards]
+        return [line.verdict for line in runs.judge_run(lines, "")]
+
+    assert run(0.1, 0.2, 0.3, 0.4, 0.5) == [Verdict.holds, Verdict.skipped]
+    assert run(0.1, 0.9, 0.1, 0.1, 0.1)[0] is Verdict.fails
+    assert next(runs.judge_run([], "ended with status 1")).verdict is Verdict.fails
+    free = {"before": 70, "started": 30, "released": 65, "taken again": 30}
+    assert [line.verdict for line in serving.judge_release(free)] == [Verdict.holds] * 2
+    kept, _ = serving.judge_release({**free, "released": 30, "taken again": 30})
+    assert kept.verdict is Verdict.fails
+    _, lost = serving.judge_release({**free, "taken again": 60})
+    assert lost.verdict is Verdict.fails
+    assert next(serving.judge_release({})).verdict is Verdict.skipped
+
+
+@pytest.mark.parametrize("number", [1, 2, 8])
+def test_the_runs_on_gpus_are_configured_as_they_may_be(number: int) -> None:
+    ways = runs.list_ways(CUDA, number)
+    assert ("split" in ways) == (number > 1)
+    for way, own in ways.items():
+        config = load_config([*runs.list_sizes(CUDA, number), f"rollout.transport={way}", *own])
+        assert config.model.random.num_layers == 28
+        slots = place(config.cluster, list_groups(config))
+        used = {gpu for taken in slots.values() for slot in taken for gpu in slot.gpus}
+        assert used == set(range(number))
+
+
+def test_the_checks_end_in_time_and_what_has_none_left_is_skipped(tmp_path: Path, monkeypatch) -> None:
+    given: list[float] = []
+
+    def run_check(check: Any, *others: Any) -> Any:
+        given.append(check.deadline_s)
+        return tool.Outcome((), 0.0)
+
+    monkeypatch.setattr(tool, "run_check", run_check)
+    clock = iter([0.0, 0.0, 700.0, 850.0, 2390.0])
+    monkeypatch.setattr(tool.time, "monotonic", lambda: next(clock))
+    one = replace(HOPPER, num_gpus=1)
+    found = list(tool.run_all(tool.choose("ranks,servers,run"), one, Setting(CUDA, (), tmp_path), {}))
+    assert given == [300.0, 200.0]
+    assert found[-1][1].lines[0].reason == "no time left of 15 minutes; --only run"
 
 
 @pytest.mark.slow
-def test_a_byte_that_changes_on_its_way_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = transfer.fill
-
-    def fill(bucket: Any, message: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-        stock(bucket, message, tensors)
-        message[5] += bucket.copies[0].source.row == 0
-
-    monkeypatch.setattr(transfer, "fill", fill)
-    line = transfer.move(CPU, 1 << 20, 1 << 18)
-    assert (line.verdict, line.value) == (Verdict.fails, 1.0)
-
-
-BLOCKED = """
-import os, sys
-FREE = "MEGARL_TEST_WITH_SERVER"
-if "logprobs" in sys.orig_argv or FREE in os.environ:
-    os.environ[FREE] = "1"
-else:
-    blocked = ["ray", "transformer_engine", "httpx", "transformers", "pyarrow", "datasets"]
-    if "megarl.tools.gpu.machine" not in sys.orig_argv:
-        blocked.append("sglang")
-    for name in blocked:
-        sys.modules[name] = None
-"""
-"""sitecustomize.py of every process: of the whole tool only the check with a server can import these packages."""
-
-
-@pytest.mark.slow
-def test_the_whole_tool_runs_on_a_cpu_and_needs_ray_and_sglang_for_its_last_check_alone(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(BLOCKED)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+@pytest.mark.timeout(1800)
+def test_the_whole_tool_runs_on_a_cpu_and_bundles_its_logs(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    command = [sys.executable, str(TOOLS / "check_gpu.py"), "--device", "cpu", "--out", str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", "megarl.cli", "check-gpu", "--device", "cpu", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())
     verdicts: dict[str, set[str]] = {}
     for line in found["lines"]:
         verdicts.setdefault(line["check"], set()).add(line["verdict"])
-    assert set(verdicts) == {check.name for check in tool.CHECKS}
+    assert list(verdicts) == [check.name for check in tool.CHECKS]
     assert verdicts.pop("fp8") == {"skipped"}
     assert all("holds" in each and "fails" not in each for each in verdicts.values())
     assert found["machine"]["versions"]["megatron-core"] == "0.16.1"
     assert "nothing fails" in done.stdout
     assert "says nothing of a GPU" in done.stdout
+    with tarfile.open(tmp_path / "found.tar.gz") as bundle:
+        names = set(bundle.getnames())
+    assert {"found.json", "server.log", "run/metrics.jsonl", "run/logs/policy-0.log", "ranks.jsonl"} <= names
