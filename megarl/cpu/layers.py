@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -118,17 +119,18 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class RMSNorm(torch.nn.Module):
-    """x / rms(x) * weight, computed in float32 (1910.07467). Works under sequence parallelism."""
+    """x / rms(x) * weight, or 1 + weight, computed in float32 (1910.07467). Works under sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.eps, self.center = eps, float(config.layernorm_zero_centered_gamma)
+        self.weight = torch.nn.Parameter(torch.full((hidden_size,), 1 - self.center, dtype=config.params_dtype))
         # Each tensor-parallel rank normalizes its part of the sequence: Megatron adds up the weight's gradients.
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(self, x: Tensor) -> Tensor:
-        normed: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        weight = self.weight.float() + self.center if self.center else self.weight
+        normed: Tensor = _RMSNorm.apply(x, weight, self.eps)  # type: ignore[no-untyped-call]
         return normed
 
 
@@ -175,11 +177,10 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
     ) -> None:
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        if dropout != 0.0 or config.window_size is not None:
-            raise ValueError(
-                "the local core attention has neither dropout nor a sliding window: got "
-                f"attention_dropout={dropout}, window_size={config.window_size}"
-            )
+        if dropout != 0.0:
+            raise ValueError(f"the local core attention has no dropout: got attention_dropout={dropout}")
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if has_window else None
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
 
     def forward(
@@ -197,8 +198,8 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         q, k, v = (x.squeeze(1) for x in (query, key, value))
         plan: AttentionPlan = packed_seq_params.attention
         if plan.share is None:
-            return packed_causal_attention(q, k, v, plan.rectangles, self.scale).unsqueeze(1)
-        return context_attention(q, k, v, plan.rectangles, plan.share, self.scale).unsqueeze(1)
+            return packed_causal_attention(q, k, v, plan.rectangles, self.scale, self.window).unsqueeze(1)
+        return context_attention(q, k, v, plan.rectangles, plan.share, self.scale, self.window).unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -307,20 +308,36 @@ def _dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
 
 
 def packed_causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, rectangles: tuple[Rectangle, ...], scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rectangles: tuple[Rectangle, ...],
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
-    """query [S, H, D], key and value [S, K, D] with K dividing H -> [S, H * D]; no token sees another sequence."""
+    """query [S, H, D], key and value [S, K, D] with K dividing H -> [S, H * D]; no token sees another sequence, nor
+    other tokens than itself and the window - 1 before it.
+    """
     sizes, grouped = [rectangle.num_tokens for rectangle in rectangles], query.shape[1] != key.shape[1]
     holds_scores = query.dtype is torch.bfloat16 and query.device.type == "cpu"
     parts = []
     for rectangle, *packed in zip(rectangles, *(x.split(sizes) for x in (query, key, value)), strict=True):  # type: ignore[no-untyped-call]
         q, k, v = (to_rows(x, rectangle) for x in packed)
-        if holds_scores and rectangle.width <= DENSE:
+        if window is not None and rectangle.width > window:
+            seen = torch.ones(rectangle.width, rectangle.width, dtype=torch.bool, device=q.device).tril()
+            mask = narrow(seen, window)
+            rows = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+        elif holds_scores and rectangle.width <= DENSE:
             rows = _dense_attention(q, k, v, scale)
         else:
             rows = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
         parts.append(to_tokens(rows, rectangle))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def narrow(mask: Tensor, window: int) -> Tensor:
+    """bool [..., L], which keys a query sees, up to its own -> the last `window` of them."""
+    return mask & (mask.sum(-1, keepdim=True) - torch.arange(mask.shape[-1], device=mask.device) <= window)
 
 
 @dataclass(frozen=True)
@@ -386,6 +403,7 @@ def context_attention(
     rectangles: tuple[Rectangle, ...],
     share: AttentionShare,
     scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """query [s, H, D], key and value [s, K, D] of this rank -> [s, H * D]; gradients of keys and values are summed
     over the ranks.
@@ -405,6 +423,7 @@ def context_attention(
     for whole, own, mask, queries, pairs in pieces:
         keys, values = to_rows(pairs, whole).chunk(2, -1)
         grouped = query.shape[1] != key.shape[1]
+        mask = mask if window is None else narrow(mask, window)
         rows = F.scaled_dot_product_attention(
             to_rows(queries, own), keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped
         )

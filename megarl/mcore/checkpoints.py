@@ -61,15 +61,18 @@ class Entry:
     """Global number of the expert that it belongs to"""
     is_constant: bool = False
     """A buffer in float32 that training leaves as it is"""
+    rows: tuple[int, ...] = ()
+    """Rows of each part, where one Hugging Face tensor holds them all"""
 
     @property
     def parts(self) -> list[tuple[str, int, int, int]]:
         """Hugging Face tensor, first row, rows and columns (of a vector 1) of what the parameter is made of."""
         found = []
         for name, shape in zip(self.hf_names, self.shapes, strict=True):
-            count = 2 if self.split is Split.gate_up and len(self.hf_names) == 1 else 1
-            rows, cols = shape[0] // count, (shape[1] if len(shape) > 1 else 1)
-            found += [(name, number * rows, rows, cols) for number in range(count)]
+            first = 0
+            for rows in self.rows or shape[:1]:
+                found.append((name, first, rows, shape[1] if len(shape) > 1 else 1))
+                first += rows
         return found
 
 
@@ -100,7 +103,7 @@ def _build_entry(name: str, weight: Weight, layer: int, expert: int | None) -> E
     prefix = f"model.layers.{layer}."
     hf_names = tuple(prefix + hf_name.replace("{}", str(expert)) for hf_name in weight.hf_names)
     served = prefix + weight.served if weight.served else hf_names[0]
-    return Entry(name, hf_names, weight.shapes, weight.split, served, expert, weight.is_constant)
+    return Entry(name, hf_names, weight.shapes, weight.split, served, expert, weight.is_constant, weight.rows)
 
 
 def list_layer(
@@ -137,13 +140,15 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
 
 def to_megatron(entry: Entry, tensors: Sequence[Tensor], arch: Architecture, tp: int, tp_rank: int) -> Tensor:
     """Whole Hugging Face tensors -> this tensor-parallel rank's shard."""
+    if entry.rows:
+        tensors = tensors[0].split(entry.rows)  # type: ignore[no-untyped-call]
     if entry.split is Split.qkv:
         heads = arch.num_kv_heads
         grouped = torch.cat([x.reshape(heads, -1, *x.shape[1:]) for x in tensors], dim=1)
         # With fewer key-value heads than ranks the cuts are within a group.
         return grouped.reshape(-1, *tensors[0].shape[1:]).chunk(tp)[tp_rank]
     if entry.split is Split.gate_up:
-        return torch.cat([x.chunk(tp)[tp_rank] for x in (tensors if len(tensors) == 2 else tensors[0].chunk(2))])
+        return torch.cat([x.chunk(tp)[tp_rank] for x in tensors])
     (whole,) = tensors
     if entry.split is Split.columns:
         return whole.chunk(tp, dim=1)[tp_rank]
@@ -166,8 +171,6 @@ def to_hf(entry: Entry, shards: Sequence[Tensor], arch: Architecture) -> list[tu
     elif entry.split is Split.gate_up:
         halves = [shard.chunk(2) for shard in shards]
         parts = [torch.cat([half[i] for half in halves]) for i in range(2)]
-        if len(entry.hf_names) == 1:
-            parts = [torch.cat(parts)]
     elif entry.split is Split.columns:
         parts = [torch.cat(list(shards), dim=1)]
     elif entry.split is Split.vocab:
@@ -175,6 +178,8 @@ def to_hf(entry: Entry, shards: Sequence[Tensor], arch: Architecture) -> list[tu
         parts = [(shards[0] if len(shards) == 1 else torch.cat(list(shards)))[: arch.vocab_size]]
     else:
         parts = [shards[0]]
+    if entry.rows:
+        parts = [torch.cat(parts)]
     return [(name, part.contiguous()) for name, part in zip(entry.hf_names, parts, strict=True)]
 
 
@@ -610,9 +615,10 @@ def copy_description(
     before = dict(config)
     if value_head is not None:
         config |= critic_fields
+        family = FAMILIES[config["model_type"]]
         numbers = range(config.get(VALUE_BINS, 1))
         config |= {
-            "architectures": [f"{FAMILIES[config['model_type']].hf_class}ForSequenceClassification"],
+            "architectures": [family.hf_classifier or f"{family.hf_class}ForSequenceClassification"],
             "num_labels": len(numbers),
             "id2label": {str(number): f"LABEL_{number}" for number in numbers},
             "label2id": {f"LABEL_{number}": number for number in numbers},

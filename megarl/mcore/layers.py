@@ -19,16 +19,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as collectives
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.tensor_parallel import layers
-from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import attention
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -39,6 +45,7 @@ from megarl.mcore.device import device, find_processor
 from megarl.mcore.spec import WorkerSpec, has_transformer_engine
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
+from megarl.models.rope import compute_frequencies
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,8 @@ class Layers:
     build: Callable[[Architecture, TransformerConfig, int | None], TransformerBlockSubmodules]
     output: tuple[Any, Any]
     """The linear layer at the end of attention and MLP, and the norm"""
+    column: Any
+    """The linear layer at their beginning, without a norm"""
     qkv_format: str
     """Of Megatron's packing parameters. Under "sbhd" Megatron keeps tensors as [S, 1, H, D] and takes rotary angles as
     they are."""
@@ -70,15 +79,19 @@ class Layers:
 def find_layers() -> Layers:
     """Transformer Engine's where it can run, the local ones elsewhere."""
     if find_kernels().te:
-        from megatron.core.extensions.transformer_engine import TENorm, TERowParallelLinear
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
 
         def build(arch: Architecture, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+            if arch.window and config.context_parallel_size > 1 and config.cp_comm_type in (None, "p2p"):
+                found = f"found {config.context_parallel_size}; Transformer Engine has windows there with"
+                raise ValueError(f"parallel.cp: {found} model.megatron.cp_comm_type=a2a alone; else it must be 1")
             return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
 
         return Layers(
             "Transformer Engine's layers",
             build,
             (TERowParallelLinear, TENorm),
+            TEColumnParallelLinear,
             "thd",
             groups_experts=True,
             length_multiple=512,
@@ -89,6 +102,7 @@ def find_layers() -> Layers:
         "local layers",
         layers.build_block_spec,
         (RowParallelLinear, layers.RMSNorm),
+        ColumnParallelLinear,
         "sbhd",
         layers.plan_attention,
         layers.share_attention,
@@ -114,7 +128,82 @@ def build_block_spec(
             normalized = add_output_norm(*layers.output)
             parts.self_attention.submodules.linear_proj = normalized
             parts.mlp.submodules.linear_fc2 = normalized
+        own = parts.self_attention.submodules
+        if not arch.input_norms:
+            parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+            own.linear_qkv = parts.mlp.submodules.linear_fc1 = layers.column
+        if arch.joins_heads:
+            own.q_layernorm = ModuleSpec(JoinedNorm, params={"num_heads": arch.num_heads})
+            own.k_layernorm = ModuleSpec(JoinedNorm, params={"num_heads": arch.num_kv_heads})
+        if any(rope.attention_factor != 1 for rope in arch.ropes) or len(arch.ropes) > 1:
+            parts.self_attention.module = turn_by_layer(arch)
     return block
+
+
+class Angles(RotaryEmbedding):  # type: ignore[misc]
+    """Megatron's angles by our frequencies: [positions, 1, 1, numbers], of K ropes [K, positions, 1, 1, numbers]."""
+
+    def __init__(self, arch: Architecture, config: TransformerConfig) -> None:
+        super().__init__(arch.head_size, arch.rotary_share, config.rotary_interleaved, use_cpu_initialization=True)
+        self.frequencies = [compute_frequencies(rope, int(arch.head_size * arch.rotary_share)) for rope in arch.ropes]
+
+    def get_emb(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        angles = []
+        for frequencies in self.frequencies:
+            self.inv_freq = frequencies
+            angles.append(super().get_emb(max_seq_len, offset))
+        return angles[0] if len(angles) == 1 else torch.stack(angles)
+
+
+@functools.cache
+def turn_by_layer(arch: Architecture) -> type[SelfAttention]:
+    """The attention of a model whose layers have different ropes, or YaRN's factor, which Transformer Engine's kernel
+    for packed sequences leaves out: its square, of queries and keys, is multiplied with the queries alone.
+    """
+
+    class Attention(SelfAttention):  # type: ignore[misc]
+        def forward(
+            self, hidden_states: Tensor, attention_mask: Any, *, rotary_pos_emb: Tensor, **kwargs: Any
+        ) -> tuple[Tensor, Tensor | None]:
+            if len(arch.ropes) > 1:
+                rotary_pos_emb = rotary_pos_emb[arch.find_rope(self.layer_number - 1)]
+            out: tuple[Tensor, Tensor | None] = super().forward(
+                hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, **kwargs
+            )
+            return out
+
+        def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+            query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
+            factor = arch.ropes[arch.find_rope(self.layer_number - 1)].attention_factor
+            if factor != 1 and not (arch.unturned and arch.unturned[self.layer_number - 1]):
+                turned = int(arch.head_size * arch.rotary_share)
+                query = torch.cat([query[..., :turned] * factor**2, query[..., turned:]], -1)
+            return query, key, value
+
+    return Attention
+
+
+class JoinedNorm(torch.nn.Module):
+    """RMSNorm over all heads of a token, of which this rank has some; its weight is the whole model's on every rank,
+    whose gradients Megatron adds up as it does those of each head's norm.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, num_heads: int) -> None:
+        super().__init__()
+        self.eps, self.num_heads = eps, num_heads
+        self.weight = torch.nn.Parameter(torch.ones(num_heads * hidden_size, dtype=config.params_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[S, 1, heads of this rank, D] -> the same"""
+        group, heads = get_tensor_model_parallel_group(), x.shape[-2]
+        # With fewer key heads than ranks several have the same one.
+        copies = heads * group.size() // self.num_heads
+        squares = x.float().square().sum((-2, -1), keepdim=True)
+        if group.size() > 1:
+            squares = collectives.all_reduce(squares, group=group) / copies  # type: ignore[no-untyped-call]
+        scale = (squares / self.weight.numel() + self.eps).rsqrt()
+        weight = self.weight.view(self.num_heads, -1).narrow(0, group.rank() // copies * heads, heads)
+        return (x.float() * scale * weight.float()).to(x.dtype)
 
 
 @functools.cache
@@ -175,7 +264,9 @@ def build_fast_fields(arch: Architecture, megatron: Mapping[str, Any], kernels: 
     """
     fields = {
         "apply_rope_fusion": kernels.te and kernels.rope and not _turns_neighbours(arch),
-        "bias_activation_fusion": kernels.compiler and not megatron.get("use_te_activation_func"),
+        "bias_activation_fusion": kernels.compiler
+        and not megatron.get("use_te_activation_func")
+        and arch.activation == "silu",
         "gradient_accumulation_fusion": kernels.te or kernels.apex,
     }
     if arch.experts is not None:

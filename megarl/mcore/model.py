@@ -128,6 +128,10 @@ def freeze(chunks: Iterable[torch.nn.Module], trainable: Trainable) -> None:
             param.requires_grad_(is_mlp(name) or name == HEAD)
 
 
+def gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
 DTYPES = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
 
 
@@ -146,7 +150,12 @@ def _own_fields(arch: Architecture, parallel: ParallelConfig, dtype: Dtype) -> d
         "qk_layernorm": arch.qk_norm,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
-        "activation_func": F.silu,
+        "activation_func": F.silu if arch.activation == "silu" else gelu_tanh,
+        "softmax_scale": None if arch.query_size is None else arch.query_size**-0.5,
+        # Transformer Engine counts the tokens before a token, without itself.
+        "window_size": (arch.window - 1, 0) if arch.window else None,
+        "window_attn_skip_freq": list(map(int, arch.windowed)) or None,
+        "no_rope_freq": list(map(int, arch.unturned)) or None,
         "add_bias_linear": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
@@ -197,6 +206,7 @@ def build_config(
     fast = engine.build_fast_fields(arch, megatron, kernels)
     # By it Megatron takes the activation of the layer spec.
     takes_ours = find_layers().has_activation and not any(megatron.get(field) for field in _OTHER_ACTIVATION)
+    takes_ours = takes_ours and arch.activation == "silu"
     fast["use_te_activation_func"] = takes_ours
     modules = {"recompute_modules": list(choose_recomputed(arch.experts is not None, on_gpu=kernels.te))}
     return TransformerConfig(**{**_DEFAULTS, **fast, **modules, **own, **megatron, **(role_fields or {})})
@@ -296,11 +306,8 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             # A critic has no output weights to share.
             share_embeddings_and_output_weights=arch.tied and not with_value_head,
             position_embedding_type="rope",
-            rotary_percent=arch.rotary_share,
-            rotary_base=arch.rope_theta,
-            rope_scaling=arch.rope_factor is not None,
-            rope_scaling_factor=arch.rope_factor or 1.0,
         )
+        self.rotary_pos_emb = engine.Angles(arch, config)
         config.gradient_accumulation_fusion = fuses
         if fuses:
             # Transformer Engine's layers add their weight gradients to the float32 ones in the product itself. By
@@ -324,6 +331,8 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         out: tuple[Any, ...] = super()._preprocess(input_ids, position_ids, *args, **kwargs)
+        if self.pre_process and self.arch.embedding_scale != 1:
+            out = (out[0] * self.arch.embedding_scale, *out[1:])
         if self.config.recompute_granularity is not None and self.pre_process and torch.is_grad_enabled():
             # Recomputation leaves out the backward pass of a block of layers whose input needs no gradient, as behind
             # a frozen embedding, whatever weights the block has.
@@ -331,7 +340,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         if not self.picks_angles:
             return out
         # Rotary angles of the packed positions, once for all layers; Megatron's own way loops over sequences.
-        return out[0], out[1].index_select(0, position_ids.view(-1)), *out[2:]
+        return out[0], out[1].index_select(-4, position_ids.view(-1)), *out[2:]
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedParams, **kwargs: Any) -> Tensor:
         if not self.post_process:

@@ -4,11 +4,13 @@ refusals of what is not built here.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any
+
+from megarl.models.rope import KINDS, REFUSED_KINDS, Rope
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Sizes and variants of a decoder with RMSNorm, rotary positions and SwiGLU."""
+    """Sizes and variants of a decoder with RMSNorm, rotary positions and a gated MLP."""
 
     family: str
     num_layers: int
@@ -48,9 +50,7 @@ class Architecture:
     vocab_size: int
     max_length: int
     norm_eps: float
-    rope_theta: float
-    rope_factor: float | None
-    """Llama 3's frequency scaling; None: unscaled"""
+    rope: Rope
     qkv_bias: bool
     qk_norm: bool
     tied: bool
@@ -61,6 +61,26 @@ class Architecture:
     """Share of each head's numbers that its position turns; the first ones"""
     output_norms: bool = False
     """The outputs of attention and of the MLP are normalized before they are added to the residual stream."""
+    input_norms: bool = True
+    """The inputs of attention and of the MLP are normalized."""
+    joins_heads: bool = False
+    """`qk_norm` normalizes all query heads of a token together, and all its key heads, not each head."""
+    window: int = 0
+    """Tokens that each sees in the layers `windowed`, itself included"""
+    windowed: tuple[bool, ...] = ()
+    """By layer, whether it has the window; empty: none has"""
+    local_rope: Rope | None = None
+    """Of the layers `windowed`; None: `rope`"""
+    unturned: tuple[bool, ...] = ()
+    """By layer, whether it has no positions at all; empty: all have"""
+    activation: str = "silu"
+    """Of the gates of MLPs: silu, or gelu in its approximation by tanh"""
+    embedding_scale: float = 1.0
+    """The embedding's outputs are multiplied by it."""
+    query_size: float | None = None
+    """Scores are divided by its root; None: `head_size`"""
+    serves_whole_embedding: bool = False
+    """Each rank of a server has all of the embedding, and no padding rows."""
     num_values: int = 1
     """Of a critic: outputs of its value head"""
 
@@ -75,6 +95,15 @@ class Architecture:
     def has_unlike_layers(self) -> bool:
         """Some layers have experts and others do not."""
         return 0 < self.num_expert_layers < self.num_layers
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """`rope`, and `local_rope` where there is one."""
+        return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
+
+    def find_rope(self, layer: int) -> int:
+        """Which of `ropes` the layer has."""
+        return int(self.local_rope is not None and self.windowed[layer])
 
     @property
     def mlp_sizes(self) -> dict[str, int]:
@@ -206,35 +235,61 @@ class ConfigJson:
             raise ValueError(f"{self.path}: {key} is {found!r}; a number above 0 was expected")
         return float(found)
 
-    def read_rope(self) -> tuple[float, float | None]:
-        """Base and Llama 3's factor, of rope_parameters (transformers 5) or rope_theta and rope_scaling. What is said
-        twice must be the same: transformers and servers take one of them alone.
+    def read_rope(self, theta: float = 10000.0, layers: str = "") -> Rope:
+        """Of rope_parameters (transformers 5) or rope_theta and rope_scaling. What is said twice must be the same:
+        transformers and servers take one of them alone.
+
+        theta: the base where none is given. layers: those of layer_types that are meant, where rope_parameters has a
+        section for each.
         """
         sections = {key: self.get(key) for key in ("rope_scaling", "rope_parameters") if self.get(key)}
-        name, section = next(iter(sections.items()), ("", {}))
-        if not isinstance(section, Mapping):
-            raise ValueError(f"{self.path}: {name} is {section!r}; an object was expected")
-        bases = {f"{key}.rope_theta": each["rope_theta"] for key, each in sections.items() if "rope_theta" in each}
         self.get("rope_theta")
-        bases |= {"rope_theta": self.content["rope_theta"]} if "rope_theta" in self.content else {}
+        outer = {"rope_theta": self.content["rope_theta"]} if "rope_theta" in self.content else {}
+        nested = sections.get("rope_parameters")
+        if layers and isinstance(nested, Mapping) and layers in nested:
+            if outer or len(sections) > 1:
+                raise ValueError(f"{self.path}: rope_parameters and rope_theta or rope_scaling; keep rope_parameters")
+            sections = {f"rope_parameters.{layers}": nested[layers]}
+        for name, section in sections.items():
+            if not isinstance(section, Mapping):
+                raise ValueError(f"{self.path}: {name} is {section!r}; an object was expected")
+        bases = {f"{key}.rope_theta": each["rope_theta"] for key, each in sections.items() if "rope_theta" in each}
+        bases |= outer
         for key, value in bases.items():
             self._check_number(key, value)
         without = [{k: v for k, v in each.items() if k != "rope_theta"} for each in sections.values()]
         if len(set(bases.values())) > 1 or without[1:] != without[:1] * len(without[1:]):
             raise ValueError(f"{self.path}: {', '.join({**bases, **sections})} say different things; keep one of them")
+        name, section = next(iter(sections.items()), ("", {}))
+        return self._read_kind(name, section, float(next(iter(bases.values()), theta)))
+
+    def read_local_rope(self, theta: float) -> Rope:
+        """Of the layers with a window, which no rope_scaling changes. theta: where rope_parameters has no section."""
+        nested = self.get("rope_parameters") or {}
+        found = nested.get("sliding_attention") if isinstance(nested, Mapping) else None
+        if found is None:
+            return Rope(theta)
+        return self._read_kind("rope_parameters.sliding_attention", found, float(found.get("rope_theta", theta)))
+
+    def _read_kind(self, name: str, section: Mapping[str, Any], theta: float) -> Rope:
         kinds = {section[key] for key in ("rope_type", "type") if section.get(key) is not None} or {"default"}
-        fixed = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
-        is_llama3 = kinds == {"llama3"} and all(section.get(key) == value for key, value in fixed.items())
-        if not is_llama3 and kinds != {"default"}:
-            raise ValueError(
-                f"{self.path}: rope scaling {dict(section)!r} is not supported; supported: default, llama3 with {fixed}"
-            )
-        allowed = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-        allowed |= {"factor", *fixed} if is_llama3 else set()
+        kind = next(iter(kinds))
+        if len(kinds) > 1 or kind not in KINDS:
+            why = REFUSED_KINDS.get(kind, f"supported: {', '.join(KINDS)}")
+            raise ValueError(f"{self.path}: rope scaling {dict(section)!r} is not supported; {why}")
+        needed, others = KINDS[kind]
+        allowed = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *needed, *others}
         if other := sorted(key for key, value in section.items() if key not in allowed and value is not None):
             raise ValueError(f"{self.path}: {name} has {', '.join(other)}; {', '.join(sorted(allowed))} are supported")
-        factor = self._check_number(f"{name}.factor", section.get("factor")) if is_llama3 else None
-        return float(next(iter(bases.values()), 10000.0)), factor
+        found = {key: section.get(key) for key in (*needed, *others)}
+        fields = {key: x for key, x in found.items() if key in needed or x is not None}
+        truncates, given = fields.pop("truncate", True), fields.pop("attention_factor", None)
+        numbers = {key: self._check_number(f"{name}.{key}", value) for key, value in fields.items()}
+        rope = Rope(theta, kind, truncate=bool(truncates), **numbers)
+        if given is not None and abs(given - rope.attention_factor) > 1e-6:
+            usual = f"{rope.attention_factor:.7g}, which follows from the factor, is supported"
+            raise ValueError(f"{self.path}: {name}.attention_factor is {given!r}, which SGLang does not read; {usual}")
+        return rope
 
     def read_rotary_share(self, default: float) -> float:
         """Share of each head that positions turn; the key stands in rope_parameters or beside it."""
@@ -242,16 +297,42 @@ class ConfigJson:
         section = self.get("rope_scaling") or self.get("rope_parameters") or {}
         return self._check_number("partial_rotary_factor", section.get("partial_rotary_factor", outside))
 
+    def read_windows(self, pattern: Sequence[bool], window: int = 0) -> dict[str, Any]:
+        """The fields of sliding windows: sliding_window of the layers that layer_types names sliding_attention.
+
+        pattern: which these are where there is no layer_types. window: what a missing sliding_window stands for. One
+        that is no shorter than the longest sequence is none: 0.
+        """
+        names = {"full_attention": False, "sliding_attention": True}
+        num_layers, found = self.read_size("num_hidden_layers"), self.get("layer_types")
+        if found is not None and (len(found) != num_layers or not set(found) <= names.keys()):
+            what = f"one of {', '.join(names)} for each of {num_layers} layers"
+            raise ValueError(f"{self.path}: layer_types is {_shorten(found)}; {what} was expected")
+        windowed = tuple(pattern) if found is None else tuple(names[kind] for kind in found)
+        size = self.read_size("sliding_window", 0, 0) if "sliding_window" in self.content else window
+        is_shorter = any(windowed) and size < self._read_max_length()
+        return {"window": size if is_shorter else 0, "windowed": windowed}
+
+    def refuse_windows(self, window: int) -> "ConfigJson":
+        """Of families that SGLang serves without them, in every layer; window: what a missing key stands for."""
+        if found := self.read_windows([True] * self.read_size("num_hidden_layers"), window)["window"]:
+            why = "shorter than the longest sequence; SGLang 0.5.23 serves this family without windows"
+            raise ValueError(f"{self.path}: sliding_window is {found}, {why}. null is supported")
+        return self
+
     def read_decoder(self, **changes: Any) -> Architecture:
         """What the families have in common; `changes` are the fields that they do not.
 
-        Refuses another activation than SiLU, biases outside the query, key and value projections, and sliding windows.
+        Refuses another activation than SiLU, biases outside the query, key and value projections, and, where `changes`
+        do not have them, sliding windows.
         """
         self.require("hidden_act", "silu")
         self.require("mlp_bias", False)
+        if "qkv_bias" not in changes:
+            self.require("attention_bias", False)
         self.require("use_sliding_window", False)
         kinds = ["full_attention"] * self.read_size("num_hidden_layers")
-        if (found := self.get("layer_types", kinds)) != kinds:
+        if (found := self.get("layer_types", kinds)) != kinds and "window" not in changes:
             what = "of every layer, full_attention, is supported"
             raise ValueError(f"{self.path}: layer_types is {_shorten(found)}; only one {what}")
         num_heads, hidden_size = self.read_size("num_attention_heads"), self.read_size("hidden_size")
@@ -259,7 +340,6 @@ class ConfigJson:
         if num_heads % num_kv_heads:
             found = f"num_key_value_heads is {num_kv_heads}, which does not divide num_attention_heads, {num_heads}"
             raise ValueError(f"{self.path}: {found}")
-        theta, factor = self.read_rope()
         fields: dict[str, Any] = {
             "family": self["model_type"],
             "num_layers": self.read_size("num_hidden_layers"),
@@ -271,8 +351,7 @@ class ConfigJson:
             "vocab_size": self.read_size("vocab_size"),
             "max_length": self._read_max_length(),
             "norm_eps": self.read_number("rms_norm_eps", 1e-6),
-            "rope_theta": theta,
-            "rope_factor": factor,
+            "rope": changes["rope"] if "rope" in changes else self.read_rope(),
             "qkv_bias": False,
             "qk_norm": False,
             "tied": self.read_flag("tie_word_embeddings", False),

@@ -123,7 +123,7 @@ def _write_checkpoint(config: RandomModelConfig, directory: Path) -> None:
     ids["eos_token_id"] = tokenizer.eos_token_id
     family = FAMILIES[config.family].hf_class
     fields = build_random_fields(config, len(tokenizer))
-    hf_config = getattr(transformers, f"{family}Config")(**fields, **ids)
+    hf_config = transformers.CONFIG_MAPPING[config.family](**fields, **ids)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = getattr(transformers, f"{family}ForCausalLM")(hf_config).float()

@@ -56,6 +56,8 @@ class Weight:
     """There is one for each expert."""
     is_constant: bool = False
     """A buffer in float32, whatever the dtype of the model, that training leaves as it is"""
+    rows: tuple[int, ...] = ()
+    """Rows of each part, where one Hugging Face tensor holds them all"""
 
 
 def norm(name: str, hf_name: str, size: int, *, before: str | None = None) -> Weight:
@@ -64,20 +66,25 @@ def norm(name: str, hf_name: str, size: int, *, before: str | None = None) -> We
     return Weight(f"{name}.weight", (f"{hf_name}.weight",), ((size,),), saved=saved)
 
 
-def attention(arch: Architecture) -> list[Weight]:
-    """Grouped-query attention; with a bias, and with norms of the heads, where the architecture has them."""
+def attention(arch: Architecture, *, fused: bool = False) -> list[Weight]:
+    """Grouped-query attention; with a bias, and with norms of the heads, where the architecture has them. fused: the
+    Hugging Face checkpoint holds query, key and value as one tensor.
+    """
     h, heads, kv_heads = arch.hidden_size, arch.num_heads * arch.head_size, arch.num_kv_heads * arch.head_size
     rows = (heads, kv_heads, kv_heads)
     weights = []
     for kind in ("weight", "bias") if arch.qkv_bias else ("weight",):
         names = tuple(f"self_attn.{x}_proj.{kind}" for x in "qkv")
         shapes: tuple[Shape, ...] = tuple((size, h) if kind == "weight" else (size,) for size in rows)
-        name = f"self_attention.linear_qkv.{kind}"
-        weights.append(Weight(name, names, shapes, Split.qkv, served=f"self_attn.qkv_proj.{kind}"))
+        name, served = f"self_attention.linear_qkv.{kind}", f"self_attn.qkv_proj.{kind}"
+        if fused:
+            names, shapes = (served,), ((sum(rows), *shapes[0][1:]),)
+        weights.append(Weight(name, names, shapes, Split.qkv, served=served, rows=rows if fused else ()))
     columns = ("self_attn.o_proj.weight",)
     weights.append(Weight("self_attention.linear_proj.weight", columns, ((h, heads),), Split.columns))
     if arch.qk_norm:
-        weights += [norm(f"self_attention.{x}_layernorm", f"self_attn.{x}_norm", arch.head_size) for x in "qk"]
+        sizes = zip("qk", rows if arch.joins_heads else (arch.head_size, arch.head_size), strict=False)
+        weights += [norm(f"self_attention.{x}_layernorm", f"self_attn.{x}_norm", size) for x, size in sizes]
     return weights
 
 
@@ -89,7 +96,11 @@ def gated_mlp(name: str, hf_name: str, hidden_size: int, ffn_size: int, *, fused
     if fused:
         names, shapes = (served,), ((2 * ffn_size, hidden_size),)
     return [
-        Weight(f"{name}.linear_fc1.weight", names, shapes, Split.gate_up, served=served),
+        Weight(
+            *(f"{name}.linear_fc1.weight", names, shapes, Split.gate_up),
+            served=served,
+            rows=(ffn_size, ffn_size) if fused else (),
+        ),
         Weight(
             f"{name}.linear_fc2.weight", (f"{hf_name}.down_proj.weight",), ((hidden_size, ffn_size),), Split.columns
         ),
@@ -120,8 +131,35 @@ def pre_norm_layer(arch: Architecture, layer: int) -> list[Weight]:
         # Transformer Engine fuses no norm with experts.
         norms = [norm("pre_mlp_layernorm", "post_attention_layernorm", h)]
         return [*weights, *norms, *mixture(h, arch.experts)]
-    norms = [norm("pre_mlp_layernorm", "post_attention_layernorm", h, before="mlp.linear_fc1")]
-    return [*weights, *norms, *gated_mlp("mlp", "mlp", h, arch.ffn_size)]
+    return dense_layer(arch)
+
+
+AROUND = ("post_attention_layernorm", "post_feedforward_layernorm")
+"""Where Gemma 3 and OLMo 2 normalize outputs"""
+
+
+def dense_layer(
+    arch: Architecture,
+    before_mlp: str = "post_attention_layernorm",
+    outputs: tuple[str, ...] = (),
+    *,
+    fused_qkv: bool = False,
+    fused_mlp: bool = False,
+) -> list[Weight]:
+    """before_mlp, outputs: the Hugging Face names of the norms of what goes into the MLP, and of what comes out of
+    attention and MLP, where the architecture has them.
+    """
+    h, weights, mlp = (
+        arch.hidden_size,
+        attention(arch, fused=fused_qkv),
+        ("mlp", "mlp", arch.hidden_size, arch.ffn_size),
+    )
+    if arch.input_norms:
+        weights.insert(0, norm("input_layernorm", "input_layernorm", h, before="self_attention.linear_qkv"))
+        weights.append(norm("pre_mlp_layernorm", before_mlp, h, before="mlp.linear_fc1"))
+    places = ("self_attention.linear_proj", "mlp.linear_fc2")
+    around = [norm(f"{place}.post_layernorm", name, h) for place, name in zip(places, outputs, strict=False)]
+    return [*weights, *gated_mlp(*mlp, fused=fused_mlp), *around]
 
 
 def with_head_size(random: RandomModelConfig) -> dict[str, Any]:
@@ -136,7 +174,7 @@ class Family:
     name: str
     """model_type of config.json"""
     hf_class: str
-    """What the names of its classes in transformers begin with: Qwen3 of Qwen3Config, Qwen3ForCausalLM"""
+    """What the names of its classes in transformers begin with: Qwen3 of Qwen3ForCausalLM"""
     sglang_module: str
     """The module of sglang.srt.models that serves it"""
     read: Callable[[ConfigJson], Architecture]
@@ -153,14 +191,13 @@ class Family:
     it is there; beside `architecture.ONLY_VALUES`"""
     server_options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the SGLang server without which it would hold other tensors than the table says"""
+    hf_classifier: str = ""
+    """The class of its critics in transformers; empty: `hf_class` and ForSequenceClassification"""
 
 
-def read_llama(config: ConfigJson) -> Architecture:
-    config.require("attention_bias", False)
-    return config.read_decoder()
-
-
-LLAMA = Family("llama", hf_class="Llama", sglang_module="llama", read=read_llama, random_fields=with_head_size)
+LLAMA = Family(
+    "llama", hf_class="Llama", sglang_module="llama", read=ConfigJson.read_decoder, random_fields=with_head_size
+)
 
 
 # Qwen2 and Qwen2.5 (2407.10671): query, key and value projections have a bias.
@@ -185,7 +222,6 @@ QWEN2 = Family(
 
 
 def read_qwen3(config: ConfigJson) -> Architecture:
-    config.require("attention_bias", False)
     config.ignore("sliding_window")
     return config.read_decoder(qk_norm=True, head_size=config.read_size("head_dim", 128))
 
@@ -204,7 +240,6 @@ QWEN3 = Family(
 
 
 def read_qwen3_moe(config: ConfigJson) -> Architecture:
-    config.require("attention_bias", False)
     config.ignore("sliding_window")
     experts = Experts(
         # transformers 5 writes num_local_experts, earlier ones num_experts.
@@ -249,25 +284,14 @@ def read_glm4(config: ConfigJson) -> Architecture:
     )
 
 
-def list_glm4_weights(arch: Architecture, layer: int) -> list[Weight]:
-    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
-    h = arch.hidden_size
-    return [
-        norm("input_layernorm", "input_layernorm", h, before="self_attention.linear_qkv"),
-        *attention(arch),
-        norm("self_attention.linear_proj.post_layernorm", "post_self_attn_layernorm", h),
-        norm("pre_mlp_layernorm", "post_attention_layernorm", h, before="mlp.linear_fc1"),
-        *gated_mlp("mlp", "mlp", h, arch.ffn_size, fused=True),
-        norm("mlp.linear_fc2.post_layernorm", "post_mlp_layernorm", h),
-    ]
-
-
 GLM4 = Family(
     "glm4",
     hf_class="Glm4",
     sglang_module="glm4",
     read=read_glm4,
-    list_weights=list_glm4_weights,
+    list_weights=lambda arch, _: dense_layer(
+        arch, outputs=("post_self_attn_layernorm", "post_mlp_layernorm"), fused_mlp=True
+    ),
     megatron_fields=lambda _: {"rotary_interleaved": True},
     random_fields=with_head_size,
 )
@@ -345,7 +369,124 @@ GLM4_MOE = Family(
 )
 
 
-FAMILIES = {family.name: family for family in (GLM4, GLM4_MOE, LLAMA, QWEN2, QWEN3, QWEN3_MOE)}
+# Mistral, Mistral-Nemo and Ministral-8B, whose window is its longest sequence.
+
+MISTRAL = Family(
+    "mistral",
+    hf_class="Mistral",
+    sglang_module="mistral",
+    read=lambda config: config.refuse_windows(4096).read_decoder(),
+    random_fields=lambda random: {**with_head_size(random), "sliding_window": None},
+)
+
+
+# SmolLM3: some layers have no positions. rollout/models/sglang_classes.py serves it.
+
+
+def read_smollm3(config: ConfigJson) -> Architecture:
+    config.ignore("sliding_window")
+    num_layers, every = config.read_size("num_hidden_layers"), config.read_size("no_rope_layer_interval", 4)
+    turned = config.get("no_rope_layers", [int((layer + 1) % every != 0) for layer in range(num_layers)])
+    if len(turned) != num_layers or not set(turned) <= {0, 1}:
+        raise ValueError(f"{config.path}: no_rope_layers is {turned!r}; 0 or 1 for each of {num_layers} layers")
+    tied = config.read_flag("tie_word_embeddings", True)
+    return config.read_decoder(rope=config.read_rope(2e6), unturned=tuple(not x for x in turned), tied=tied)
+
+
+SMOLLM3 = Family(
+    "smollm3",
+    hf_class="SmolLM3",
+    sglang_module="llama",
+    read=read_smollm3,
+    random_fields=lambda _: {"no_rope_layer_interval": 2},
+)
+
+
+# Gemma 3's text models (2503.19786): norms before and after, whose weights are 1 + theirs, layers with a window and a
+# rope of their own, scaled embeddings, and gates by GELU.
+
+
+def read_gemma3(config: ConfigJson) -> Architecture:
+    config.require("hidden_activation", "gelu_pytorch_tanh")
+    config.require("tie_word_embeddings", True)
+    every = config.read_size("sliding_window_pattern", config.read_size("_sliding_window_pattern", 6))
+    pattern = [(layer + 1) % every != 0 for layer in range(config.read_size("num_hidden_layers"))]
+    return config.read_decoder(
+        **config.read_windows(pattern, 4096),
+        rope=config.read_rope(1e6, "full_attention"),
+        local_rope=config.read_local_rope(config.read_number("rope_local_base_freq", 1e4)),
+        qk_norm=True,
+        output_norms=True,
+        head_size=config.read_size("head_dim", 256),
+        activation="gelu_tanh",
+        embedding_scale=config.read_size("hidden_size") ** 0.5,
+        query_size=config.read_number("query_pre_attn_scalar", 256),
+        tied=True,
+        serves_whole_embedding=True,
+    )
+
+
+GEMMA3 = Family(
+    "gemma3_text",
+    hf_class="Gemma3",
+    hf_classifier="Gemma3TextForSequenceClassification",
+    sglang_module="gemma3_causal",
+    read=read_gemma3,
+    list_weights=lambda arch, _: dense_layer(arch, "pre_feedforward_layernorm", AROUND),
+    megatron_fields=lambda _: {"layernorm_zero_centered_gamma": True},
+    random_fields=lambda random: {
+        **with_head_size(random),
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 6,
+        "layer_types": ["full_attention" if layer % 2 else "sliding_attention" for layer in range(random.num_layers)],
+        "tie_word_embeddings": True,
+    },
+    only_values={"use_bidirectional_attention": False, "cache_implementation": "hybrid"},
+)
+
+
+# Phi-4 (2412.08905), of Phi-3's type: one tensor of query, key and value, and one of gate and up.
+
+
+def read_phi3(config: ConfigJson) -> Architecture:
+    rope = config.refuse_windows(0).read_rope()
+    if rope.kind == "default":
+        config.ignore("original_max_position_embeddings")
+    return config.read_decoder(rope=rope, norm_eps=config.read_number("rms_norm_eps", 1e-5))
+
+
+PHI3 = Family(
+    "phi3",
+    hf_class="Phi3",
+    sglang_module="llama",
+    read=read_phi3,
+    list_weights=lambda arch, _: dense_layer(arch, fused_qkv=True, fused_mlp=True),
+    only_values={"embd_pdrop": 0.0, "resid_pdrop": 0.0},
+)
+
+
+# OLMo 2 (2501.00656): norms of what comes out of attention and MLP alone, and of all query heads together.
+
+
+def read_olmo2(config: ConfigJson) -> Architecture:
+    config.require("head_dim", config.read_size("hidden_size") // config.read_size("num_attention_heads"))
+    eps, norms = config.read_number("rms_norm_eps", 1e-5), {"input_norms": False, "output_norms": True}
+    return config.read_decoder(qk_norm=True, joins_heads=True, norm_eps=eps, **norms)
+
+
+OLMO2 = Family(
+    "olmo2",
+    hf_class="Olmo2",
+    sglang_module="olmo2",
+    read=read_olmo2,
+    list_weights=lambda arch, _: dense_layer(arch, outputs=AROUND),
+)
+
+
+FAMILIES = {
+    family.name: family
+    for family in (GEMMA3, GLM4, GLM4_MOE, LLAMA, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3, QWEN3_MOE, SMOLLM3)
+}
 """Descriptors by the model_type of config.json"""
 
 

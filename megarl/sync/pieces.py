@@ -20,8 +20,11 @@ from megarl.sync.plan import ITEM_SIZES, Piece, TensorSlice, find_runs
 VOCAB_MULTIPLE = 64
 
 
-def find_vocab_rows(vocab_size: int, tp: int) -> int:
+def find_vocab_rows(arch: Architecture, tp: int) -> int:
     """Rows of the vocabulary on each rank, padding included."""
+    vocab_size = arch.vocab_size
+    if arch.serves_whole_embedding:
+        return vocab_size
     padded = math.ceil(vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     if padded % tp:
         padded = math.ceil(vocab_size / (VOCAB_MULTIPLE * tp)) * VOCAB_MULTIPLE * tp
@@ -70,7 +73,7 @@ def check_server_rank(
         rows, _ = expected.get(piece.tensor, (0, 0))
         expected[piece.tensor] = (max(rows, piece.row + piece.region.num_rows), piece.region.num_cols)
     for name in ("model.embed_tokens.weight", *(() if arch.tied else ("lm_head.weight",))):
-        expected[name] = (find_vocab_rows(arch.vocab_size, tp), arch.hidden_size)
+        expected[name] = (find_vocab_rows(arch, tp), arch.hidden_size)
     problems = [f"has no tensor {name}, which the policy's model has" for name in sorted(expected.keys() - found)]
     problems += [f"has a tensor {name}, which the policy's model lacks" for name in sorted(found.keys() - expected)]
     for name in sorted(expected.keys() & found.keys()):
@@ -92,12 +95,13 @@ def _cut_served(entry: Entry, arch: Architecture, tp: int, rank: int) -> list[Pi
         if entry.split is Split.columns:
             region = TensorSlice(first, rank * (cols // tp), rows, cols // tp)
         elif entry.split is Split.vocab:
-            size = find_vocab_rows(arch.vocab_size, tp)
-            region = TensorSlice(rank * size, 0, min(size, arch.vocab_size - rank * size), cols)
+            size = find_vocab_rows(arch, tp)
+            start = 0 if arch.serves_whole_embedding else rank * size
+            region = TensorSlice(start, 0, min(size, arch.vocab_size - start), cols)
         elif entry.split is Split.gate_up:
             region = TensorSlice(first + rank * (rows // tp), 0, rows // tp, cols)
         elif entry.split is Split.qkv:
-            region = _take_heads(arch, place, cols, tp, rank)
+            region = _take_heads(arch, place, first, cols, tp, rank)
         else:
             region = TensorSlice(first, 0, rows, cols)
         regions.append((whole, region))
@@ -110,13 +114,13 @@ def _cut_served(entry: Entry, arch: Architecture, tp: int, rank: int) -> list[Pi
     return pieces
 
 
-def _take_heads(arch: Architecture, place: int, cols: int, tp: int, rank: int) -> TensorSlice:
-    """The rank's rows of the query (place 0), key (1) or value (2) weights."""
+def _take_heads(arch: Architecture, place: int, start: int, cols: int, tp: int, rank: int) -> TensorSlice:
+    """The rank's rows of the query (place 0), key (1) or value (2) weights, which begin at row `start`."""
     count, first = arch.num_heads // tp, rank * (arch.num_heads // tp)
     if place > 0:
         count = max(1, arch.num_kv_heads // tp)
         first = rank * count if arch.num_kv_heads >= tp else rank * arch.num_kv_heads // tp
-    return TensorSlice(first * arch.head_size, 0, count * arch.head_size, cols)
+    return TensorSlice(start + first * arch.head_size, 0, count * arch.head_size, cols)
 
 
 def describe_rank(

@@ -57,8 +57,6 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "small": ("qwen3", {"vocab_size": 30}),
     "qwen3_moe": ("qwen3_moe", {"num_hidden_layers": 4}),
     "unnormalized": ("qwen3_moe", {"norm_topk_prob": False}),
-    "llama": ("llama", {"tied": True}),
-    "glm4": ("glm4", {}),
     "glm4_moe": ("glm4_moe", {}),
     # On two stages, of which the first has no expert at all; and stages with different numbers of routers.
     "dense_stage": ("glm4_moe", {"num_hidden_layers": 4, "first_k_dense_replace": 2}),
@@ -108,8 +106,6 @@ ROWS: dict[str, tuple[Role, str, dict[str, Any], tuple[str, ...]]] = {
         f"{checkpoint}_{role.value}": (role, checkpoint, {}, layouts)
         for role in (Role.policy, Role.critic)
         for checkpoint, layouts in (
-            ("llama", FAMILY),
-            ("glm4", FAMILY),
             ("glm4_moe", EXPERTS),
             ("dense_stage", EXPERTS),
         )

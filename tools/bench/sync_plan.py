@@ -14,14 +14,15 @@ from speed import Result
 
 from megarl.config.schema.roles import ParallelConfig
 from megarl.models.architecture import Architecture, Experts
+from megarl.models.rope import Rope
 from megarl.sync.pieces import predict_server_rank
 from megarl.sync.plan import ITEM_SIZES, TensorSlice, build_plan, compute_bound
 
 QWEN32B = Architecture(
-    "qwen2", 64, 5120, 27648, 40, 8, 128, 152064, 131072, 1e-6, 1e6, None, qkv_bias=True, qk_norm=False, tied=False
+    "qwen2", 64, 5120, 27648, 40, 8, 128, 152064, 131072, 1e-6, Rope(1e6), qkv_bias=True, qk_norm=False, tied=False
 )
 QWEN235B = Architecture(
-    "qwen3_moe", 94, 4096, 12288, 64, 4, 128, 151936, 40960, 1e-6, 1e6, None,
+    "qwen3_moe", 94, 4096, 12288, 64, 4, 128, 151936, 40960, 1e-6, Rope(1e6),
     qkv_bias=False, qk_norm=True, tied=False, experts=Experts(128, 8, 1536, normalized=True),
 )  # fmt: skip
 NIC, NVLINK = 50e9, 300e9

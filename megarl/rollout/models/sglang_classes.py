@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from sglang.srt.models import llama_reward, qwen2_classification, qwen3_classification
+from sglang.srt.models import llama, llama_reward, qwen2_classification, qwen3_classification
 
 from megarl.models.families import FAMILIES
 
@@ -34,7 +34,25 @@ def _without_bias(base: type) -> type:
     return Corrected
 
 
+class _NoPositions(torch.nn.Module):
+    """In place of a rotary embedding."""
+
+    def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return query, key
+
+
+class SmolLM3ForCausalLM(llama.LlamaForCausalLM):  # type: ignore[misc]
+    """SGLang 0.5.23 has none: Llama, with layers without positions."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        for layer, is_turned in zip(self.model.layers, config.no_rope_layers, strict=True):
+            if not is_turned:
+                layer.self_attn.rotary_emb = _NoPositions()
+
+
 EntryClass = [
+    SmolLM3ForCausalLM,
     *_list_decoders(),
     llama_reward.LlamaForSequenceClassification,
     _without_bias(qwen2_classification.Qwen2ForSequenceClassification),

@@ -11,6 +11,7 @@ from tiny_checkpoints import build_fields
 from megarl.mcore.checkpoints import describe, list_entries
 from megarl.models.architecture import EFFECTIVE, ONLY_VALUES, SECTIONS, WITHOUT_EFFECT, Architecture, Experts
 from megarl.models.families import FAMILIES, list_unknown_keys, list_weights, parse_architecture
+from megarl.models.rope import Rope
 
 
 def read(family: str, **changes: Any) -> Architecture:
@@ -68,18 +69,24 @@ def test_a_model_that_is_not_built_is_refused_by_key(family: str, changes: dict[
 def test_a_key_by_which_one_engine_computes_something_else_is_refused_by_name(
     family: str, key: str, value: Any
 ) -> None:
+    changes: dict[str, Any] = {}
     if family.startswith("glm4") and key == "partial_rotary_factor":
         assert read(family, partial_rotary_factor=0.25).rotary_share == 0.25
         return
+    if family == "phi3" and key == "original_max_position_embeddings":
+        changes = {"rope_scaling": YARN}  # Without scaling it has no effect.
+    if family == "gemma3_text" and key == "layer_types":
+        assert read(family, **{key: value}).windowed == (False, True)
+        return
     with pytest.raises(ValueError, match=f"config.json: .*{key}"):
-        read(family, **{key: value})
+        read(family, **{key: value}, **changes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keys_of_no_effect_neutral_values_and_nulls_are_taken(family: str) -> None:
     neutral = {"attn_logit_softcapping": None, "logits_scaling": 1.0, "quantization_config": None, "temperature": 0.6}
     # A sliding window is ignored only where transformers drops it.
-    window = {"sliding_window": 16} if family.startswith("qwen") else {}
+    window = {"sliding_window": 16} if family.startswith(("qwen", "smollm3")) else {}
     assert read(family, **neutral, **window, use_mrope=False, rope_scaling=None, pretraining_tp=2) == read(family)
 
 
@@ -90,7 +97,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ("changes", "message"),
     [
         ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN}, ".*say different things"),
-        ({"rope_parameters": YARN}, "rope scaling .*yarn.* is not supported"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ".* SGLang 0.5.23 at every length"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, ".*which no Megatron-Core up to 0.16.1 computes"),
+        ({"rope_parameters": {**YARN, "attention_factor": 1.5}}, ".*attention_factor is 1.5, which SGLang does not"),
+        ({"rope_parameters": {**YARN, "factor": None}}, "rope_parameters.factor is None; a number above 0"),
         ({"rope_parameters": {"rope_theta": None}, "rope_theta": 5e5}, "rope_parameters.rope_theta is None"),
         ({"rope_theta": None}, "rope_theta is None"),
         ({"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "default"}}, ".*say different things"),
@@ -111,16 +121,27 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 DEFAULT = {"rope_type": "default", "rope_theta": 1e6}
+LINEAR = Rope(2e6, "linear", 8.0)
+NESTED = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+}
 EXPERTS = Experts(num_experts=8, top_k=2, ffn_size=48, normalized=True)
 
 
 @pytest.mark.parametrize(
     ("family", "changes", "field", "value"),
     [
-        ("llama", {"rope_theta": 5e5}, "rope_theta", 5e5),
-        ("llama", {"rope_parameters": DEFAULT}, "rope_theta", 1e6),
-        ("llama", {"rope_theta": 5e5, "rope_scaling": LLAMA3}, "rope_factor", 32.0),
-        ("qwen3", {"rope_parameters": DEFAULT, "rope_scaling": DEFAULT, "rope_theta": 1e6}, "rope_theta", 1e6),
+        ("llama", {"rope_theta": 5e5}, "rope", Rope(5e5)),
+        ("llama", {"rope_parameters": DEFAULT}, "rope", Rope(1e6)),
+        ("llama", {"rope_theta": 5e5, "rope_scaling": LLAMA3}, "rope", Rope(5e5, "llama3", 32.0)),
+        ("qwen3", {"rope_parameters": DEFAULT, "rope_scaling": DEFAULT, "rope_theta": 1e6}, "rope", Rope(1e6)),
+        ("gemma3_text", {"rope_local_base_freq": 2e4}, "local_rope", Rope(2e4)),
+        ("gemma3_text", {"rope_theta": 2e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "rope", LINEAR),
+        ("gemma3_text", {"rope_parameters": NESTED}, "rope", LINEAR),
+        ("gemma3_text", {"rope_parameters": NESTED}, "local_rope", Rope(3e4)),
+        ("gemma3_text", {"sliding_window": 512}, "window", 0),
+        ("gemma3_text", {"layer_types": None}, "windowed", (True, True)),
         # The least that a server may take for the longest sequence.
         ("llama", {"seq_length": 64}, "max_length", 64),
         ("qwen3_moe", {"num_experts": 8}, "experts", EXPERTS),
@@ -144,6 +165,22 @@ PUBLISHED_KEYS = {
         "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}},
         "rope_scaling": LLAMA3,
     },
+    "mistral": {"sliding_window": None, "head_dim": 16},
+    "smollm3": {
+        **{"layer_types": ["full_attention"] * 2, "no_rope_layer_interval": 4, "no_rope_layers": [1, 0]},
+        **{"max_window_layers": 28, "mlp_bias": False, "rope_scaling": None, "sliding_window": None},
+        **{"use_sliding_window": False, "attention_bias": False},
+    },
+    "gemma3_text": {
+        **{"attention_bias": False, "attn_logit_softcapping": None, "cache_implementation": "hybrid", "head_dim": 16},
+        **{"final_logit_softcapping": None, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256},
+        **{"rope_local_base_freq": 10000, "rope_scaling": None, "sliding_window": 512, "sliding_window_pattern": 6},
+    },
+    "phi3": {
+        **{"attention_bias": False, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "original_max_position_embeddings": None},
+        **{"partial_rotary_factor": 1.0, "rope_scaling": None, "sliding_window": None},
+    },
+    "olmo2": {"attention_bias": False, "rope_scaling": None},
     "glm4": {"attention_bias": True, "partial_rotary_factor": 0.5, "head_dim": 16},
     "glm4_moe": {"rope_scaling": None, "partial_rotary_factor": 0.5, "head_dim": 16},
 }

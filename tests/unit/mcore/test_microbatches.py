@@ -21,6 +21,7 @@ from megarl.mcore.batch import ContextGroup, PackedBatch, build_batch, choose_le
 from megarl.mcore.microbatches import COMPUTED, REAL, compute_row_costs, describe_work, pack, plan_microbatches
 from megarl.mcore.spec import Role, read_architecture
 from megarl.models.architecture import Architecture, Experts
+from megarl.models.rope import Rope
 from megarl.types import Sequences
 
 ROWS = st.lists(st.tuples(st.integers(1, 50), st.floats(0.1, 100.0)), max_size=60)
@@ -101,7 +102,7 @@ def test_a_microbatch_without_room_is_passed_over_for_the_next_cheapest() -> Non
 
 
 SIZES = {"num_layers": 2, "hidden_size": 10, "ffn_size": 7, "num_heads": 4, "num_kv_heads": 2, "head_size": 3}
-OTHERS = {"max_length": 64, "norm_eps": 1e-6, "rope_theta": 1e4, "rope_factor": None, "qkv_bias": False}
+OTHERS = {"max_length": 64, "norm_eps": 1e-6, "rope": Rope(1e4), "qkv_bias": False}
 COUNTS = {"tokens/real": 1.0, "tokens/computed": 1.0}
 
 

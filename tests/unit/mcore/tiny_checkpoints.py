@@ -24,9 +24,10 @@ def write_checkpoint(directory: Path, family: str = "qwen3", *, tied: bool = Fal
     import transformers
 
     name = FAMILIES[family].hf_class
-    fields = {**build_fields(family), "tie_word_embeddings": tied, **changes}
+    fields = build_fields(family)
+    fields |= {"tie_word_embeddings": tied or fields["tie_word_embeddings"], **changes}
     torch.manual_seed(1)
-    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**fields)).float()
+    model = getattr(transformers, f"{name}ForCausalLM")(transformers.CONFIG_MAPPING[family](**fields)).float()
     with torch.no_grad():
         for param in [*model.parameters(), *find_constants(model)]:
             # Norms and biases away from 1 and 0, where a swapped or missing one would not show.

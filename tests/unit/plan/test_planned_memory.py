@@ -32,6 +32,7 @@ from megarl.mcore.model import _playing, count_stages
 from megarl.mcore.spec import StageParameters
 from megarl.models.architecture import Architecture, Experts
 from megarl.models.families import FAMILIES, parse_architecture
+from megarl.models.rope import Rope
 from megarl.plan.job import PUBLISHED, describe_random
 from megarl.plan.memory import (
     MicroBatch,
@@ -52,7 +53,7 @@ predict_ranks, count_bytes = policy_pieces.predict_ranks, policy_pieces.count_by
 
 GIB = 1 << 30
 BLOCK = {"recompute_method": RecomputeMethod.block}
-SMALL = Architecture("qwen2", 4, 64, 96, 4, 2, 16, 128, 512, 1e-6, 1e4, None, qkv_bias=True, qk_norm=False, tied=False)
+SMALL = Architecture("qwen2", 4, 64, 96, 4, 2, 16, 128, 512, 1e-6, Rope(1e4), qkv_bias=True, qk_norm=False, tied=False)
 MOE = replace(SMALL, family="qwen3_moe", qkv_bias=False, experts=Experts(4, 2, 48, normalized=True))
 
 
@@ -308,7 +309,7 @@ def test_megatron_builds_the_weights_of_a_familys_table_over_the_stages(family: 
     entries = [entry for entry in list_entries(arch, False) if not entry.is_constant]
     total = sum(math.prod(compute_megatron_shape(entry, arch, 1)) for entry in entries)
     first, last = count(arch, ParallelConfig(num_processes=2, pp=2))
-    assert first.total + last.total == total + (64 * arch.hidden_size if tied else 0)
+    assert first.total + last.total == total + (64 * arch.hidden_size if arch.tied else 0)
     assert count(arch)[0].total == total
 
 

@@ -49,7 +49,8 @@ def build_architecture(family: str, num_kv_heads: int = 2, tied: bool = False, v
         max_length=64,
         tie_embeddings=tied,
     )
-    fields = {**build_random_fields(sizes, vocab_size), "head_dim": 4}
+    # OLMo 2 has no heads of another size.
+    fields = {**build_random_fields(sizes, vocab_size), "head_dim": 2 if family == "olmo2" else 4}
     fields |= {"moe_intermediate_size": 8} if FAMILIES[family].has_experts else {}
     return parse_architecture({"model_type": family, **fields}, Path("config.json"))
 
@@ -105,6 +106,8 @@ def build_server_tensors(arch: Architecture, wholes: dict[str, Tensor], tp: int,
         return x.chunk(tp)[rank]
 
     def vocabulary(x: Tensor) -> Tensor:
+        if arch.serves_whole_embedding:
+            return x
         rows = -(-arch.vocab_size // 64) * 64
         rows = rows if rows % tp == 0 else -(-arch.vocab_size // (64 * tp)) * 64 * tp
         return rows_of(torch.cat([x, x.new_zeros(rows - len(x), x.shape[1])]))
@@ -123,7 +126,12 @@ def build_server_tensors(arch: Architecture, wholes: dict[str, Tensor], tp: int,
         p = f"model.layers.{layer}."
         held |= {name: x for name, x in wholes.items() if name.startswith(p) and "norm" in name}
         for kind in ("weight", "bias") if arch.qkv_bias else ("weight",):
-            q, k, v = (wholes[f"{p}self_attn.{x}_proj.{kind}"] for x in "qkv")
+            fused, sizes = wholes.get(f"{p}self_attn.qkv_proj.{kind}"), [arch.num_heads] + 2 * [arch.num_kv_heads]
+            q, k, v = (
+                [wholes[f"{p}self_attn.{x}_proj.{kind}"] for x in "qkv"]
+                if fused is None
+                else fused.split([size * arch.head_size for size in sizes])  # type: ignore[no-untyped-call]
+            )
             held[f"{p}self_attn.qkv_proj.{kind}"] = torch.cat([rows_of(q), key_value(k), key_value(v)])
         held[f"{p}self_attn.o_proj.weight"] = wholes[f"{p}self_attn.o_proj.weight"].chunk(tp, 1)[rank]
         held |= build_server_mlp({name: x for name, x in wholes.items() if name.startswith(f"{p}mlp.")}, p, tp, rank)
@@ -174,7 +182,8 @@ def test_carried_out_the_plan_gives_every_server_rank_what_sglang_would_load_and
         for name, x in held.items():
             assert torch.equal(found[rank][name], x), (rank, name)
     # Each element of the vocabulary reaches one rank of every server; further rows of its tensors are padding.
-    padding = num_servers * (find_vocab_rows(vocab_size, tp) * tp - vocab_size) * arch.hidden_size * (1 if tied else 2)
+    padding = num_servers * (find_vocab_rows(arch, tp) * tp - vocab_size) * arch.hidden_size
+    padding *= 0 if arch.serves_whole_embedding else 1 if arch.tied else 2
     least = 4 * (sum(x.numel() for held in expected.values() for x in held.values()) - padding)
     assert count_bytes(plan, 0).total() == least == compute_bound(targets, dtypes)
     assert sum(each.num_bytes for each in cut_buckets(plan, bucket)) == least
