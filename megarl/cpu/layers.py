@@ -15,7 +15,12 @@ import torch.distributed as dist
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -24,6 +29,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -71,8 +77,24 @@ def _build_layer_spec(arch: Architecture, layer: int) -> ModuleSpec:
             k_layernorm=qk_norm,
         ),
     )
+    if arch.latent is not None:
+        attention = ModuleSpec(
+            module=LatentAttention,
+            params={"attn_mask_type": AttnMaskType.causal},
+            submodules=MLASelfAttentionSubmodules(
+                linear_q_proj=ColumnParallelLinear,
+                linear_q_down_proj=CopiedLinear,
+                linear_q_up_proj=ColumnParallelLinear,
+                linear_kv_down_proj=CopiedLinear,
+                linear_kv_up_proj=ColumnParallelLinear,
+                core_attention=PackedAttention,
+                linear_proj=RowParallelLinear,
+                q_layernorm=RMSNorm,
+                kv_layernorm=RMSNorm,
+            ),
+        )
     if arch.has_experts(layer):
-        linears = MLPSubmodules(ColumnParallelLinear, swiglu, RowParallelLinear)
+        linears = MLPSubmodules(ColumnParallelLinear, swiglu, OwnedLinear if arch.has_biases else RowParallelLinear)
         experts = ModuleSpec(module=SequentialMLP, submodules=linears)
         shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
         mlp = ModuleSpec(MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared))
@@ -161,6 +183,64 @@ def swiglu(x: Tensor) -> Tensor:
     return out
 
 
+class OwnedLinear(RowParallelLinear):  # type: ignore[misc]
+    """Gives a tensor of its own, to which Megatron adds an expert's bias in place."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        out, bias = super().forward(x)
+        return out.clone(), bias
+
+
+class CopiedLinear(torch.nn.Module):
+    """x W^T with the same W on every tensor-parallel rank, each of which has its part of the sequence."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **unused: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        # Megatron adds up the weight's gradients, as those of a norm.
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return F.linear(x, self.weight), None
+
+
+# Megatron asks whether a layer is one of Transformer Engine's, for which it has stand-ins that are no classes, or this.
+vars(multi_latent_attention).update(HAVE_TE=False, Linear=CopiedLinear)
+
+
+class _TokenAngles(torch.nn.Module):
+    """The angles of the packed tokens, in place of those of the positions from 0 on that `stock` gives."""
+
+    def __init__(self, stock: torch.nn.Module) -> None:
+        super().__init__()
+        self.stock, self.get_rotary_seq_len = stock, stock.get_rotary_seq_len
+        self.positions: Tensor | None = None
+
+    def forward(self, length: int, packed_seq: bool) -> Any:
+        """[S, 1, numbers], and with YaRN its factor"""
+        found = self.stock(length, packed_seq=True)
+        angles, *factor = found if isinstance(found, tuple) else (found,)
+        picked = angles.squeeze(1).index_select(0, self.positions)
+        return (picked, *factor) if factor else picked
+
+
+class LatentAttention(MLASelfAttention):  # type: ignore[misc]
+    """Megatron's latent attention, over packed sequences."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        stock: torch.nn.Module = self.rotary_pos_emb
+        self.rotary_pos_emb: torch.nn.Module = _TokenAngles(stock)
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, key_value_states: Any, position_ids: Any, packed_seq_params: Any, **kwargs: Any
+    ) -> Any:
+        self.rotary_pos_emb.positions = packed_seq_params.positions
+        return super().get_query_key_value_tensors(
+            hidden_states, key_value_states, position_ids, packed_seq_params, **kwargs
+        )
+
+
 class PackedAttention(MegatronModule):  # type: ignore[misc]
     """Core attention of packed sequences with scaled_dot_product_attention; takes a `PackedBatch`'s parameters."""
 
@@ -174,6 +254,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        **sizes: int,
     ) -> None:
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -181,6 +262,10 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
             raise ValueError(f"the local core attention has no dropout: got attention_dropout={dropout}")
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if has_window else None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
 
     def forward(
@@ -193,13 +278,14 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query [S, 1, H, D], key and value [S, 1, K, D] -> [S, 1, H * D]"""
+        """query [S, 1, H, D], key [S, 1, K, D] and value [S, 1, K, V], or without the 1 -> [S, 1, H * V]"""
         assert packed_seq_params is not None, "batches are packed"
-        q, k, v = (x.squeeze(1) for x in (query, key, value))
+        q, k, v = (x.view(len(x), *x.shape[-2:]) for x in (query, key, value))
         plan: AttentionPlan = packed_seq_params.attention
+        kinds = (self.scale, self.window, getattr(self, "softmax_offset", None))
         if plan.share is None:
-            return packed_causal_attention(q, k, v, plan.rectangles, self.scale, self.window).unsqueeze(1)
-        return context_attention(q, k, v, plan.rectangles, plan.share, self.scale, self.window).unsqueeze(1)
+            return packed_causal_attention(q, k, v, plan.rectangles, *kinds).unsqueeze(1)
+        return context_attention(q, k, v, plan.rectangles, plan.share, *kinds).unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -301,10 +387,10 @@ def _dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
     repeats = num_heads // num_groups
     q = query.reshape(n * num_groups, repeats * width, size)
     k = key.reshape(n * num_groups, width, size)
-    v = value.reshape(n * num_groups, width, size)
+    v = value.reshape(n * num_groups, width, -1)
     mask = torch.full((width, width), float("-inf"), dtype=q.dtype, device=q.device).triu(1).repeat(repeats, 1)
     scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale)
-    return torch.bmm(scores.softmax(-1), v).view(n, num_heads, width, size)
+    return torch.bmm(scores.softmax(-1), v).view(n, num_heads, width, -1)
 
 
 def packed_causal_attention(
@@ -314,25 +400,41 @@ def packed_causal_attention(
     rectangles: tuple[Rectangle, ...],
     scale: float,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """query [S, H, D], key and value [S, K, D] with K dividing H -> [S, H * D]; no token sees another sequence, nor
-    other tokens than itself and the window - 1 before it.
+    other tokens than itself and the window - 1 before it. sinks: [H], as `attend` has them.
     """
     sizes, grouped = [rectangle.num_tokens for rectangle in rectangles], query.shape[1] != key.shape[1]
     holds_scores = query.dtype is torch.bfloat16 and query.device.type == "cpu"
     parts = []
     for rectangle, *packed in zip(rectangles, *(x.split(sizes) for x in (query, key, value)), strict=True):  # type: ignore[no-untyped-call]
         q, k, v = (to_rows(x, rectangle) for x in packed)
-        if window is not None and rectangle.width > window:
-            seen = torch.ones(rectangle.width, rectangle.width, dtype=torch.bool, device=q.device).tril()
-            mask = narrow(seen, window)
-            rows = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+        if sinks is not None or (window is not None and rectangle.width > window):
+            mask = torch.ones(rectangle.width, rectangle.width, dtype=torch.bool, device=q.device).tril()
+            rows = attend(q, k, v, mask, scale, window, sinks)
         elif holds_scores and rectangle.width <= DENSE:
             rows = _dense_attention(q, k, v, scale)
         else:
             rows = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
         parts.append(to_tokens(rows, rectangle))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, window: int | None, sinks: Tensor | None
+) -> Tensor:
+    """query [n, H, l, D], key and value [n, K, L, D], mask: bool [..., l, L], keys up to a query's own -> [n, H, l, D].
+    sinks: [H], scores of one more key, whose value is 0; None: there is none.
+    """
+    mask = mask if window is None else narrow(mask, window)
+    if sinks is not None:
+        shape = (*query.shape[:3], mask.shape[-1])
+        scores = query.new_zeros(mask.shape).masked_fill(~mask, float("-inf")).expand(shape)
+        mask = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*shape[:3], 1)], -1)
+        key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 
 def narrow(mask: Tensor, window: int) -> Tensor:
@@ -404,6 +506,7 @@ def context_attention(
     share: AttentionShare,
     scale: float,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """query [s, H, D], key and value [s, K, D] of this rank -> [s, H * D]; gradients of keys and values are summed
     over the ranks.
@@ -421,11 +524,7 @@ def context_attention(
     )
     parts = []
     for whole, own, mask, queries, pairs in pieces:
-        keys, values = to_rows(pairs, whole).chunk(2, -1)
-        grouped = query.shape[1] != key.shape[1]
-        mask = mask if window is None else narrow(mask, window)
-        rows = F.scaled_dot_product_attention(
-            to_rows(queries, own), keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped
-        )
+        keys, values = to_rows(pairs, whole).split([key.shape[-1], value.shape[-1]], -1)  # type: ignore[no-untyped-call]
+        rows = attend(to_rows(queries, own), keys, values, mask, scale, window, sinks)
         parts.append(to_tokens(rows, own))
     return parts[0] if len(parts) == 1 else torch.cat(parts)

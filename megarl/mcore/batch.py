@@ -81,6 +81,8 @@ class _GatherResponses(torch.autograd.Function):
 class PackedParams(PackedSeqParams):  # type: ignore[misc]
     """Megatron's packing parameters and what the layers and the head need besides."""
 
+    positions: Tensor | None = None
+    """int64 [this rank's S]: position of each token in its own sequence"""
     attention: Any = None
     """What `Layers.plan_attention` gave"""
     predictors: Tensor | None = None
@@ -208,7 +210,7 @@ def build_batch(
     predictors, owned = response - 1, torch.where(exists, numbers, -1)
     if context.size == 1:
         attention = find_layers().plan_attention(sizes, device())
-        params = _build_params(sizes, attention, predictors, owned, experts)
+        params = _build_params(sizes, positions, attention, predictors, owned, experts)
         return PackedBatch(send(tokens[None]), send(positions[None]), params, share=None, **flat)
     owners = find_owners(positions, sizes[numbers], context.size)
     mine = owners == context.rank
@@ -218,12 +220,13 @@ def build_batch(
     predictors = (mine.cumsum(0) - 1)[predictors][own]
     order, _ = spread(owners, context.size)
     attention = find_layers().share_attention(sizes, device(), positions, mine, order, context.size, context.group)
-    params = _build_params(sizes, attention, predictors, owned[mine], None if experts is None else experts[mine])
+    experts = None if experts is None else experts[mine]
+    params = _build_params(sizes, positions[mine], attention, predictors, owned[mine], experts)
     return PackedBatch(send(tokens[mine][None]), send(positions[mine][None]), params, share=share, **flat)
 
 
 def _build_params(
-    sizes: Tensor, attention: Any, predictors: Tensor, numbers: Tensor, experts: Tensor | None
+    sizes: Tensor, positions: Tensor, attention: Any, predictors: Tensor, numbers: Tensor, experts: Tensor | None
 ) -> PackedParams:
     """sizes, attention: of all context-parallel ranks; the others: of this one."""
     cu_seqlens = send(F.pad(sizes.cumsum(0), (1, 0)).to(torch.int32))
@@ -236,6 +239,7 @@ def _build_params(
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        positions=send(positions),
         attention=attention,
         predictors=send(predictors),
         sequence_numbers=send(numbers),

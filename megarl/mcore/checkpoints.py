@@ -14,6 +14,7 @@ import pickle
 import re
 import shutil
 import tempfile
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -63,6 +64,10 @@ class Entry:
     """A buffer in float32 that training leaves as it is"""
     rows: tuple[int, ...] = ()
     """Rows of each part, where one Hugging Face tensor holds them all"""
+    served_row: int = 0
+    """Its first row in SGLang's tensor, which holds others too"""
+    interleaved: bool = False
+    """SGLang's tensor has rows of its two parts by turns, so that each pair is taken as one row here"""
 
     @property
     def parts(self) -> list[tuple[str, int, int, int]]:
@@ -103,7 +108,8 @@ def _build_entry(name: str, weight: Weight, layer: int, expert: int | None) -> E
     prefix = f"model.layers.{layer}."
     hf_names = tuple(prefix + hf_name.replace("{}", str(expert)) for hf_name in weight.hf_names)
     served = prefix + weight.served if weight.served else hf_names[0]
-    return Entry(name, hf_names, weight.shapes, weight.split, served, expert, weight.is_constant, weight.rows)
+    kinds = (weight.is_constant, weight.rows, weight.served_row, weight.interleaved)
+    return Entry(name, hf_names, weight.shapes, weight.split, served, expert, *kinds)
 
 
 def list_layer(
@@ -150,6 +156,8 @@ def to_megatron(entry: Entry, tensors: Sequence[Tensor], arch: Architecture, tp:
     if entry.split is Split.gate_up:
         return torch.cat([x.chunk(tp)[tp_rank] for x in tensors])
     (whole,) = tensors
+    if entry.split is Split.rows:
+        return whole.chunk(tp)[tp_rank]
     if entry.split is Split.columns:
         return whole.chunk(tp, dim=1)[tp_rank]
     if entry.split is Split.vocab:
@@ -171,8 +179,8 @@ def to_hf(entry: Entry, shards: Sequence[Tensor], arch: Architecture) -> list[tu
     elif entry.split is Split.gate_up:
         halves = [shard.chunk(2) for shard in shards]
         parts = [torch.cat([half[i] for half in halves]) for i in range(2)]
-    elif entry.split is Split.columns:
-        parts = [torch.cat(list(shards), dim=1)]
+    elif entry.split in (Split.rows, Split.columns):
+        parts = [torch.cat(list(shards), dim=int(entry.split is Split.columns))]
     elif entry.split is Split.vocab:
         # The largest of all parameters: not copied where it is whole already.
         parts = [(shards[0] if len(shards) == 1 else torch.cat(list(shards)))[: arch.vocab_size]]
@@ -271,6 +279,32 @@ PIECE = 1 << 20
 """Elements that are looked at together where a whole tensor would need memory of its own size"""
 
 
+_SHARE = re.compile(r"(.+)#(\d+)/(\d+),(\d+)/(\d+)")
+"""Names of parts of a tensor of all experts, NAME#EXPERT/EXPERTS,PART/PARTS: of the expert's matrix, transposed, or
+bias each PARTS-th number of the last dimension, from PART on"""
+
+
+def name_stored(name: str) -> str:
+    """The tensor in the files that has this one, or is it."""
+    return found[1] if (found := _SHARE.fullmatch(name)) else name
+
+
+def join_shares(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file; parts of one are held until all of them are there."""
+    held: dict[str, dict[tuple[int, int], Tensor]] = defaultdict(dict)
+    for name, tensor in tensors:
+        if (found := _SHARE.fullmatch(name)) is None:
+            yield name, tensor
+            continue
+        expert, experts, part, parts = map(int, found.groups()[1:])
+        shares = held[found[1]]
+        shares[expert, part] = tensor.mT if tensor.ndim > 1 else tensor
+        if len(shares) == experts * parts:
+            each = [torch.stack([shares[x, y] for y in range(parts)], -1).flatten(-2) for x in range(experts)]
+            yield found[1], torch.stack(each)
+            del held[found[1]]
+
+
 class CheckpointReader(ExitStack):
     """The tensors of DIRECTORY/model.safetensors, or of the files that its index names.
 
@@ -331,6 +365,11 @@ class CheckpointReader(ExitStack):
             yield f"{INDEX} differs from the files: {name_some(wrong)}"
 
     def read(self, name: str) -> Tensor:
+        """A tensor of the files, or a part of one of all experts (`_SHARE`)."""
+        if (found := _SHARE.fullmatch(name)) is not None:
+            expert, _, part, parts = map(int, found.groups()[1:])
+            share: Tensor = self._open_file(found[1]).get_slice(found[1])[expert][..., part::parts]
+            return (share.mT if share.ndim > 1 else share).contiguous()
         tensor: Tensor = self._open_file(name).get_tensor(name)
         return tensor
 
@@ -405,7 +444,7 @@ def write_safetensors(
             os.fsync(file)
         held.clear()
 
-    for name, tensor in tensors:
+    for name, tensor in join_shares(tensors):
         if held and size + tensor.nbytes > max_file_bytes:
             write()
             size = 0
@@ -490,7 +529,7 @@ def check_checkpoint(directory: Path, arch: Architecture, role: Role) -> list[st
     """Why training cannot start from the tensors, each message with the directory or file. Tensors that config.json
     does not ask for are left alone.
     """
-    expected = [name for entry in list_entries(arch, role is Role.critic) for name in entry.hf_names]
+    expected = {name_stored(name) for entry in list_entries(arch, role is Role.critic) for name in entry.hf_names}
     if problems := check_files(directory, expected):
         return problems
     with CheckpointReader(directory) as reader:
@@ -513,7 +552,12 @@ def find_problems(
     there may be more. A critic without a value head gets one, so that it may be missing. Raises as the reader.
     """
     entries = list_entries(arch, with_value_head=role is Role.critic)
-    expected = {name: shape for entry in entries for name, shape in zip(entry.hf_names, entry.shapes, strict=True)}
+    expected = {}
+    for entry in entries:
+        for name, shape in zip(entry.hf_names, entry.shapes, strict=True):
+            if (found := _SHARE.fullmatch(name)) is not None:
+                name, shape = found[1], (int(found[3]), *reversed((shape[0] * int(found[5]), *shape[1:])))
+            expected[name] = shape
     makes_head = role is Role.critic and VALUE_HEAD not in reader
     ties_head = arch.tied and role is not Role.critic
     if makes_head:

@@ -135,7 +135,7 @@ def build_block_spec(
         if arch.joins_heads:
             own.q_layernorm = ModuleSpec(JoinedNorm, params={"num_heads": arch.num_heads})
             own.k_layernorm = ModuleSpec(JoinedNorm, params={"num_heads": arch.num_kv_heads})
-        if any(rope.attention_factor != 1 for rope in arch.ropes) or len(arch.ropes) > 1:
+        if arch.latent is None and (any(x.attention_factor != 1 for x in arch.ropes) or len(arch.ropes) > 1):
             parts.self_attention.module = turn_by_layer(arch)
     return block
 

@@ -4,11 +4,13 @@ It needs no Megatron: the driver plans as the ranks do.
 """
 
 import heapq
+import math
 from collections.abc import Sequence
 
 from megarl.config.schema.algo import compares_pairs
 from megarl.mcore.spec import Role, WorkerSpec
 from megarl.models.architecture import Architecture
+from megarl.models.families import list_weights
 from megarl.types import Metrics, Sequences
 
 REAL, COMPUTED = "tokens/real", "tokens/computed"
@@ -115,13 +117,16 @@ def compute_row_costs(arch: Architecture, sequences: Sequences, with_value_head:
 
 def count_layer_work(arch: Architecture) -> tuple[int, int]:
     """Multiply-adds of all layers for each token, and for each token times the tokens of its sequence."""
-    h, heads = arch.hidden_size, arch.num_heads * arch.head_size
+    h = arch.hidden_size
     rows = 3 * arch.ffn_size * (arch.num_layers - arch.num_expert_layers)
     if arch.experts is not None:
         ffn_size = arch.experts.top_k * arch.experts.ffn_size + arch.experts.shared_ffn_size
         rows += arch.num_expert_layers * (3 * ffn_size + arch.experts.num_experts)
-    per_token = arch.num_layers * 2 * h * (heads + arch.num_kv_heads * arch.head_size) + h * rows
-    return per_token, arch.num_layers * heads
+    # The matrices of attention are alike in all layers.
+    weights = (weight for weight in list_weights(arch, 0) if weight.name.startswith("self_attention."))
+    attention = sum(math.prod(shape) for weight in weights for shape in weight.shapes if len(shape) > 1)
+    pairs = arch.num_heads * (arch.head_size + arch.value_size) // 2
+    return arch.num_layers * attention + h * rows, arch.num_layers * pairs
 
 
 def describe_work(metrics: Metrics, spec: WorkerSpec, arch: Architecture, sequences: Sequences) -> Metrics:

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel_state import is_pipeline_first_stage, is_pipeline_last_stage
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -26,7 +27,7 @@ from megatron.core.tensor_parallel.layers import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.module import Float16Module, MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -72,6 +73,8 @@ def build_expert_fields(arch: Architecture, parallel: ParallelConfig) -> dict[st
         # sigmoid Megatron normalizes always.
         "moe_router_pre_softmax": experts.score_function == "softmax" and not experts.normalized,
         "moe_router_topk_scaling_factor": experts.scaling_factor,
+        "moe_router_num_groups": experts.num_groups if experts.num_groups > 1 else None,
+        "moe_router_group_topk": experts.top_groups if experts.num_groups > 1 else None,
         "moe_router_enable_expert_bias": experts.has_correction_bias,
         # The router counts no tokens for an update: the bias is the checkpoint's.
         **({"moe_router_bias_update_rate": 0.0} if experts.has_correction_bias else {}),
@@ -106,6 +109,8 @@ def mark_experts(model: torch.nn.Module) -> None:
     for name, param in model.named_parameters():
         if ".mlp.experts." in name:
             setattr(param, "allreduce", False)  # noqa: B010
+            # Megatron would add up biases of experts once more, over the tensor-parallel ranks.
+            setattr(param, "sequence_parallel", False)  # noqa: B010
             if not hasattr(param, "tensor_model_parallel"):
                 # Not a copy of another rank's weight, whatever the tensor parallelism of the rest of the model.
                 set_tensor_model_parallel_attributes(param, True, 0 if "linear_fc1" in name else 1, 1)
@@ -150,13 +155,15 @@ def _own_fields(arch: Architecture, parallel: ParallelConfig, dtype: Dtype) -> d
         "qk_layernorm": arch.qk_norm,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
-        "activation_func": F.silu if arch.activation == "silu" else gelu_tanh,
+        "activation_func": {"silu": F.silu, "quick_gelu": quick_gelu}.get(arch.activation, gelu_tanh),
         "softmax_scale": None if arch.query_size is None else arch.query_size**-0.5,
         # Transformer Engine counts the tokens before a token, without itself.
         "window_size": (arch.window - 1, 0) if arch.window else None,
         "window_attn_skip_freq": list(map(int, arch.windowed)) or None,
         "no_rope_freq": list(map(int, arch.unturned)) or None,
-        "add_bias_linear": False,
+        "add_bias_linear": arch.has_biases,
+        "softmax_type": "learnable" if arch.has_biases else "vanilla",
+        **({} if arch.clamp is None else {"activation_func_clamp_value": arch.clamp, "glu_linear_offset": 1.0}),
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "params_dtype": torch_dtype,
@@ -209,7 +216,11 @@ def build_config(
     takes_ours = takes_ours and arch.activation == "silu"
     fast["use_te_activation_func"] = takes_ours
     modules = {"recompute_modules": list(choose_recomputed(arch.experts is not None, on_gpu=kernels.te))}
-    return TransformerConfig(**{**_DEFAULTS, **fast, **modules, **own, **megatron, **(role_fields or {})})
+    return _find_class(arch)(**{**_DEFAULTS, **fast, **modules, **own, **megatron, **(role_fields or {})})
+
+
+def _find_class(arch: Architecture) -> Any:
+    return TransformerConfig if arch.latent is None else MLATransformerConfig
 
 
 def check_options(arch: Architecture, spec: WorkerSpec) -> list[str]:
@@ -218,7 +229,7 @@ def check_options(arch: Architecture, spec: WorkerSpec) -> list[str]:
     problems = [*_check_fields(spec.megatron, own), *engine.check_fast_fields(arch, spec.megatron)]
     if not problems:
         try:
-            TransformerConfig(**{**_DEFAULTS, **own, **spec.megatron})
+            _find_class(arch)(**{**_DEFAULTS, **own, **spec.megatron})
         except (ValueError, AssertionError, ImportError) as error:
             problems.append(f"model.megatron: refused by Megatron with this layout: {error}")
     return problems
@@ -337,7 +348,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             # Recomputation leaves out the backward pass of a block of layers whose input needs no gradient, as behind
             # a frozen embedding, whatever weights the block has.
             out[0].requires_grad_()
-        if not self.picks_angles:
+        if not self.picks_angles or out[1] is None:
             return out
         # Rotary angles of the packed positions, once for all layers; Megatron's own way loops over sequences.
         return out[0], out[1].index_select(-4, position_ids.view(-1)), *out[2:]

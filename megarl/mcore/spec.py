@@ -47,7 +47,7 @@ def check_layout(
     problems += _check_stages(arch, parallel, key, megatron or {})
     if parallel.sp and parallel.tp == 1:
         problems.append(f"{key}.sp: found true with tp 1; it splits what tensor parallelism leaves whole")
-    return [*problems, *_check_expert_layout(arch.experts, parallel, key)]
+    return [*problems, *_check_expert_layout(arch.experts, arch.has_biases, parallel, key)]
 
 
 def _find_undivided(arch: Architecture, tp: int) -> list[str]:
@@ -85,7 +85,7 @@ def _check_stages(arch: Architecture, parallel: ParallelConfig, key: str, megatr
         )
 
 
-def _check_expert_layout(experts: Experts | None, parallel: ParallelConfig, key: str) -> list[str]:
+def _check_expert_layout(experts: Experts | None, has_biases: bool, parallel: ParallelConfig, key: str) -> list[str]:
     if experts is None:
         return [
             f"{key}.{name}: found {value}, but the model has no experts; it must be 1"
@@ -99,6 +99,8 @@ def _check_expert_layout(experts: Experts | None, parallel: ParallelConfig, key:
     ):
         if number % value:
             problems.append(f"{key}.{name}: found {value}, which does not divide the model's {number} {what}")
+    if has_biases and parallel.etp > 1:
+        problems.append(f"{key}.etp: found {parallel.etp}; Megatron does not split experts with biases; it must be 1")
     if parallel.tp > 1 and not parallel.sp:
         # Without it every tensor-parallel rank would send the same tokens to the experts.
         problems.append(f"{key}.sp: found false with tp {parallel.tp}; a model of experts needs true")
@@ -301,11 +303,9 @@ def _check_lora(arch: Architecture, spec: WorkerSpec, lora: LoraConfig) -> Itera
         yield f"{role}.lora.layers: found nothing; it must be attention, mlp or both"
     if arch.experts is not None and LoraLayers.mlp in lora.layers:
         yield f"{role}.lora.layers: found mlp; experts have no adapters: {role}.lora.layers=[attention]"
-    if arch.output_norms:
-        yield (
-            f"{role}.lora.rank: found {lora.rank}; a model with norms of its layers' outputs ({arch.family}) has no"
-            " adapters; it must be 0"
-        )
+    if arch.output_norms or arch.latent is not None:
+        what = "norms of its layers' outputs" if arch.output_norms else "latent attention"
+        yield f"{role}.lora.rank: found {lora.rank}; a model with {what} ({arch.family}) has no adapters; it must be 0"
     if spec.fp8:
         yield f"{role}.fp8: found {spec.fp8.value} with {role}.lora.rank={lora.rank}; adapters need null"
 

@@ -68,7 +68,9 @@ from megarl.models.architecture import Architecture
 from megarl.models.families import Split
 
 # Of an expert's weight on its rank: the local layers' name and that of Transformer Engine's grouped layers.
-_LOCAL_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc\d)\.weight|(linear_fc\d)\.weight(\d+))")
+_LOCAL_EXPERT = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc\d)\.(weight|bias)|(linear_fc\d)\.(weight|bias)(\d+))"
+)
 
 
 def named_entries(chunks: Sequence[PackedGPT]) -> list[tuple[Entry, Tensor]]:
@@ -98,9 +100,9 @@ def _number_expert(suffix: str, model: PackedGPT) -> str:
     match = _LOCAL_EXPERT.fullmatch(suffix)
     if match is None:
         return suffix
-    number, weight = (match[1], match[2]) if match[1] is not None else (match[4], match[3])
+    number, linear, kind = match.group(1, 2, 3) if match[1] is not None else match.group(6, 4, 5)
     first = parallel_state.get_expert_model_parallel_rank() * _num_local_experts(model)
-    return f"mlp.experts.{first + int(number)}.{weight}.weight"
+    return f"mlp.experts.{first + int(number)}.{linear}.{kind}"
 
 
 def _num_local_experts(model: PackedGPT) -> int:
@@ -205,7 +207,7 @@ def _gather(tensor: Tensor, entry: Entry, model: PackedGPT) -> list[tuple[Entry,
     if entry.expert is None:
         return [(entry, gather_shards(tensor, parallel_state.get_tensor_model_parallel_group(), is_split))]
     # Expert-tensor-parallel ranks are the faster in the numbering of this group.
-    shards = gather_shards(tensor, parallel_state.get_expert_tensor_and_model_parallel_group(), is_split)
+    shards = gather_shards(tensor, parallel_state.get_expert_tensor_and_model_parallel_group(), True)
     size, count = parallel_state.get_expert_tensor_parallel_world_size(), _num_local_experts(model)
     own, found = f".experts.{entry.expert}.", []
     for rank in range(len(shards) // size):

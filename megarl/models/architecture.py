@@ -34,6 +34,26 @@ class Experts:
     """The weights of the experts are multiplied by it"""
     has_correction_bias: bool = False
     """A constant float32 bias is added to the scores where experts are chosen, and not where they are weighed."""
+    num_groups: int = 1
+    """Equal parts of the experts, of which those of a token come from `top_groups`: the ones with the largest sum of
+    their two best scores"""
+    top_groups: int = 1
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (2405.04434, section 2.1): queries, and keys with values, are made of vectors of a
+    few numbers, which are normalized; the numbers that positions turn are the same for the keys of all heads.
+    """
+
+    query_rank: int | None
+    """None: queries are made of the hidden states"""
+    rank: int
+    """Of keys and values"""
+    content_size: int
+    """Numbers of a query or key head that positions leave as they are; the first ones"""
+    turned_size: int
+    value_size: int
 
 
 @dataclass(frozen=True)
@@ -74,9 +94,16 @@ class Architecture:
     unturned: tuple[bool, ...] = ()
     """By layer, whether it has no positions at all; empty: all have"""
     activation: str = "silu"
-    """Of the gates of MLPs: silu, or gelu in its approximation by tanh"""
+    """Of the gates of MLPs: silu, gelu in its approximation by tanh, or quick_gelu, x * sigmoid(1.702 x)"""
+    clamp: float | None = None
+    """Of gates and what they multiply, to which 1 is added then"""
+    has_biases: bool = False
+    """The projection at the end of attention, router and experts have biases too, and scores a learned number for each
+    head that takes its share of the softmax and gives nothing (a sink)."""
     embedding_scale: float = 1.0
     """The embedding's outputs are multiplied by it."""
+    latent: Latent | None = None
+    """None: query, key and value heads are made of the hidden states"""
     query_size: float | None = None
     """Scores are divided by its root; None: `head_size`"""
     serves_whole_embedding: bool = False
@@ -90,6 +117,11 @@ class Architecture:
     @property
     def num_expert_layers(self) -> int:
         return 0 if self.experts is None else self.num_layers - self.experts.num_dense_layers
+
+    @property
+    def value_size(self) -> int:
+        """Numbers of a value head"""
+        return self.latent.value_size if self.latent else self.head_size
 
     @property
     def has_unlike_layers(self) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.schema.roles import RandomModelConfig
-from megarl.models.architecture import Architecture, ConfigJson, Experts
+from megarl.models.architecture import Architecture, ConfigJson, Experts, Latent
 
 Shape = tuple[int, ...]
 
@@ -29,6 +29,7 @@ class Split(Enum):
     none = "none"
     """All of it"""
     columns = "columns"
+    rows = "rows"
     vocab = "vocab"
     """Its share of the rows, which are padded"""
     qkv = "qkv"
@@ -50,10 +51,14 @@ class Weight:
     split: Split = Split.none
     served: str = ""
     """SGLang's tensor; empty: named as the Hugging Face one"""
+    served_row: int = 0
+    """Its first row in SGLang's tensor, which holds others too"""
     saved: str = ""
     """The name in Megatron's checkpoints, and that of Transformer Engine's layers; empty: as `name`"""
     per_expert: bool = False
     """There is one for each expert."""
+    interleaved: bool = False
+    """SGLang's tensor has rows of its two parts by turns, so that each pair is taken as one row here"""
     is_constant: bool = False
     """A buffer in float32, whatever the dtype of the model, that training leaves as it is"""
     rows: tuple[int, ...] = ()
@@ -82,6 +87,10 @@ def attention(arch: Architecture, *, fused: bool = False) -> list[Weight]:
         weights.append(Weight(name, names, shapes, Split.qkv, served=served, rows=rows if fused else ()))
     columns = ("self_attn.o_proj.weight",)
     weights.append(Weight("self_attention.linear_proj.weight", columns, ((h, heads),), Split.columns))
+    if arch.has_biases:
+        sinks = ("self_attn.sinks",), ((arch.num_heads,),)
+        weights.append(Weight("self_attention.linear_proj.bias", ("self_attn.o_proj.bias",), ((h,),)))
+        weights.append(Weight("self_attention.core_attention.softmax_offset", *sinks, Split.rows))
     if arch.qk_norm:
         sizes = zip("qk", rows if arch.joins_heads else (arch.head_size, arch.head_size), strict=False)
         weights += [norm(f"self_attention.{x}_layernorm", f"self_attn.{x}_norm", size) for x, size in sizes]
@@ -115,8 +124,8 @@ def mixture(hidden_size: int, experts: Experts) -> list[Weight]:
         weights.append(Weight("mlp.router.expert_bias", (name,), (shape,), is_constant=True))
     gate_up, down = gated_mlp("mlp.experts.{}", "mlp.experts.{}", hidden_size, experts.ffn_size)
     weights += [
-        Weight(gate_up.name, gate_up.hf_names, gate_up.shapes, gate_up.split, "mlp.experts.w13_weight", "", True),
-        Weight(down.name, down.hf_names, down.shapes, down.split, "mlp.experts.w2_weight", "", True),
+        Weight(gate_up.name, gate_up.hf_names, gate_up.shapes, gate_up.split, "mlp.experts.w13_weight", 0, "", True),
+        Weight(down.name, down.hf_names, down.shapes, down.split, "mlp.experts.w2_weight", 0, "", True),
     ]
     if experts.shared_ffn_size:
         weights += gated_mlp("mlp.shared_experts", "mlp.shared_experts", hidden_size, experts.shared_ffn_size)
@@ -191,6 +200,8 @@ class Family:
     it is there; beside `architecture.ONLY_VALUES`"""
     server_options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the SGLang server without which it would hold other tensors than the table says"""
+    cpu_options: Mapping[str, Any] = field(default_factory=dict)
+    """The same of a server on a CPU alone"""
     hf_classifier: str = ""
     """The class of its critics in transformers; empty: `hf_class` and ForSequenceClassification"""
 
@@ -304,10 +315,7 @@ GLM4 = Family(
 # export, and no update changes it.
 
 
-def read_glm4_moe(config: ConfigJson) -> Architecture:
-    # Megatron takes other numbers of experts of each group than transformers and SGLang do.
-    config.require("n_group", 1)
-    config.require("topk_group", 1)
+def read_sigmoid_experts(config: ConfigJson) -> Experts:
     # Megatron normalizes the weights of a sigmoid router always.
     config.require("norm_topk_prob", True)
     # Layers that predict further tokens are not trained: exported with the others they would no longer fit them.
@@ -318,10 +326,12 @@ def read_glm4_moe(config: ConfigJson) -> Architecture:
             f"{config.path}: first_k_dense_replace is {num_dense}; it must be below num_hidden_layers, {num_layers}, so"
             " that a layer has experts"
         )
-    expert_size = config.read_size("moe_intermediate_size")
+    expert_size, top_k = config.read_size("moe_intermediate_size"), config.read_size("num_experts_per_tok")
+    num_experts = config.read_size_of("n_routed_experts", "num_local_experts")
+    groups, chosen = config.read_size("n_group", 1), config.read_size("topk_group", 1)
     experts = Experts(
-        num_experts=config.read_size_of("n_routed_experts", "num_local_experts"),
-        top_k=config.read_size("num_experts_per_tok"),
+        num_experts=num_experts,
+        top_k=top_k,
         ffn_size=expert_size,
         normalized=True,
         num_dense_layers=num_dense,
@@ -329,19 +339,32 @@ def read_glm4_moe(config: ConfigJson) -> Architecture:
         score_function="sigmoid",
         scaling_factor=config.read_number("routed_scaling_factor", 1.0),
         has_correction_bias=True,
+        num_groups=groups,
+        top_groups=chosen,
     )
+    config.check_experts(experts)
+    if (groups, chosen) != (1, 1) and (num_experts % groups or chosen > groups or top_k != 2 * chosen):
+        # Megatron rates a group by as many scores, transformers and SGLang by two.
+        raise ValueError(
+            f"{config.path}: n_group is {groups}, topk_group {chosen} and num_experts_per_tok {top_k}; n_group must"
+            f" divide {num_experts} experts and be topk_group or more, num_experts_per_tok must be 2 * topk_group"
+        )
+    return experts
+
+
+def read_glm4_moe(config: ConfigJson) -> Architecture:
     return config.read_decoder(
         qkv_bias=config.read_flag("attention_bias", False),
         qk_norm=config.read_flag("use_qk_norm", False),
         rotary_share=config.read_rotary_share(0.5),
-        experts=config.check_experts(experts),
+        experts=read_sigmoid_experts(config),
     )
 
 
-def glm4_moe_random_fields(random: RandomModelConfig) -> dict[str, Any]:
-    """One dense layer, then experts and a shared one as wide as they are."""
+def sigmoid_experts_random_fields(random: RandomModelConfig) -> dict[str, Any]:
+    """One dense layer, then experts and a shared one as wide as they are, in two groups where that goes."""
+    has_groups = random.experts_per_token == 2 and random.num_experts % 4 == 0
     return {
-        **with_head_size(random),
         "n_routed_experts": random.num_experts,
         "num_experts_per_tok": random.experts_per_token,
         "moe_intermediate_size": random.ffn_size,
@@ -349,12 +372,15 @@ def glm4_moe_random_fields(random: RandomModelConfig) -> dict[str, Any]:
         "first_k_dense_replace": min(1, random.num_layers - 1),
         "routed_scaling_factor": 1.5,
         "norm_topk_prob": True,
-        "n_group": 1,
+        "n_group": 2 if has_groups else 1,
         "topk_group": 1,
-        "attention_bias": True,
-        "use_qk_norm": True,
         "num_nextn_predict_layers": 0,
     }
+
+
+def glm4_moe_random_fields(random: RandomModelConfig) -> dict[str, Any]:
+    kinds = {"attention_bias": True, "use_qk_norm": True}
+    return {**with_head_size(random), **sigmoid_experts_random_fields(random), **kinds}
 
 
 GLM4_MOE = Family(
@@ -483,9 +509,212 @@ OLMO2 = Family(
 )
 
 
+# DeepSeek-V3 (2412.19437) and Moonlight: latent attention, and the experts of GLM-4.5 in groups.
+
+
+def read_deepseek_v3(config: ConfigJson) -> Architecture:
+    config.require("attention_bias", False)
+    config.require("rope_interleave", True)
+    for key in ("aux_loss_alpha", "ep_size", "seq_aux"):
+        config.ignore(key)  # Of how it was trained
+    # Without them SGLang refuses to start.
+    for key, value in {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}.items():
+        if config[key] != value:
+            config.require(key, value)
+    num_heads, turned = config.read_size("num_attention_heads"), config.read_size("qk_rope_head_dim")
+    rope = config.read_rope()
+    is_whole = rope.mscale and rope.mscale_all_dim and rope.truncate
+    if rope.kind not in ("default", "yarn") or (rope.kind == "yarn" and not is_whole):
+        what = "yarn with mscale, mscale_all_dim and truncate, or none, is supported: SGLang takes all others for it"
+        raise ValueError(f"{config.path}: rope scaling is {rope}; {what}")
+    config.require("num_key_value_heads", num_heads)
+    # transformers writes what follows from the others.
+    config.require("head_dim", turned)
+    latent = Latent(
+        query_rank=config.read_size("q_lora_rank") if config.get("q_lora_rank") is not None else None,
+        rank=config.read_size("kv_lora_rank"),
+        content_size=config.read_size("qk_nope_head_dim"),
+        turned_size=turned,
+        value_size=config.read_size("v_head_dim"),
+    )
+    size = latent.content_size + latent.turned_size
+    config.require("qk_head_dim", size)
+    experts = read_sigmoid_experts(config)
+    return config.read_decoder(head_size=size, num_kv_heads=num_heads, rope=rope, latent=latent, experts=experts)
+
+
+def list_deepseek_v3_weights(arch: Architecture, layer: int) -> list[Weight]:
+    assert arch.latent is not None
+    latent, h, num_heads, inner = arch.latent, arch.hidden_size, arch.num_heads, "self_attention."
+    size, joint = num_heads * arch.head_size, latent.rank + latent.turned_size
+
+    def project(name: str, hf_name: str, shape: Shape, split: Split, served: str = "", row: int = 0) -> Weight:
+        hf_name = f"self_attn.{hf_name}.weight"
+        return Weight(f"self_attention.{name}.weight", (hf_name,), (shape,), split, served, row)
+
+    weights, served, first = [norm("input_layernorm", "input_layernorm", h)], "", latent.query_rank or 0
+    if latent.query_rank is None:
+        weights.append(project("linear_q_proj", "q_proj", (size, h), Split.rows))
+    else:
+        # SGLang has both in one tensor.
+        served = "self_attn.fused_qkv_a_proj_with_mqa.weight"
+        weights += [
+            project("linear_q_down_proj", "q_a_proj", (first, h), Split.none, served),
+            norm(f"{inner}q_layernorm", "self_attn.q_a_layernorm", first, before=f"{inner}linear_q_up_proj"),
+            project("linear_q_up_proj", "q_b_proj", (size, first), Split.rows),
+        ]
+    weights += [
+        project("linear_kv_down_proj", "kv_a_proj_with_mqa", (joint, h), Split.none, served, first),
+        norm(f"{inner}kv_layernorm", "self_attn.kv_a_layernorm", latent.rank, before=f"{inner}linear_kv_up_proj"),
+        project(
+            *("linear_kv_up_proj", "kv_b_proj"),
+            (num_heads * (latent.content_size + latent.value_size), latent.rank),
+            Split.rows,
+        ),
+        project("linear_proj", "o_proj", (h, num_heads * latent.value_size), Split.columns),
+    ]
+    # From the MLP on it is a layer as any other.
+    return [*weights, *(x for x in pre_norm_layer(arch, layer) if x.name.startswith(("pre_mlp", "mlp.")))]
+
+
+def list_latent_fields(arch: Architecture) -> dict[str, Any]:
+    """Megatron's fields of latent attention, which has a rope of its own."""
+    assert arch.latent is not None
+    latent, rope = arch.latent, arch.rope
+    return {
+        **{"multi_latent_attention": True, "qk_layernorm": True, "v_head_dim": latent.value_size},
+        **{"q_lora_rank": latent.query_rank, "kv_lora_rank": latent.rank},
+        **{"qk_head_dim": latent.content_size, "qk_pos_emb_head_dim": latent.turned_size},
+        **{"rope_type": "yarn" if rope.kind == "yarn" else "rope", "rotary_base": rope.theta},
+        **{"rotary_scaling_factor": rope.factor, "beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow},
+        "original_max_position_embeddings": int(rope.original_max_position_embeddings),
+        **{"mscale": rope.mscale or 1.0, "mscale_all_dim": rope.mscale_all_dim or 0.0},
+    }
+
+
+def deepseek_v3_random_fields(random: RandomModelConfig) -> dict[str, Any]:
+    """Heads of which positions turn two thirds."""
+    size = random.hidden_size // random.num_heads
+    return {
+        **sigmoid_experts_random_fields(random),
+        "num_key_value_heads": random.num_heads,
+        **{"q_lora_rank": random.hidden_size // 2, "kv_lora_rank": random.hidden_size // 4},
+        **{"qk_rope_head_dim": size, "qk_nope_head_dim": max(1, size // 2), "v_head_dim": size},
+        **{"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    }
+
+
+DEEPSEEK_CODE = {
+    "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+    **{f"AutoModel{x}": f"modeling_deepseek.DeepseekV3{x or 'Model'}" for x in ("", "ForCausalLM")},
+}
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    hf_class="DeepseekV3",
+    sglang_module="deepseek_v2",
+    read=read_deepseek_v3,
+    list_weights=list_deepseek_v3_weights,
+    megatron_fields=list_latent_fields,
+    random_fields=deepseek_v3_random_fields,
+    has_experts=True,
+    only_values={"auto_map": DEEPSEEK_CODE},
+    server_options={"disable_shared_experts_fusion": True},
+)
+
+
+# gpt-oss (2508.10925): sinks, windows in every other layer, biases everywhere, clamped gates. A tensor holds all
+# experts of a layer, transposed, with gate and up rows by turns.
+
+
+def read_gpt_oss(config: ConfigJson) -> Architecture:
+    config.require("attention_bias", True)
+    config.require("tie_word_embeddings", False)
+    config.require("swiglu_alpha", 1.702)
+    if (found := config.get("quantization_config")) is not None:
+        raise ValueError(
+            f"{config.path}: quantization_config is {found!r}; weights that are trained are not quantized: save them as"
+            " bfloat16, GptOssForCausalLM.from_pretrained(..., quantization_config=Mxfp4Config(dequantize=True)),"
+            " which transformers does on a CPU too"
+        )
+    if not (config.get("rope_scaling") or config.get("rope_parameters")):
+        raise ValueError(f"{config.path}: rope_scaling is missing; transformers would take yarn with a factor of 32")
+    experts = Experts(
+        num_experts=config.read_size_of("num_local_experts", "num_experts"),
+        # openai's own files have both names.
+        top_k=config.read_size_of("num_experts_per_tok", "experts_per_token"),
+        ffn_size=config.read_size("intermediate_size"),
+        normalized=True,
+    )
+    pattern = [layer % 2 == 0 for layer in range(config.read_size("num_hidden_layers"))]
+    return config.read_decoder(
+        **config.read_windows(pattern, 128),
+        rope=config.read_rope(150000.0),
+        head_size=config.read_size("head_dim", 64),
+        norm_eps=config.read_number("rms_norm_eps", 1e-5),
+        qkv_bias=True,
+        has_biases=True,
+        activation="quick_gelu",
+        clamp=config.read_number("swiglu_limit", 7.0),
+        experts=config.check_experts(experts),
+    )
+
+
+def list_gpt_oss_weights(arch: Architecture, layer: int) -> list[Weight]:
+    assert arch.experts is not None
+    h, num, size = arch.hidden_size, arch.experts.num_experts, arch.experts.ffn_size
+
+    def share(kind: str, hf_name: str, shapes: tuple[Shape, ...], served: str) -> Weight:
+        parts = tuple(f"mlp.experts.{hf_name}#{{}}/{num},{part}/{len(shapes)}" for part in range(len(shapes)))
+        is_first = len(shapes) == 2
+        # Split by the rows of the experts, of which those biases that are added last have none.
+        split = Split.gate_up if is_first else Split.columns if kind == "weight" else Split.none
+        name = f"mlp.experts.{{}}.linear_fc{1 if is_first else 2}.{kind}"
+        return Weight(name, parts, shapes, split, f"mlp.experts.{served}", per_expert=True, interleaved=is_first)
+
+    return [
+        norm("input_layernorm", "input_layernorm", h, before="self_attention.linear_qkv"),
+        *attention(arch),
+        norm("pre_mlp_layernorm", "post_attention_layernorm", h),
+        Weight("mlp.router.weight", ("mlp.router.weight",), ((num, h),)),
+        Weight("mlp.router.bias", ("mlp.router.bias",), ((num,),)),
+        share("weight", "gate_up_proj", ((size, h),) * 2, "w13_weight"),
+        share("bias", "gate_up_proj_bias", ((size,),) * 2, "w13_weight_bias"),
+        share("weight", "down_proj", ((h, size),), "w2_weight"),
+        share("bias", "down_proj_bias", ((h,),), "w2_weight_bias"),
+    ]
+
+
+GPT_OSS = Family(
+    "gpt_oss",
+    hf_class="GptOss",
+    sglang_module="gpt_oss",
+    read=read_gpt_oss,
+    list_weights=list_gpt_oss_weights,
+    random_fields=lambda random: {
+        **with_head_size(random),
+        "num_local_experts": random.num_experts,
+        "num_experts_per_tok": random.experts_per_token,
+        "sliding_window": 6,
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64},
+            "truncate": False,
+        },
+        "tie_word_embeddings": False,
+    },
+    has_experts=True,
+    only_values={"initial_context_length": 4096},
+    # Other ways to compute the experts keep them in another form.
+    server_options={"moe_runner_backend": "triton"},
+    cpu_options={"attention_backend": "intel_amx", "disable_hybrid_swa_memory": True},
+)
+
+
 FAMILIES = {
     family.name: family
-    for family in (GEMMA3, GLM4, GLM4_MOE, LLAMA, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3, QWEN3_MOE, SMOLLM3)
+    for family in (
+        *(DEEPSEEK_V3, GEMMA3, GLM4, GLM4_MOE, GPT_OSS, LLAMA, MISTRAL, OLMO2, PHI3),
+        *(QWEN2, QWEN3, QWEN3_MOE, SMOLLM3),
+    )
 }
 """Descriptors by the model_type of config.json"""
 

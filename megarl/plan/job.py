@@ -38,6 +38,11 @@ SIZES = (
 )
 QWEN2 = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_theta": 1e6}
 QWEN3 = {**QWEN2, "model_type": "qwen3", "head_dim": 128}
+LLAMA3_ROPE = {
+    **{"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"},
+    "original_max_position_embeddings": 8192,
+}
+LLAMA3 = {"model_type": "llama", "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE}
 
 
 def _publish(family: Mapping[str, Any], *sizes: int, **others: Any) -> dict[str, Any]:
@@ -50,14 +55,33 @@ PUBLISHED = {
     "Qwen/Qwen2-7B-Instruct": _publish(QWEN2, 3584, 18944, 28, 28, 4, 152064, 32768, False),
     "Qwen/Qwen2.5-0.5B-Instruct": _publish(QWEN2, 896, 4864, 24, 14, 2, 151936, 32768, True),
     "Qwen/Qwen3-0.6B": _publish(QWEN3, 1024, 3072, 28, 16, 8, 151936, 40960, True),
+    "Qwen/Qwen3-1.7B": _publish(QWEN3, 2048, 6144, 28, 16, 8, 151936, 40960, True),
+    "Qwen/Qwen3-4B": _publish(QWEN3, 2560, 9728, 36, 32, 8, 151936, 40960, True),
     "Qwen/Qwen3-8B": _publish(QWEN3, 4096, 12288, 36, 32, 8, 151936, 40960, False),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": _publish(
+        QWEN2, *(1536, 8960, 28, 12, 2, 151936, 131072, False), rope_theta=1e4
+    ),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": _publish(
+        QWEN2, *(3584, 18944, 28, 28, 4, 152064, 131072, False), rope_theta=1e4
+    ),
     "Qwen/Qwen3-32B": _publish(QWEN3, 5120, 25600, 64, 64, 8, 151936, 40960, False),
-    "meta-llama/Llama-3.1-8B-Instruct": {
-        **_publish(QWEN2, *(4096, 14336, 32, 32, 8, 128256, 131072, False), model_type="llama", rms_norm_eps=1e-05),
-        "rope_theta": 500000.0,
+    "meta-llama/Llama-3.1-8B-Instruct": _publish(LLAMA3, 4096, 14336, 32, 32, 8, 128256, 131072, False),
+    "meta-llama/Llama-3.2-1B-Instruct": _publish(
+        LLAMA3,
+        *(2048, 8192, 16, 32, 8, 128256, 131072, True),
+        head_dim=64,
+        rope_scaling={**LLAMA3_ROPE, "factor": 32.0},
+    ),
+    "Qwen/Qwen3-30B-A3B": {
+        **_publish(QWEN3, *(2048, 6144, 48, 32, 4, 151936, 40960, False), model_type="qwen3_moe", num_experts=128),
+        **{"num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
+    },
+    "lmsys/gpt-oss-20b-bf16": {
+        **_publish({"model_type": "gpt_oss"}, 2880, 2880, 24, 64, 8, 201088, 131072, False),
+        **{"num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128, "rope_theta": 150000},
         "rope_scaling": {
-            **{"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"},
-            "original_max_position_embeddings": 8192,
+            **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+            "original_max_position_embeddings": 4096,
         },
     },
     "Qwen/Qwen3-235B-A22B": {

@@ -86,7 +86,7 @@ def compute_layer(
     """norm: s h b + 4 s of scales, once before attention and once before the MLP; their outputs as much; queries, keys
     and values once as made and, turned by their positions, once more; the output of attention and a float32 logsumexp
     for each token and head (2205.14135); 5 f of the MLP: the two halves of linear_fc1, silu of one, the other plus its
-    offset, their product. Norms of the outputs keep their inputs and scales.
+    offset, their product. Norms of the outputs keep their inputs and scales; those within latent attention too.
     """
     b, h, tokens = ELEMENT_BYTES[dtype], arch.hidden_size, batch.num_tokens
     split = tokens // parallel.tp if parallel.sp else tokens
@@ -95,7 +95,9 @@ def compute_layer(
     norms = split * h * b + 2 * 4 * split + 2 * split * h * b
     if arch.output_norms:
         norms += 2 * (4 * split + split * h * b)
-    held = queries + 2 * keys
+    if arch.latent is not None:
+        norms += 2 * split * ((arch.latent.query_rank or 0) + arch.latent.rank) * b
+    held = queries + keys + tokens * kv_heads * arch.value_size * b
     turned = queries + keys
     angles = 4 * tokens * arch.head_size * b
     if arch.qk_norm:
@@ -105,7 +107,7 @@ def compute_layer(
         input=split * h * b,
         core_attention=4 * tokens * heads,
         mlp=mlp,
-        rest=norms + held + turned + angles + queries,
+        rest=norms + held + turned + angles + tokens * heads * arch.value_size * b,
         # Under sequence parallelism a matrix's whole input is gathered again, in a buffer that stays, and its gradient
         # is whole before it is scattered (megatron/core/tensor_parallel/layers.py).
         gradient=work + 2 * split * h * b + (2 * tokens * h * b if parallel.sp else 0),
@@ -462,13 +464,15 @@ def estimate_server(arch: Architecture, rollout: RolloutConfig, weights: int, fr
 
     SGLang's pool takes what the weights leave free, less (1 - mem_fraction_static) of what was free before them
     (mem_cache/kv_cache_configurator.py, _profile_available_bytes): mem_fraction_static * free - weights. A token
-    takes 2 * layers * key-value heads of this rank * size of a head elements, at least one head a rank.
+    takes 2 * layers * key-value heads of this rank * size of a head elements, at least one head a rank; with latent
+    attention its vector and what positions turn, on every rank.
     """
     heads = max(1, arch.num_kv_heads // rollout.tp)
     dtype, each = str(rollout.sglang.get("kv_cache_dtype") or "auto"), ELEMENT_BYTES[rollout.dtype]
     if dtype != "auto":
         each = 1 if dtype.startswith("fp8") else 2 if dtype in ("bfloat16", "bf16") else each
-    per_token = 2 * arch.num_layers * heads * arch.head_size * each
+    size = 2 * heads * arch.head_size if arch.latent is None else arch.latent.rank + arch.latent.turned_size
+    per_token = arch.num_layers * size * each
     fraction = float(rollout.sglang.get("mem_fraction_static") or DEFAULT_FRACTION)
     room = int(fraction * free) - weights
     if rollout.kv_cache_tokens is not None:

@@ -324,6 +324,7 @@ def build_command(
         "disable_radix_cache": config.router_replay,
         **(family.server_options if family else {}),
         **serving.list_options(config),
+        **(family.cpu_options if family and isinstance(serving, CpuServing) else {}),
     }
     return [sys.executable, "-m", "sglang.launch_server", *render_options(options | config.sglang)]
 

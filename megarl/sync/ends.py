@@ -13,6 +13,7 @@ it is one element.
 """
 
 import json
+import math
 import os
 import socket
 from collections import defaultdict
@@ -166,6 +167,15 @@ VERBS: dict[str, Callable[..., Any]] = {
 }
 
 
+def _view_experts(name: str, x: Tensor) -> Tensor:
+    """Pairs of a gate row and an up row as one (`Weight.interleaved`), [E, 2 f, h] -> [E, f, 2 h] and [E, 2 f] ->
+    [E, f, 2], and the other biases in one row, [E, h] -> [E h]; of the same memory.
+    """
+    if ".w13_weight" in name:
+        return x.view(len(x), -1, 2 * math.prod(x.shape[2:]))
+    return x.view(-1) if x.ndim == 2 else x
+
+
 def receive(model: torch.nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
     """SGLang's custom weight loader: executes one request and answers it."""
     try:
@@ -176,8 +186,13 @@ def receive(model: torch.nn.Module, named_tensors: Iterable[tuple[str, Tensor]])
     answer: dict[str, Any]
     try:
         tensors = {name: param.data for name, param in model.named_parameters()}
+        if getattr(getattr(model, "config", None), "model_type", None) == "gpt_oss":
+            tensors = {name: _view_experts(name, x) if ".experts." in name else x for name, x in tensors.items()}
         with torch.no_grad():
             answer = {"result": VERBS[request["verb"]](tensors, **request["arguments"])}
+            if request["verb"] == "receive" and (renew := getattr(model, "post_load_weights", None)) is not None:
+                # Latent attention computes with copies of parts of its weights.
+                renew()
     except Exception as error:
         print(f"megarl: {request.get('verb')} failed: {error!r}", flush=True)
         answer = {"error": f"{type(error).__name__}: {error}"}

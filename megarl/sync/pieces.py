@@ -40,7 +40,10 @@ def check_serving_layout(arch: Architecture, tp: int) -> Iterator[str]:
         divided = [arch.num_heads, *sizes.values()]
         return not any(size % tp for size in divided) and (kv_heads % tp == 0 or tp % kv_heads == 0)
 
-    if not fits(tp):
+    if arch.has_biases and tp > 1:
+        what = f"SGLang keeps biases of {arch.family}'s experts on one rank of several"
+        yield f"rollout.tp: found {tp}; {what}; it must be 1"
+    elif not fits(tp):
         nearest = min(filter(fits, range(1, arch.num_heads + 1)), key=lambda other: (abs(other - tp), other))
         rows = ", ".join(f"{size} rows of {what}" for what, size in sizes.items())
         yield (
@@ -70,8 +73,9 @@ def check_server_rank(
     """What a server rank says it holds (name -> shape, dtype) against what it should; one message per difference."""
     expected: dict[str, tuple[int, int]] = {}
     for piece in pieces:
-        rows, _ = expected.get(piece.tensor, (0, 0))
-        expected[piece.tensor] = (max(rows, piece.row + piece.region.num_rows), piece.region.num_cols)
+        rows, cols = expected.get(piece.tensor, (0, 0))
+        ends = piece.row + piece.region.num_rows, piece.col + piece.region.num_cols
+        expected[piece.tensor] = (max(rows, ends[0]), max(cols, ends[1]))
     for name in ("model.embed_tokens.weight", *(() if arch.tied else ("lm_head.weight",))):
         expected[name] = (find_vocab_rows(arch, tp), arch.hidden_size)
     problems = [f"has no tensor {name}, which the policy's model has" for name in sorted(expected.keys() - found)]
@@ -94,6 +98,8 @@ def _cut_served(entry: Entry, arch: Architecture, tp: int, rank: int) -> list[Pi
     for place, (whole, first, rows, cols) in enumerate(entry.parts):
         if entry.split is Split.columns:
             region = TensorSlice(first, rank * (cols // tp), rows, cols // tp)
+        elif entry.split is Split.rows:
+            region = TensorSlice(first + rank * (rows // tp), 0, rows // tp, cols)
         elif entry.split is Split.vocab:
             size = find_vocab_rows(arch, tp)
             start = 0 if arch.serves_whole_embedding else rank * size
@@ -106,7 +112,10 @@ def _cut_served(entry: Entry, arch: Architecture, tp: int, rank: int) -> list[Pi
             region = TensorSlice(first, 0, rows, cols)
         regions.append((whole, region))
     # The experts of a layer lie one after the other.
-    row = (entry.expert or 0) * sum(region.num_rows for _, region in regions)
+    row = entry.served_row + (entry.expert or 0) * sum(region.num_rows for _, region in regions)
+    if entry.interleaved:
+        row //= 2
+        return [Piece(entry.served, row, i * x.num_cols, whole, x) for i, (whole, x) in enumerate(regions)]
     pieces = []
     for whole, region in regions:
         pieces.append(Piece(entry.served, row, 0, whole, region))

@@ -75,6 +75,8 @@ def write_checkpoint(directory: Path, family: str, seed: int) -> Path:
     tensors = load_file(checkpoint / "model.safetensors")
     generator = torch.Generator().manual_seed(seed)
     changed = {name: x + 0.1 * torch.randn(x.shape, generator=generator) for name, x in tensors.items()}
+    # SGLang keeps sinks in bfloat16, whatever the dtype.
+    changed |= {name: x.bfloat16().float() for name, x in changed.items() if name.endswith(".sinks")}
     save_file(changed, checkpoint / "model.safetensors", metadata={"format": "pt"})
     return checkpoint
 

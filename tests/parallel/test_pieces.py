@@ -18,6 +18,7 @@ from megarl.algo.losses import count_minibatch
 from megarl.cluster.actors import Share, Sharer
 from megarl.config.schema.roles import Dtype, ParallelConfig
 from megarl.mcore.batch import build_batch
+from megarl.mcore.checkpoints import CheckpointReader, list_entries
 from megarl.mcore.microbatches import pack
 from megarl.mcore.spec import Role, check_layout, read_architecture
 from megarl.models.families import FAMILIES
@@ -84,7 +85,9 @@ def held(root: Path) -> dict[str, list[Any]]:
 def test_every_rank_holds_what_is_predicted_and_that_part_of_the_checkpoint(
     name: str, root: Path, held: dict[str, list[Any]]
 ) -> None:
-    wholes, arch = read(root / name), read_architecture(root / name)
+    arch = read_architecture(root / name)
+    with CheckpointReader(root / name) as reader:
+        wholes = {whole: reader.read(whole) for entry in list_entries(arch, False) for whole in entry.hf_names}
     own = {key: ranks for key, ranks in held.items() if key.partition("-")[0] == name}
     assert len(own) >= 4 + len(FOUR.get(name, ()))
     for key, ranks in own.items():

@@ -19,6 +19,7 @@ from megarl_kernels import attend, build_group, is_faster, multiply, plan_groups
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.layers.rotary_embedding import get_rope
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -26,12 +27,18 @@ logger = logging.getLogger(__name__)
 
 
 class BatchedAttnBackend(TorchNativeAttnBackend):
-    """`torch_native` with plain causal attention in groups; every other kind goes to the stock loops."""
+    """`torch_native` with causal attention in groups; every other kind goes to the stock loops."""
 
     def __init__(self, model_runner):
         super().__init__(model_runner)
         self.dtype = model_runner.dtype
         self.groups = []
+        if model_runner.use_mla_backend:
+            from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
+
+            # By default keys and values of a prompt would not come from the cache, from which they are taken here.
+            method = handlers.AttnForwardMethod.MLA
+            handlers.AttentionBackendRegistry.register("torch_native", lambda attention, batch: method)
         logger.info("megarl_cpu_plugin: sequences are attended in groups")
 
     def init_forward_metadata(self, forward_batch):
@@ -53,28 +60,29 @@ class BatchedAttnBackend(TorchNativeAttnBackend):
         ]
 
     def _can_batch(self, layer):
-        windowed = layer.sliding_window_size is not None and layer.sliding_window_size > -1
         plain = not layer.is_cross_attention and layer.attn_type != AttentionType.ENCODER_ONLY
-        return self.groups is not None and plain and not windowed and not self.use_sliding_window_kv_pool
+        return self.groups is not None and plain and not self.use_sliding_window_kv_pool
 
-    def _forward(self, q, k, v, layer, forward_batch, save_kv_cache):
+    def _forward(self, q, k, v, layer, forward_batch, save_kv_cache, sinks=None):
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
             pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc), k, v)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         output = query.new_empty(query.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        windowed = layer.sliding_window_size is not None and layer.sliding_window_size > -1
+        window = layer.sliding_window_size if windowed else None
         for group in self.groups:
-            attend(group, query, keys, values, output, layer.scaling)
+            attend(group, query, keys, values, output, layer.scaling, window, sinks)
         return output.flatten(1)
 
-    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, **sinks):
         forward = self._forward if self._can_batch(layer) else super().forward_decode
-        return forward(q, k, v, layer, forward_batch, save_kv_cache)
+        return forward(q, k, v, layer, forward_batch, save_kv_cache, **sinks)
 
-    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **sinks):
         forward = self._forward if self._can_batch(layer) else super().forward_extend
-        return forward(q, k, v, layer, forward_batch, save_kv_cache)
+        return forward(q, k, v, layer, forward_batch, save_kv_cache, **sinks)
 
 
 def build_sampling_info(stock, cls, batch, vocab_size):
@@ -138,14 +146,24 @@ def lock_nothing(stock, buffer, granularity=None):
     """SGLang's _cuda_host_register, which asks CUDA to lock the pages."""
 
 
+def build_rope(stock, head_size, rotary_dim, max_position, base, is_neox_style=True, rope_scaling=None, *options):
+    """SGLang's get_rope_cpu, by which DeepSeek's layers make rotary embeddings of one kind of scaling alone."""
+    if rope_scaling is not None:
+        return stock(head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, *options)
+    return get_rope(head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling)
+
+
 def register():
     """Take the name `torch_native` in SGLang's registry of backends, and wrap what is named above."""
     register_attention_backend("torch_native")(BatchedAttnBackend)
+    # The one for a CPU that SGLang takes for models with sinks
+    register_attention_backend("intel_amx")(BatchedAttnBackend)
     sampler, batch_info = "sglang.srt.layers.sampler", "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
     layers = "sglang.srt.layers"
     for target, hook in {
         f"{layers}.quantization.unquant.UnquantizedLinearMethod.apply": apply_linear,
         f"{layers}.logits_processor.LogitsProcessor._compute_lm_head": compute_logits,
+        f"{layers}.rotary_embedding.factory.get_rope_cpu": build_rope,
         f"{batch_info}.from_schedule_batch": build_sampling_info,
         f"{sampler}.sampling_from_probs_torch": sample_from_probs,
         f"{sampler}.top_k_top_p_min_p_sampling_from_probs_torch": sample_from_top_probs,

@@ -8,7 +8,7 @@ follow a key.
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 MAX_GROUP_AREA = 1 << 20
 """Most padded query x key positions of a group: bounds the memory of its mask and scores."""
@@ -62,23 +62,31 @@ def build_group(members, first_query, num_queries, num_keys, rows, req_to_token,
     return Group(queries.view(-1), slots.reshape(-1), mask, outputs, (len(members), lq, lk))
 
 
-def attend(group, query, keys, values, output, scaling):
-    """Write one group's attention. query, output: [tokens, Hq, D]; keys, values: [slots, Hk, D]."""
+def attend(group, query, keys, values, output, scaling, window=None, sinks=None):
+    """Write one group's attention. query, output: [tokens, Hq, D]; keys, values: [slots, Hk, D]; window: how many keys
+    before its own a query sees; sinks: [Hq], scores of one more key, whose value is 0.
+    """
     g, lq, lk = group.shape
     num_heads, num_kv_heads = query.shape[1], keys.shape[1]
     k = keys.flatten(1).index_select(0, group.slots).view(g, lk, num_kv_heads, -1).transpose(1, 2)
     v = values.flatten(1).index_select(0, group.slots).view(g, lk, num_kv_heads, -1).transpose(1, 2)
     q = query.index_select(0, group.queries).view(g, lq, num_heads, -1).transpose(1, 2)
-    k, v = k.to(q.dtype), v.to(q.dtype)
+    k, v, mask = k.to(q.dtype), v.to(q.dtype), group.mask
+    if window is not None:
+        first = (mask == 0).sum(-1, keepdim=True) - 1 - window
+        mask = mask.masked_fill(torch.arange(lk) < first, float("-inf"))
+    if sinks is not None:
+        k, v = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1))
+        rows = (g, num_kv_heads, num_heads // num_kv_heads) if lq == 1 else (g, num_heads, lq)
+        scores = sinks.to(q.dtype).view(1, *(rows[1:] if lq == 1 else (num_heads, 1)), 1).expand(*rows, 1)
+        mask = torch.cat([mask.expand(*rows, lk), scores], -1)
     if lq == 1:
         # The query heads that share a key head are its query positions: no key is copied per head.
         q = q.reshape(g, num_kv_heads, num_heads // num_kv_heads, -1)
-        out = scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scaling)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
         out = out.reshape(g, num_heads, -1)
     else:
-        out = scaled_dot_product_attention(
-            q, k, v, attn_mask=group.mask, scale=scaling, enable_gqa=num_heads != num_kv_heads
-        )
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=num_heads != num_kv_heads)
         out = out.transpose(1, 2).reshape(g * lq, num_heads, -1)
     if group.outputs is None:
         output.index_copy_(0, group.queries, out)

@@ -10,7 +10,7 @@ from tiny_checkpoints import build_fields
 
 from megarl.mcore.checkpoints import describe, list_entries
 from megarl.models.architecture import EFFECTIVE, ONLY_VALUES, SECTIONS, WITHOUT_EFFECT, Architecture, Experts
-from megarl.models.families import FAMILIES, list_unknown_keys, list_weights, parse_architecture
+from megarl.models.families import DEEPSEEK_CODE, FAMILIES, list_unknown_keys, list_weights, parse_architecture
 from megarl.models.rope import Rope
 
 
@@ -21,8 +21,19 @@ def read(family: str, **changes: Any) -> Architecture:
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("glm4_moe", {"n_group": 2}, "config.json: n_group is 2; only 1 is supported"),
-        ("glm4_moe", {"topk_group": 2}, "topk_group is 2"),
+        ("glm4_moe", {"n_group": 3}, "config.json: n_group is 3, topk_group 1 and num_experts_per_tok 2; .* divide 4"),
+        ("glm4_moe", {"topk_group": 2}, "topk_group 2 and num_experts_per_tok 2; .* must be 2"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4.*; weights that are trained are not"),
+        ("gpt_oss", {"rope_parameters": None}, "rope_scaling is missing"),
+        ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5; only 1.702"),
+        ("gpt_oss", {"tie_word_embeddings": True}, "tie_word_embeddings is True"),
+        ("deepseek_v3", {"topk_method": None}, "topk_method is missing"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method is 'greedy'; only 'noaux_tc'"),
+        ("deepseek_v3", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1; only 0"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads is 2; only 4"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave is False"),
+        ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank is missing"),
+        ("deepseek_v3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "linear.*; yarn with mscale"),
         ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob is False; only True"),
         ("glm4_moe", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1; only 0"),
         ("glm4_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, num_experts 4"),
@@ -70,12 +81,15 @@ def test_a_key_by_which_one_engine_computes_something_else_is_refused_by_name(
     family: str, key: str, value: Any
 ) -> None:
     changes: dict[str, Any] = {}
+    if family == "deepseek_v3" and key == "v_head_dim":
+        assert read(family, v_head_dim=8).value_size == 8
+        return
     if family.startswith("glm4") and key == "partial_rotary_factor":
         assert read(family, partial_rotary_factor=0.25).rotary_share == 0.25
         return
     if family == "phi3" and key == "original_max_position_embeddings":
         changes = {"rope_scaling": YARN}  # Without scaling it has no effect.
-    if family == "gemma3_text" and key == "layer_types":
+    if family in ("gemma3_text", "gpt_oss") and key == "layer_types":
         assert read(family, **{key: value}).windowed == (False, True)
         return
     with pytest.raises(ValueError, match=f"config.json: .*{key}"):
@@ -181,6 +195,20 @@ PUBLISHED_KEYS = {
         **{"partial_rotary_factor": 1.0, "rope_scaling": None, "sliding_window": None},
     },
     "olmo2": {"attention_bias": False, "rope_scaling": None},
+    "deepseek_v3": {
+        **{"auto_map": DEEPSEEK_CODE, "aux_loss_alpha": 0.001, "ep_size": 1, "moe_layer_freq": 1, "seq_aux": True},
+        **{"scoring_func": "sigmoid", "topk_method": "noaux_tc", "pretraining_tp": 1, "attention_bias": False},
+        **{"rope_theta": 10000, "rms_norm_eps": 1e-6},
+        "rope_scaling": {
+            **{"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "yarn"},
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    "gpt_oss": {
+        **{"attention_bias": True, "experts_per_token": 2, "head_dim": 16, "initial_context_length": 4096},
+        **{"output_router_logits": False, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0},
+        **{"rope_parameters": None, "rope_scaling": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}},
+    },
     "glm4": {"attention_bias": True, "partial_rotary_factor": 0.5, "head_dim": 16},
     "glm4_moe": {"rope_scaling": None, "partial_rotary_factor": 0.5, "head_dim": 16},
 }

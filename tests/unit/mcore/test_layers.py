@@ -73,7 +73,8 @@ def test_rectangles_cover_every_token_once_with_bounded_padding(lengths: list[in
 
 
 def build_norm(dtype: torch.dtype) -> RMSNorm:
-    norm = RMSNorm(SimpleNamespace(params_dtype=dtype, sequence_parallel=True), 24, eps=1e-6)
+    config = SimpleNamespace(params_dtype=dtype, sequence_parallel=True, layernorm_zero_centered_gamma=False)
+    norm = RMSNorm(config, 24, eps=1e-6)
     with torch.no_grad():
         norm.weight.add_(torch.randn(24).to(dtype) / 4)
     return norm

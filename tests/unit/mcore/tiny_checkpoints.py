@@ -39,7 +39,7 @@ def write_checkpoint(directory: Path, family: str = "qwen3", *, tied: bool = Fal
 def build_fields(family: str) -> dict[str, Any]:
     """Keys of a config.json; experts are half as wide as a dense MLP."""
     fields = {**build_random_fields(replace(SIZES, family=family), VOCAB), "pad_token_id": None, "eos_token_id": 2}
-    return fields | ({"moe_intermediate_size": 48} if FAMILIES[family].has_experts else {})
+    return fields | ({"moe_intermediate_size": 48} if "moe_intermediate_size" in fields else {})
 
 
 def find_constants(model: Any) -> list[torch.Tensor]:

@@ -50,6 +50,26 @@ def test_every_algorithm_fits_the_cluster_of_each_model(
             assert found.left > (3 * GIB if num_gpus > 1 else 0)
 
 
+TWO_NODES = ("cluster=h100x16", "cluster.placement=split", "rollout.transport=split")
+ONE_H200_NODE = ("cluster=h200x8", "policy.parallel.num_processes=8", "critic.parallel.num_processes=8")
+
+
+@pytest.mark.parametrize(
+    ("model", "other"),
+    [
+        *((name, TWO_NODES) for name in ("qwen3_1_7b", "qwen3_4b", "llama3_2_1b")),
+        *((f"r1_distill_qwen_{size}", TWO_NODES) for size in ("1_5b", "7b")),
+        ("qwen3_30b_a3b", (*ONE_H200_NODE, "rollout.num_servers=4")),
+        ("gpt_oss_20b", (*ONE_H200_NODE, "rollout.num_servers=8")),
+    ],
+)
+def test_a_preset_fits_the_nodes_that_its_first_lines_name(model: str, other: tuple[str, ...]) -> None:
+    own, others = (plan("algo=vapo", f"model={model}", *changes) for changes in ((), other))
+    assert own.problems == others.problems == ()
+    assert {own.num_gpus, others.num_gpus} == {8, 16}
+    assert min(own.left, others.left) > 3 * GIB
+
+
 def test_the_plan_of_qwen32b_in_numbers() -> None:
     found = plan(*QWEN32B)
     (policy,) = found.stages["policy"]

@@ -279,6 +279,13 @@ PRESETS = {
     "Qwen/Qwen3-8B": ("qwen3_8b", 8_190_735_360),
     "meta-llama/Llama-3.1-8B-Instruct": ("llama3_8b", 8_030_261_248),
     "Qwen/Qwen3-235B-A22B": ("qwen3_235b_a22b", 235_093_634_560),
+    "Qwen/Qwen3-1.7B": ("qwen3_1_7b", 1_720_574_976),
+    "Qwen/Qwen3-4B": ("qwen3_4b", 4_022_468_096),
+    "meta-llama/Llama-3.2-1B-Instruct": ("llama3_2_1b", 1_235_814_400),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": ("r1_distill_qwen_1_5b", 1_777_088_000),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": ("r1_distill_qwen_7b", 7_615_616_512),
+    "Qwen/Qwen3-30B-A3B": ("qwen3_30b_a3b", 30_532_122_624),
+    "lmsys/gpt-oss-20b-bf16": ("gpt_oss_20b", 20_914_757_184),
 }
 """Preset, and the number of weights in the published checkpoint"""
 
@@ -297,8 +304,25 @@ def count(
 def test_the_sizes_known_here_are_those_of_the_published_config_and_megatron_builds_as_many_weights(name: str) -> None:
     arch, (preset, number) = describe(name), PRESETS[name]
     assert arch == parse_architecture(CHECKPOINTS["all"] | CHECKPOINTS[preset], Path(name))
-    if arch.experts is None:
-        assert count(arch)[0].total == number
+    total = count(arch)[0].total if arch.experts is None else count_weights(arch)
+    assert total == number
+
+
+def count_weights(arch: Architecture) -> int:
+    return sum(math.prod(shape) for entry in list_entries(arch, False) for shape in entry.shapes)
+
+
+@pytest.mark.parametrize(("name", "number"), [("deepseek_v3", 671_026_419_200), ("moonlight", 15_960_110_208)])
+def test_latent_attention_has_the_published_number_of_weights(name: str, number: int) -> None:
+    arch = parse_architecture(CHECKPOINTS["all"] | CHECKPOINTS[name], Path(name))
+    assert count_weights(arch) == number
+
+
+def test_a_token_of_moonlight_keeps_its_vector_and_what_positions_turn_on_every_rank_of_a_server() -> None:
+    arch = parse_architecture(CHECKPOINTS["all"] | CHECKPOINTS["moonlight"], Path("moonlight"))
+    for tp in (1, 2):
+        server = estimate_server(arch, RolloutConfig(tp=tp, dtype=Dtype.bfloat16), 10 * GIB, 60 * GIB, 1000)
+        assert server.bytes_per_token == 27 * (512 + 64) * 2
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -20,7 +20,7 @@ from megarl.mcore.spec import check_layout
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES, Split, build_random_fields, parse_architecture
 from megarl.sync.ends import compute_checksum, empty_bucket, fill_bucket
-from megarl.sync.pieces import check_server_rank, find_vocab_rows, predict_server_rank
+from megarl.sync.pieces import check_server_rank, check_serving_layout, find_vocab_rows, predict_server_rank
 from megarl.sync.plan import (
     MASK,
     LayoutError,
@@ -49,9 +49,9 @@ def build_architecture(family: str, num_kv_heads: int = 2, tied: bool = False, v
         max_length=64,
         tie_embeddings=tied,
     )
-    # OLMo 2 has no heads of another size.
-    fields = {**build_random_fields(sizes, vocab_size), "head_dim": 2 if family == "olmo2" else 4}
-    fields |= {"moe_intermediate_size": 8} if FAMILIES[family].has_experts else {}
+    # OLMo 2 and DeepSeek-V3 have no heads of another size.
+    fields = {**build_random_fields(sizes, vocab_size), "head_dim": 2 if family in ("deepseek_v3", "olmo2") else 4}
+    fields |= {"moe_intermediate_size": 8} if "moe_intermediate_size" in fields else {}
     return parse_architecture({"model_type": family, **fields}, Path("config.json"))
 
 
@@ -80,8 +80,34 @@ def build_training_tensors(pieces: list[Piece], arch: Architecture, wholes: dict
     return tensors
 
 
+def build_gpt_oss_mlp(wholes: dict[str, Tensor], p: str) -> dict[str, Tensor]:
+    """As the server's end of a sync sees them: a gate row and an up row in one."""
+    held = {name: x for name, x in wholes.items() if name.startswith(f"{p}mlp.router.")}
+    p, held_rows = f"{p}mlp.experts.", {}
+    for kind, name in (("weight", ""), ("weight_bias", "_bias")):
+        gate, up, down = (
+            [wholes[f"{p}{x}_proj{name}#{expert}/4,{part}"] for expert in range(4)]
+            for x, part in (("gate_up", "0/2"), ("gate_up", "1/2"), ("down", "0/1"))
+        )
+        held_rows[f"{p}w13_{kind}"] = torch.stack(
+            [torch.cat([a, b], 1) if a.ndim > 1 else torch.stack([a, b], 1) for a, b in zip(gate, up, strict=True)]
+        )
+        held_rows[f"{p}w2_{kind}"] = torch.cat(down) if name else torch.stack(down)
+    return held | held_rows
+
+
+def build_latent_attention(wholes: dict[str, Tensor], p: str, tp: int, rank: int) -> dict[str, Tensor]:
+    """Heads are split, and what makes the vectors is on every rank, as one matrix."""
+    p = f"{p}self_attn."
+    first = torch.cat([wholes[f"{p}q_a_proj.weight"], wholes[f"{p}kv_a_proj_with_mqa.weight"]])
+    held = {f"{p}{x}_b_proj.weight": wholes[f"{p}{x}_b_proj.weight"].chunk(tp)[rank] for x in ("q", "kv")}
+    return held | {f"{p}fused_qkv_a_proj_with_mqa.weight": first}
+
+
 def build_server_mlp(wholes: dict[str, Tensor], p: str, tp: int, rank: int) -> dict[str, Tensor]:
     """Of the layer whose names begin with `p`: its MLP, or its router, experts and shared experts."""
+    if f"{p}mlp.router.weight" in wholes:
+        return build_gpt_oss_mlp(wholes, p)
     held = {name: x for name, x in wholes.items() if name.startswith(f"{p}mlp.gate.")}
     num_experts = len({name.split(".")[5] for name in wholes if name.startswith(f"{p}mlp.experts.")})
     mlp = f"{p}mlp.shared_experts." if num_experts else f"{p}mlp."
@@ -125,7 +151,11 @@ def build_server_tensors(arch: Architecture, wholes: dict[str, Tensor], tp: int,
     for layer in range(arch.num_layers):
         p = f"model.layers.{layer}."
         held |= {name: x for name, x in wholes.items() if name.startswith(p) and "norm" in name}
-        for kind in ("weight", "bias") if arch.qkv_bias else ("weight",):
+        if arch.has_biases:
+            held |= {f"{p}self_attn.{x}": wholes[f"{p}self_attn.{x}"] for x in ("sinks", "o_proj.bias")}
+        if arch.latent is not None:
+            held |= build_latent_attention(wholes, p, tp, rank)
+        for kind in () if arch.latent else ("weight", "bias") if arch.qkv_bias else ("weight",):
             fused, sizes = wholes.get(f"{p}self_attn.qkv_proj.{kind}"), [arch.num_heads] + 2 * [arch.num_kv_heads]
             q, k, v = (
                 [wholes[f"{p}self_attn.{x}_proj.{kind}"] for x in "qkv"]
@@ -162,6 +192,7 @@ def test_carried_out_the_plan_gives_every_server_rank_what_sglang_would_load_and
     vocab_size: int,
 ) -> None:  # fmt: skip
     arch = build_architecture(family, num_kv_heads, tied, vocab_size)
+    assume(not list(check_serving_layout(arch, tp)))
     assume(not [*check_parallel("policy.parallel", parallel, 64), *check_layout(arch, parallel, "policy.parallel")])
     wholes = build_wholes(arch)
     sources = predict_ranks(arch, parallel)
@@ -194,12 +225,13 @@ def test_carried_out_the_plan_gives_every_server_rank_what_sglang_would_load_and
 def test_the_pieces_of_a_training_rank_are_its_shard_as_the_bridge_cuts_it(family: str, tp: int) -> None:
     arch = build_architecture(family)
     wholes = build_wholes(arch)
-    parallel = ParallelConfig(num_processes=tp, tp=tp, sp=tp > 1, etp=tp if arch.experts else 1)
+    parallel = ParallelConfig(num_processes=tp, tp=tp, sp=tp > 1, etp=tp if arch.experts and not arch.has_biases else 1)
     for rank, pieces in predict_ranks(arch, parallel).items():
         tensors = build_training_tensors(pieces, arch, wholes)
         for name, x in tensors.items():
             entry = describe(name, arch, False)
-            shard = as_matrix(to_megatron(entry, [wholes[hf] for hf in entry.hf_names], arch, tp, rank))
+            cut = (tp, rank) if entry.expert is None or parallel.etp == tp else (1, 0)
+            shard = as_matrix(to_megatron(entry, [wholes[hf] for hf in entry.hf_names], arch, *cut))
             # Vocabulary padding is no piece of the checkpoint.
             assert torch.equal(x, shard[: len(x)]), (rank, name)
             assert len(x) == len(shard) or entry.split is Split.vocab
