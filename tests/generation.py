@@ -32,7 +32,7 @@ def generate_groups(
 ) -> list[list[Response]]:
     """`num_responses` responses for each prompt, in order."""
     collector = build_collector(engine, **keys)
-    samples = collector._collect(prompts, num_responses, key, Sampling(temperature, urgent))
+    samples = engine.run(collector._collect(prompts, num_responses, key, Sampling(temperature, urgent)))
     rows = range(0, len(samples), num_responses)
     return [[sample.response for sample in samples[row : row + num_responses]] for row in rows]
 
