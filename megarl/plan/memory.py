@@ -63,6 +63,8 @@ class LayerBytes:
     """Everything else, without the input"""
     gradient: int
     """Additional peak of the layer's backward pass, less what it has freed by then"""
+    forward: int
+    """Peak of a forward pass of its MLP or experts that keeps nothing"""
 
     @property
     def total(self) -> int:
@@ -102,7 +104,7 @@ def compute_layer(
     angles = 4 * tokens * arch.head_size * b
     if arch.qk_norm:
         held += queries + 4 * tokens * (heads + kv_heads)
-    mlp, work = _compute_mlp(arch, parallel, b, split, tokens)
+    mlp, work, forward = _compute_mlp(arch, parallel, b, split, tokens)
     return LayerBytes(
         input=split * h * b,
         core_attention=4 * tokens * heads,
@@ -111,21 +113,22 @@ def compute_layer(
         # Under sequence parallelism a matrix's whole input is gathered again, in a buffer that stays, and its gradient
         # is whole before it is scattered (megatron/core/tensor_parallel/layers.py).
         gradient=work + 2 * split * h * b + (2 * tokens * h * b if parallel.sp else 0),
+        forward=forward + 3 * split * h * b + (2 * tokens * h * b if parallel.sp else 0),
     )
 
 
 def _compute_mlp(
     arch: Architecture, parallel: schema.ParallelConfig, b: int, split: int, tokens: int
-) -> tuple[int, int]:
-    """Bytes kept by the MLP or the experts, and the additional peak of their backward pass.
+) -> tuple[int, int, int]:
+    """Bytes kept by the MLP or the experts, the additional peak of their backward pass, that of a forward pass alone.
 
     Where some layers have experts and others do not, each layer counts as the larger of both.
     """
     h = arch.hidden_size
 
-    def compute_dense(size: int) -> tuple[int, int]:
+    def compute_dense(size: int) -> tuple[int, int, int]:
         rows = size // parallel.tp
-        return 5 * tokens * rows * b, tokens * rows * b + 2 * rows * h * b
+        return 5 * tokens * rows * b, tokens * rows * b + 2 * rows * h * b, 4 * tokens * rows * b
 
     dense = compute_dense(arch.ffn_size)
     if arch.experts is None:
@@ -138,11 +141,13 @@ def _compute_mlp(
     # One half more than a dense MLP keeps: its output before it is weighted by the router.
     kept = routed * h * b + 6 * routed * rows * b + routes
     work = routed * (h + rows) * b + 2 * rows * h * b
+    # What was sent, what was received, and their outputs; one expert computes at a time.
+    forward = 3 * routed * h * b + 4 * routed * rows * b * parallel.ep // experts.num_experts + routes
     if experts.shared_ffn_size:
         kept += compute_dense(experts.shared_ffn_size)[0]
     if arch.has_unlike_layers:
-        return max(kept, dense[0]), max(work, dense[1])
-    return kept, work
+        return max(kept, dense[0]), max(work, dense[1]), max(forward, dense[2])
+    return kept, work, forward
 
 
 FP8_BYTES = 2
@@ -352,7 +357,7 @@ def _estimate_stage(job: RoleJob, parameters: StageParameters, stage: int) -> St
         activations=activations if job.is_trained else 0,
         head=head.saved if job.is_trained else 0,
         work=work if job.is_trained else 0,
-        forward_work=max(layer.mlp + 3 * layer.input, head.forward) + (head.forward if job.holds_reference else 0),
+        forward_work=max(layer.forward, head.forward) + (head.forward if job.holds_reference else 0),
         resident=weights + (0 if offload else fp8) + gradients + optimizer - moved - dropped,
         offloaded=moved,
         building=weights + gradients + (copies if job.is_trained else 0),
