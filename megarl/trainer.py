@@ -173,9 +173,10 @@ class Trainer:
             # A resumed run publishes a frozen policy once more, and its metrics are those of an uninterrupted one.
             if self.iteration == self.first or not self.config.policy.is_frozen(self.iteration):
                 metrics = metrics | found
-        if (self.iteration >= 0 and self.iteration % self.config.train.eval_every == 0) or self.is_last():
+        is_last = self.is_last()
+        if is_last or (self.iteration >= 0 and self.iteration % self.config.train.eval_every == 0):
             metrics = metrics | self.roles.score_heldout(self.components.inputs)
-            begun = None if self.is_last() else self.fleet.begin_evaluation(self.iteration)
+            begun = None if is_last else self.fleet.begin_evaluation(self.iteration)
             if begun is not None:
                 self.evaluation = Evaluation(self.iteration, metrics, self.report.take_times(), begun)
                 return

@@ -487,7 +487,7 @@ class GroupSource:
         first token; needed for dynamic_sampling.value_low and value_high."""
         self._train = config.train
         self._pretraining, self._sampling = config.algo.value_pretrain, config.algo.dynamic_sampling
-        self._rollout, self._max_staleness = config.rollout, config.rollout.max_staleness
+        self._rollout = config.rollout
         self._engine = engine
         self._guard, self._find_values = with_servers, find_values
         self._num_outside = 0
@@ -527,7 +527,7 @@ class GroupSource:
             self._pool = []
         if iteration <= 0:
             batch = self._sample_to_pretrain(iteration, weight_version)
-        elif self._max_staleness == 0:
+        elif self._rollout.max_staleness == 0:
             batch = self._sample(iteration, weight_version)
         else:
             batch = self._take_complete(iteration, weight_version)
@@ -646,7 +646,7 @@ class GroupSource:
         that others overtake become older than n: with rollout.too_stale=wait none does.
         """
         ahead = self._ahead = self._ahead or self._open()
-        num_ahead = min(self._max_staleness, max(0, self._train.num_iterations - iteration))
+        num_ahead = min(self._rollout.max_staleness, max(0, self._train.num_iterations - iteration))
         planned = self._replay.plan_fresh(self._train.num_prompts, 1 + num_ahead)
         ahead.allow(sum(planned))
         replayed = self._replay.draw(self._train.num_prompts, iteration)
