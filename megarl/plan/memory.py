@@ -2,9 +2,11 @@
 
 Activations are what one rank keeps of one micro-batch between its forward and its backward pass, after Korthikanti et
 al. (2205.05198, section 4: what each operation saves, and which tensor- and sequence-parallel ranks hold it), for the
-layers built here: RMSNorm, rotary positions, grouped queries, SwiGLU, no biases and no dropout, and for Megatron's own
-operations where they are not fused (megatron/core/transformer/mlp.py, attention.py, moe/experts.py;
-megarl/cpu/layers.py, megarl/mcore/logprobs.py).
+layers built here: RMSNorm, rotary positions, grouped queries, SwiGLU, no biases and no dropout. One table has those of
+Transformer Engine (2.20, transformer_engine/pytorch: module/layernorm_linear.py, attention/rope.py, permutation.py,
+attention/dot_product_attention/backends.py and context_parallel.py; megatron/core/fusions/fused_bias_swiglu.py), read
+there and not measured; the other those of the CPU (megarl/cpu/layers.py; megatron/core/transformer/mlp.py,
+attention.py, moe/experts.py), which tests/simulate.py counts.
 
 Symbols: S tokens on this rank (of a context-parallel group its part), s = S / tp of them under sequence parallelism
 (else S), h hidden size, d size of a head, H and K query and key heads of this rank, f rows of the MLP on this rank,
@@ -82,13 +84,35 @@ class HeadBytes:
     """Peak of a forward pass that keeps nothing for a backward pass"""
 
 
+UNFUSED = 5
+"""How many times f numbers Megatron's chain of operations keeps of a token: the two halves of linear_fc1, one of them
+activated, the other plus its offset, their product, which is linear_fc2's input"""
+
+
+def count_rows(arch: Architecture, on_gpu: bool) -> int:
+    """The same of the MLP that is built: the fused SwiGLU keeps its input and its product alone, the CPU's silu of the
+    one half too; the chain is left for other activations, with a clamp the clamped half and its sigmoid beside it.
+    """
+    if arch.activation == "silu":
+        return 3 if on_gpu else 4
+    return UNFUSED if arch.clamp is None else UNFUSED + 2
+
+
 def compute_layer(
-    arch: Architecture, parallel: schema.ParallelConfig, dtype: schema.Dtype, batch: MicroBatch
+    arch: Architecture,
+    parallel: schema.ParallelConfig,
+    dtype: schema.Dtype,
+    batch: MicroBatch,
+    on_gpu: bool = True,
+    rows: int | None = None,
 ) -> LayerBytes:
-    """norm: s h b + 4 s of scales, once before attention and once before the MLP; their outputs as much; queries, keys
-    and values once as made and, turned by their positions, once more; the output of attention and a float32 logsumexp
-    for each token and head (2205.14135); 5 f of the MLP: the two halves of linear_fc1, silu of one, the other plus its
-    offset, their product. Norms of the outputs keep their inputs and scales; those within latent attention too.
+    """norm: s h b + 4 s of scales, once before attention and once before the MLP; their outputs as much; queries and
+    keys, turned by their positions, and values; the output of attention and a float32 logsumexp for each token and head
+    (2205.14135); `rows` times f of the MLP, by default those of `count_rows`. Norms of queries and keys keep their
+    inputs and scales, norms of the outputs and those within latent attention too.
+
+    On a CPU values are a view of all that linear_qkv made, which stays with them, and the angles of each layer are
+    kept; Transformer Engine copies the values, and the angles are one table for all layers.
     """
     b, h, tokens = ELEMENT_BYTES[dtype], arch.hidden_size, batch.num_tokens
     split = tokens // parallel.tp if parallel.sp else tokens
@@ -100,16 +124,16 @@ def compute_layer(
     if arch.latent is not None:
         norms += 2 * split * ((arch.latent.query_rank or 0) + arch.latent.rank) * b
     held = queries + keys + tokens * kv_heads * arch.value_size * b
-    turned = queries + keys
-    angles = 4 * tokens * arch.head_size * b
+    if not on_gpu or arch.latent is not None:
+        held += queries + keys + 4 * tokens * arch.head_size * b
     if arch.qk_norm:
-        held += queries + 4 * tokens * (heads + kv_heads)
-    mlp, work, forward = _compute_mlp(arch, parallel, b, split, tokens)
+        held += queries + 4 * tokens * (heads + kv_heads) + (keys if on_gpu else 0)
+    mlp, work, forward = _compute_mlp(arch, parallel, b, split, tokens, rows or count_rows(arch, on_gpu))
     return LayerBytes(
         input=split * h * b,
         core_attention=4 * tokens * heads,
         mlp=mlp,
-        rest=norms + held + turned + angles + tokens * heads * arch.value_size * b,
+        rest=norms + held + tokens * heads * arch.value_size * b,
         # Under sequence parallelism a matrix's whole input is gathered again, in a buffer that stays, and its gradient
         # is whole before it is scattered (megatron/core/tensor_parallel/layers.py).
         gradient=work + 2 * split * h * b + (2 * tokens * h * b if parallel.sp else 0),
@@ -118,7 +142,7 @@ def compute_layer(
 
 
 def _compute_mlp(
-    arch: Architecture, parallel: schema.ParallelConfig, b: int, split: int, tokens: int
+    arch: Architecture, parallel: schema.ParallelConfig, b: int, split: int, tokens: int, each: int
 ) -> tuple[int, int, int]:
     """Bytes kept by the MLP or the experts, the additional peak of their backward pass, that of a forward pass alone.
 
@@ -128,7 +152,7 @@ def _compute_mlp(
 
     def compute_dense(size: int) -> tuple[int, int, int]:
         rows = size // parallel.tp
-        return 5 * tokens * rows * b, tokens * rows * b + 2 * rows * h * b, 4 * tokens * rows * b
+        return each * tokens * rows * b, tokens * rows * b + 2 * rows * h * b, 4 * tokens * rows * b
 
     dense = compute_dense(arch.ffn_size)
     if arch.experts is None:
@@ -138,8 +162,8 @@ def _compute_mlp(
     # an expert gather their tokens.
     routed, rows = split * experts.top_k * parallel.etp, experts.ffn_size // parallel.etp
     routes = split * (experts.num_experts * 5 + experts.top_k * 24)
-    # One half more than a dense MLP keeps: its output before it is weighted by the router.
-    kept = routed * h * b + 6 * routed * rows * b + routes
+    # Where the fused SwiGLU does not weight by the router itself, the product before that is kept too.
+    kept = routed * h * b + (each + (each > 3)) * routed * rows * b + routes
     work = routed * (h + rows) * b + 2 * rows * h * b
     # What was sent, what was received, and their outputs; one expert computes at a time.
     forward = 3 * routed * h * b + 4 * routed * rows * b * parallel.ep // experts.num_experts + routes
@@ -330,7 +354,7 @@ def _estimate_stage(job: RoleJob, parameters: StageParameters, stage: int) -> St
     trained = count_trained(job, parameters)
     gradients = sum(trained) * GRADIENT_BYTES
     optimizer = compute_optimizer(job, parameters) if job.is_trained else 0
-    layer = compute_layer(job.arch, parallel, job.dtype, job.batch)
+    layer = compute_layer(job.arch, parallel, job.dtype, job.batch, job.on_gpu)
     in_flight = count_in_flight(parallel, stage, job.num_microbatches)
     kept, again = 0, 0
     if isinstance(job.node, schema.TrainedRoleConfig):

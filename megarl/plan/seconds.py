@@ -32,7 +32,8 @@ ATTENTION_SHARE = 0.50
 MEMORY_SHARE = 0.80
 """Share of the memory's bandwidth in all other operations"""
 MEMORY_PASSES = 2.0
-"""How often a forward pass moves what a layer keeps: written once and read once"""
+"""How often a forward pass moves what a layer of unfused operations keeps: written once and read once. The shares were
+tuned with it."""
 LOGIT_PASSES = 4.0
 """How often log-probs move the logits as float32"""
 LAYER_S = 0.0003
@@ -193,7 +194,7 @@ def compute_layer_seconds(job: m.RoleJob, cluster: ClusterConfig, tokens: float,
     attending = attention / (hardware.bf16_tflops * 1e12 * ATTENTION_SHARE)
     split = tokens / parallel.tp if parallel.sp else tokens
     whole = m.MicroBatch(ceil(tokens), ceil(tokens), ceil(length))
-    kept = m.compute_layer(arch, parallel, job.dtype, whole).total
+    kept = m.compute_layer(arch, parallel, job.dtype, whole, on_gpu=False, rows=m.UNFUSED).total
     # Two gathers and two scatters of [tokens, h]; without sequence parallelism two all-reduces, which are as much.
     crossing = 4 * tokens * arch.hidden_size * b * (parallel.tp - 1) / parallel.tp
     keys = 2 * tokens * max(1, arch.num_kv_heads // parallel.tp) * arch.head_size * b * (parallel.cp - 1)

@@ -15,7 +15,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "cli": (8, 890, ("cli", "train", "api", "plan.command", "plan.doctor")),
     "run": (7, 3300, ("run", "trainer", "sweep")),
     "cluster": (6, 1735, ("cluster",)),
-    "plan": (6, 1980, ("plan",)),
+    "plan": (6, 2005, ("plan",)),
     "sync": (5, 2182, ("sync",)),
     "mcore": (4, 4780, ("mcore",)),
     "rollout": (4, 5140, ("rollout",)),

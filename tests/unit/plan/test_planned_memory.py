@@ -57,15 +57,35 @@ SMALL = Architecture("qwen2", 4, 64, 96, 4, 2, 16, 128, 512, 1e-6, Rope(1e4), qk
 MOE = replace(SMALL, family="qwen3_moe", qkv_bias=False, experts=Experts(4, 2, 48, normalized=True))
 
 
-def test_a_layer_of_qwen32b_keeps_what_its_operations_need() -> None:
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_layer_of_qwen32b_keeps_what_its_operations_need(on_gpu: bool, qk_norm: bool) -> None:
     """Of each token: what each operation saves, in bfloat16 but for the norms' scales and the logsumexp."""
-    layer = compute_layer(ARCH_32B, ParallelConfig(), Dtype.bfloat16, MicroBatch(1, 1, 1))
+    arch, one = replace(ARCH_32B, qk_norm=qk_norm), MicroBatch(1, 1, 1)
+    layer = compute_layer(arch, ParallelConfig(), Dtype.bfloat16, one, on_gpu)
     h, queries, keys, f = 5120, 40 * 128, 8 * 128, 27648
     norms = 2 * (2 * h + 4 + 2 * h)  # input, scale and output, twice
-    attention = 2 * (queries + 2 * keys) + 2 * (queries + keys) + 4 * 2 * 128 + 2 * queries + 4 * 40
-    mlp = 2 * 5 * f
+    # Queries, keys and values that attention takes, its output and logsumexp.
+    attention = 2 * (queries + 2 * keys) + 2 * queries + 4 * 40
+    if not on_gpu:
+        # Values are a view of what linear_qkv made; sine and cosine, of queries and of keys.
+        attention += 2 * (queries + keys) + 4 * 2 * 128
+    if qk_norm:
+        # On a CPU the keys before their norm are in that view too.
+        attention += 2 * queries + (2 * keys if on_gpu else 0) + 4 * 48
+    # linear_fc1's output, linear_fc2's input; on a CPU silu of the gates.
+    mlp = 2 * (2 + 1) * f if on_gpu else 2 * (2 + 1 + 1) * f
     assert layer.total == norms + attention + mlp
     assert (layer.input, layer.core_attention, layer.mlp) == (2 * h, 4 * 40, mlp)
+
+
+def test_other_activations_are_not_fused_and_keep_their_parts() -> None:
+    """Both halves, one of them activated, the other plus 0, their product; gpt-oss clamps, and has a sigmoid."""
+    for each, changes in ((5, {"activation": "gelu_tanh"}), (7, {"activation": "quick_gelu", "clamp": 7.0})):
+        for on_gpu in (True, False):
+            arch = replace(ARCH_32B, **changes)
+            layer = compute_layer(arch, ParallelConfig(), Dtype.bfloat16, MicroBatch(1, 1, 1), on_gpu)
+            assert layer.mlp == 2 * each * 27648
 
 
 def test_tensor_and_sequence_parallel_ranks_divide_it() -> None:
@@ -73,8 +93,7 @@ def test_tensor_and_sequence_parallel_ranks_divide_it() -> None:
     batch = MicroBatch(4096, 4096, 4096)
 
     def total(parallel: ParallelConfig) -> int:
-        # Rotary angles are on every rank, whole.
-        return compute_layer(ARCH_32B, parallel, Dtype.bfloat16, batch).total - 4 * 4096 * 128 * 2
+        return compute_layer(ARCH_32B, parallel, Dtype.bfloat16, batch).total
 
     one, four = total(ParallelConfig()), total(ParallelConfig(num_processes=4, tp=4))
     norms = 2 * 4096 * (2 * 5120 + 4 + 2 * 5120)
@@ -111,12 +130,13 @@ def test_each_virtual_stage_is_cut_into_blocks_of_its_own() -> None:
 
 
 def test_experts_keep_the_tokens_that_are_routed_to_them() -> None:
-    batch = MicroBatch(100, 1, 50)
-    layer = compute_layer(MOE, ParallelConfig(), Dtype.bfloat16, batch)
-    routed = 100 * 2
-    assert layer.mlp == 2 * routed * (64 + 6 * 48) + 100 * (4 * 5 + 2 * 24)
-    split = compute_layer(MOE, ParallelConfig(num_processes=2, etp=2), Dtype.bfloat16, batch)
-    assert split.mlp == 2 * 2 * routed * (64 + 6 * 24) + 100 * (4 * 5 + 2 * 24)
+    """On a CPU with silu of the gates, and the product before the router has weighted it."""
+    batch, one, two = MicroBatch(100, 1, 50), ParallelConfig(), ParallelConfig(num_processes=2, etp=2)
+    routed, routes = 100 * 2, 100 * (4 * 5 + 2 * 24)
+    for on_gpu, each in ((True, 3), (False, 5)):
+        whole, split = (compute_layer(MOE, size, Dtype.bfloat16, batch, on_gpu).mlp for size in (one, two))
+        assert whole == 2 * routed * (64 + each * 48) + routes
+        assert split == 2 * 2 * routed * (64 + each * 24) + routes
 
 
 @pytest.mark.parametrize(("pp", "vpp"), [(4, 1), (4, 2), (8, 3)])
