@@ -54,7 +54,7 @@ OF_A_CPU = ("rollout.kv_cache_tokens", "rollout.max_running_requests")
 """What a server without a GPU has to be told"""
 FORMAT = (
     *("data.prompt_length", "data.chat_template", "data.chat_template_path", "data.system", "data.instruction"),
-    "data.response_prefix",
+    *("data.template_inputs", "data.response_prefix"),
 )
 """How a question is put to the policy, whatever the data are"""
 OF_ONE_SET = ("data.path", "data.heldout_path", "data.subset", "data.split", "data.heldout_split")

@@ -9,9 +9,10 @@ import math
 import os
 import random
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -31,6 +32,8 @@ from megarl.rollout.client import call_in_thread
 from megarl.rollout.server import GenerationSpec, find_stop_tokens
 from megarl.rollout.transcript import Transcript
 from megarl.task.environments import (
+    HERMES,
+    TOOLS_PLACEHOLDER,
     EnvironmentFactory,
     FoundCalls,
     ToolPrompt,
@@ -73,18 +76,27 @@ def _count_shared(a: str, b: str) -> int:
 
 
 def add_turn_end(config: RolloutConfig, spec: GenerationSpec, renderer: Renderer) -> tuple[RolloutConfig, str]:
-    """The configuration with the token among rollout.stop_token_ids with which the chat template ends an answer, and a
-    sentence on what ends responses. Base models have such templates without that token among their own.
+    """The configuration with the tokens among rollout.stop_token_ids with which the chat template ends an answer and
+    the tokenizer a text, and a sentence on what ends responses, and by whom where they differ. Base models have
+    templates without that token among their own, and servers read no tokenizer.
 
     Raises ConfigError as `find_stop_tokens`.
     """
     tokenizer = renderer.tokenizer
-    stop, end = find_stop_tokens(config, spec, tokenizer), find_turn_end(renderer)
-    names = {token: f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in stop}
-    if end is not None and end not in stop and end < spec.vocab_size:
-        names[end] = f"{tokenizer.convert_ids_to_tokens(end)} ({end}), with which the chat template ends an answer"
-        config = replace(config, stop_token_ids=[*config.stop_token_ids, end])
-    return config, f"responses end with {', '.join(names.values())}"
+    stop = find_stop_tokens(config, spec, tokenizer)
+    ends = {"the chat template": find_turn_end(renderer), "the tokenizer": tokenizer.eos_token_id}
+    said = {name: (end,) for name, end in ends.items() if end is not None and end < spec.vocab_size}
+    sources = {**spec.sources, **said}
+    every = dict.fromkeys([*stop, *chain(*sources.values())])
+    agree = len(set(map(frozenset, sources.values()))) < 2
+
+    def describe(token: int) -> str:
+        by = " and ".join(name for name, tokens in sources.items() if token in tokens)
+        return f"{tokenizer.convert_ids_to_tokens(token)} ({token}{f', by {by}' if by and not agree else ''})"
+
+    added = [token for token in every if token not in stop]
+    config = replace(config, stop_token_ids=[*config.stop_token_ids, *added]) if added else config
+    return config, f"responses end with {', '.join(map(describe, every))}"
 
 
 class ObservationEncoder:
@@ -105,10 +117,23 @@ class ObservationEncoder:
             return
         self._check_following(prompt.messages or (Message("user", QUESTION),), self._answer())
 
-    def describe_thinking(self) -> str | None:
-        """A sentence where the chat template leaves out the thinking of earlier turns, which an episode keeps."""
+    def describe(self) -> Iterator[str]:
+        """Sentences on what an episode has otherwise than its chat template, rendered anew, would have it."""
         if not self._renderer.uses_template:
-            return None
+            return
+        if (thinking := self._describe_thinking()) is not None:
+            yield thinking
+        text, end = self._render_following(self._answer()).lstrip(), self._tokenizer.eos_token
+        own = next((token for token in self._renderer.special_tokens if text.startswith(token)), end)
+        if find_turn_end(self._renderer) is None and own != end:  # gpt-oss
+            yield f"behind an answer that ends with {end} the chat template writes {own}; training has both"
+        tools = self._renderer.tools
+        if tools is not None and (tools.text or "").startswith(HERMES.partition(TOOLS_PLACEHOLDER)[0]):
+            why = "the chat template describes no tools, or does not take their results behind an answer"
+            yield f"{why}: a text in the system message describes them (environment.description)"
+
+    def _describe_thinking(self) -> str | None:
+        """Where the chat template leaves out the thinking of earlier turns, which an episode keeps."""
         thought = Message("assistant", f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}")
         try:
             text = self._renderer.render_messages((Message("user", QUESTION), thought, *self._answer()))

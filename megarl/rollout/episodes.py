@@ -145,5 +145,4 @@ def check_conversation(conversation: AnyConversation | None, prompts: Iterable[P
                 raise ConfigError(
                     [f"environment=... with data=...: an episode with a first prompt cannot begin: {failure}"]
                 )
-    note = conversation.encoder.describe_thinking() if conversation.config.max_turns > 1 else None
-    return () if note is None else (note,)
+    return tuple(conversation.encoder.describe()) if conversation.config.max_turns > 1 else ()

@@ -18,7 +18,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,8 @@ class GenerationSpec:
     """Rows of the embedding: every token id below it is safe to send."""
     stop_token_ids: tuple[int, ...]
     """Tokens that end a response; they are its last token."""
+    sources: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Those of each file that names any"""
 
 
 def load_generation_spec(checkpoint: Path) -> GenerationSpec:
@@ -164,7 +167,7 @@ def load_generation_spec(checkpoint: Path) -> GenerationSpec:
     vocab_size = config.get("vocab_size")
     if type(vocab_size) is not int:
         raise ConfigError([f"{file}: vocab_size is {vocab_size!r}; a number was expected"])
-    stop: dict[int, None] = {}
+    sources: dict[str, tuple[int, ...]] = {}
     for path, content in ((generation, load_json(generation) if generation.is_file() else {}), (file, config)):
         value = content.get("eos_token_id")
         tokens = value if isinstance(value, list) else [] if value is None else [value]
@@ -173,12 +176,12 @@ def load_generation_spec(checkpoint: Path) -> GenerationSpec:
             raise ConfigError(
                 [f"{path}: eos_token_id is {value!r}; one or several of {vocab_size} tokens were expected"]
             )
-        stop |= dict.fromkeys(tokens)
-    if not stop:
+        sources |= {path.name: tuple(tokens)} if tokens else {}
+    if not sources:
         raise ConfigError(
             [f"{checkpoint}: no eos_token_id in generation_config.json or config.json; without it no response ends"]
         )
-    return GenerationSpec(vocab_size, tuple(stop))
+    return GenerationSpec(vocab_size, tuple(dict.fromkeys(chain(*sources.values()))), sources)
 
 
 def find_stop_tokens(config: RolloutConfig, spec: GenerationSpec, tokenizer: Any) -> tuple[int, ...]:

@@ -257,8 +257,9 @@ def knows_tools(tokenizer: "PreTrainedTokenizerBase") -> bool:
     """Whether the chat template describes tools and takes messages of role tool. Many ignore what they do not know."""
     name, parameters = "megarl_probe", {"type": "object", "properties": {}}
     tool = {"type": "function", "function": {"name": name, "description": "A probe.", "parameters": parameters}}
-    words = {"user": "QUESTION", "assistant": "ANSWER", "tool": "RESULT"}
-    chat = [{"role": role, "content": word} for role, word in words.items()]
+    # Twice, for some want the roles to alternate.
+    turns = [("assistant", "ANSWER"), ("tool", "RESULT")] * 2
+    chat = [{"role": role, "content": word} for role, word in (("user", "QUESTION"), *turns)]
     if not tokenizer.chat_template:
         return False
     try:

@@ -48,6 +48,10 @@ class Renderer:
             raise ConfigError([f"data.instruction: found {config.instruction!r}; it must contain {PLACEHOLDER}"])
         self.config, self.tokenizer, self.tools, self.vocab_size = config, tokenizer, tools, vocab_size
         self.uses_template = config.chat_template and bool(tokenizer.chat_template)
+        self._inputs = find_inputs(tokenizer) if self.uses_template else set[str]()
+        if unread := ", ".join(sorted(config.template_inputs.keys() - self._inputs)):
+            read = ", ".join(sorted(self._inputs)) or "none"
+            raise ConfigError([f"data.template_inputs: found {unread}; those that the chat template reads: {read}"])
         self._asks_date = False
         self._left_out = ""  # What the tokenizer would add at the end of a text.
 
@@ -93,6 +97,7 @@ class Renderer:
 
         def apply(chat: list[dict[str, Any]]) -> str:
             keywords: dict[str, Any] = {"strftime_now": self._format_date, "add_generation_prompt": for_answer}
+            keywords |= self.config.template_inputs
             return str(self.tokenizer.apply_chat_template(chat, schemas, tokenize=False, **keywords))
 
         roles = ", ".join(m.role for m in messages)
@@ -217,6 +222,8 @@ class Renderer:
         text += f"; special tokens of the first: {special or 'none'}"
         if self._left_out:
             text += f"; {self._left_out}, which the tokenizer puts at the end of a text, is left out"
+        if unset := ", ".join(sorted(self._inputs - self.config.template_inputs.keys())):
+            text += f"; data.template_inputs may have {unset}"
         if self._asks_date:
             text += f"; the template asks for the date and is always told {DATE:%d %b %Y}"
         return text
@@ -268,6 +275,27 @@ def _check_nothing_left_out(
 def _refuse_lost(what: str) -> ConfigError:
     hint = "data.chat_template_path names a file with another"
     return ConfigError([f"data.chat_template: the tokenizer's template leaves out {what}; {hint}"])
+
+
+def find_inputs(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
+    """What the chat template reads besides messages, tools and what transformers gives every template. Names that it
+    sets itself count where it asks whether they are defined."""
+    import jinja2
+    from jinja2 import meta, nodes
+    from transformers.utils.chat_template_utils import _compile_jinja_template as compile_template
+
+    template = str(tokenizer.chat_template)
+    try:
+        environment: jinja2.Environment = compile_template(template).environment
+        tree = environment.parse(template)
+    except jinja2.TemplateError:  # It is refused where the prompts are rendered.
+        return set()
+    tests = (test for test in tree.find_all(nodes.Test) if test.name in ("defined", "undefined"))
+    asked = {test.node.name for test in tests if isinstance(test.node, nodes.Name) and test.node.ctx == "load"}
+    own = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store" and name.name not in asked}
+    own |= {name.name for name in tree.find_all(nodes.Name) if name.ctx == "param"}
+    given = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now", *environment.globals}
+    return meta.find_undeclared_variables(tree) - own - given - set(tokenizer.special_tokens_map)
 
 
 def use_chat_template(config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> None:

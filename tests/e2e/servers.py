@@ -1,6 +1,7 @@
 """Tiny random checkpoints with character-level tokenizers, and SGLang servers on them."""
 
 import contextlib
+import json
 import signal
 import string
 import subprocess
@@ -28,8 +29,18 @@ TINY_QWEN3 = {
 }
 
 
+HOSTILE = {
+    **{"do_sample": True, "temperature": 0.1, "top_k": 1, "top_p": 0.1, "min_p": 0.9, "typical_p": 0.1},
+    **{"repetition_penalty": 2.0, "no_repeat_ngram_size": 1, "suppress_tokens": [5, 6], "begin_suppress_tokens": [7]},
+    **{"forced_bos_token_id": 3, "forced_eos_token_id": 4, "max_length": 3, "max_new_tokens": 1, "min_new_tokens": 1},
+    **{"bad_words_ids": [[8]], "sequence_bias": [[[9], -10.0]], "renormalize_logits": True, "eos_token_id": 2},
+}
+"""A generation_config.json whose defaults would change what is sampled, and how long it is"""
+
+
 def write_tiny_checkpoint(directory: Path, seed: int) -> Path:
-    """A random fp32 Qwen3 of 2 layers with grouped-query attention; token 2 ends a response."""
+    """A random fp32 Qwen3 of 2 layers with grouped-query attention; token 2 ends a response. Its generation_config.json
+    is HOSTILE, which the contract's log-probs and lengths, and the frequencies of samples, hold to have no effect."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -37,6 +48,7 @@ def write_tiny_checkpoint(directory: Path, seed: int) -> Path:
     torch.manual_seed(seed)
     config = Qwen3Config(vocab_size=len(vocab), max_position_embeddings=512, **TINY_QWEN3)
     Qwen3ForCausalLM(config).save_pretrained(directory)
+    (directory / "generation_config.json").write_text(json.dumps(HOSTILE))
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()

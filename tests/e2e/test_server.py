@@ -19,7 +19,7 @@ from generation import generate_groups
 from loop_parts import hosts_of, open_trainer
 from servers import API_KEY, running_server
 from syncs import load_checksums
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.root import RolloutConfig
@@ -41,6 +41,7 @@ class TransformersPolicy:
     def __init__(self, checkpoint: Path):
         self.checkpoint = checkpoint
         self.model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        self.model.generation_config = GenerationConfig()  # transformers saves no hostile one
 
     def move_weights(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -125,6 +126,23 @@ def engine(server, tiny_checkpoint, rollout_config, tmp_path_factory):
 @pytest.fixture(scope="module")
 def first_responses(engine):
     return generate_first(engine)
+
+
+def test_samples_have_the_models_distribution_whatever_its_generation_config_says(policy, engine):
+    """Chi squared of the first tokens, within five deviations: of top_k=1 or a temperature of 0.1 it is thousands."""
+    (prompt, *_), number = build_prompts(3)[2:], 2000
+    keys = {"num_responses": number, "temperature": 1.0, "key": "frequencies", "response_length": 4}
+    (responses,) = generate_groups(engine, [prompt], **keys)
+    with torch.no_grad():
+        expected = number * policy.model(torch.tensor([prompt.token_ids])).logits[0, -1].softmax(-1)
+    found = torch.bincount(torch.tensor([int(each.token_ids[0]) for each in responses]), minlength=len(expected))
+    frequent = expected > 5
+    pairs = [(found[frequent], expected[frequent]), (found[~frequent].sum()[None], expected[~frequent].sum()[None])]
+    chi_squared = sum(float(((n - e) ** 2 / e.clamp(min=1e-9)).sum()) for n, e in pairs)
+    degrees = int(frequent.sum())
+    assert degrees > 20
+    assert abs(chi_squared - degrees) < 5 * (2 * degrees) ** 0.5
+    assert max(len(each.token_ids) for each in responses) == 4
 
 
 def test_publishing_moves_new_weights_and_raises_the_version(

@@ -18,13 +18,13 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "plan": (6, 2005, ("plan",)),
     "sync": (5, 2182, ("sync",)),
     "mcore": (4, 4780, ("mcore",)),
-    "rollout": (4, 5140, ("rollout",)),
+    "rollout": (4, 5150, ("rollout",)),
     "config": (3, 2580, ("config",)),
     "cpu": (3, 1709, ("cpu",)),
     "algo": (2, 3535, ("algo",)),
     "models": (2, 1590, ("models",)),
     "report": (2, 3360, ("report",)),
-    "task": (2, 5700, ("task",)),
+    "task": (2, 5720, ("task",)),
     "files": (1, 750, ("files", "signals")),
     "schema": (1, 2070, ("config.schema", "config.errors")),
     "types": (1, 770, ("types", "interfaces", "environment")),
@@ -33,7 +33,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
 floor. Raising a budget is a line that a reviewer sees, with its reason in the commit."""
 MOST_LINES, MOST_FILES = 42_000, 130
 MOST_BESIDE = {"tests": 36_000, "tools": 6_000, "examples": 1_600, "slurm": 661}
-"""Lines of the other folders; of tools/ those of programs alone"""
+"""Lines of the other folders; of tools/ those of programs alone, of tests/ without what others published"""
 ROOM_OF = {module: room for room, (_, _, modules) in ROOMS.items() for module in modules}
 CONFIG_MAY_IMPORT = {"algo", "files", "schema"}
 """Fewer rooms than its floor allows. It reads what the algorithms' modules declare, without torch."""
@@ -227,7 +227,9 @@ def test_every_room_keeps_to_its_budget_of_lines_and_the_package_to_its_ceilings
     assert len(files) + len(links) <= MOST_FILES
     for folder, most in MOST_BESIDE.items():
         beside = [
-            path for path in (ROOT / folder).rglob("*") if path.is_file() and not skipped.intersection(path.parts)
+            path
+            for path in (ROOT / folder).rglob("*")
+            if path.is_file() and not skipped.intersection(path.parts) and path.suffix != ".jinja"
         ]
         programs = [path for path in beside if path.suffix in {".py", ".sh"}]
         assert count_lines(programs if folder == "tools" else beside) <= most, folder

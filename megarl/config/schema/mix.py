@@ -11,7 +11,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import task
 from megarl.config.schema.root import Config
 
-OF_RUN = ("chat_template", "chat_template_path", "critic_prompt", "critic_prompt_length")
+OF_RUN = ("chat_template", "chat_template_path", "template_inputs", "critic_prompt", "critic_prompt_length")
 """Keys of data.* that all sources share"""
 OWN = ("share", "reward", "reward_scale", "environment", "response_length")
 """Keys of a source besides those of its data"""

@@ -36,6 +36,8 @@ class DataConfig:
     """Use the tokenizer's chat template if it has one."""
     chat_template_path: str | None = None
     """File with a chat template (Jinja) instead of the tokenizer's own."""
+    template_inputs: dict[str, Any] = field(default_factory=dict)
+    """What the chat template reads besides messages and tools, for example {enable_thinking: false}."""
     system: str | None = key(None, is_prose=True)
     """System message; null: none, but a chat template may add its own; "": an empty message."""
     instruction: str | None = key(None, is_prose=True)

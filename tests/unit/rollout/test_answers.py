@@ -7,6 +7,7 @@ import numpy as np
 import orjson
 import pytest
 import torch
+from data_cases import build_char_tokenizer
 from generation import load_rollouts
 from hypothesis import given
 from hypothesis import strategies as st
@@ -115,6 +116,16 @@ def spans(*ends):
 def test_an_answer_that_was_aborted_is_inconsistent_or_none_of_sglangs_is_refused(raw, message):
     with pytest.raises(RequestError, match=message):
         parse_answer(raw)
+
+
+def test_a_token_of_a_row_beyond_the_tokenizers_is_kept_and_has_no_text():
+    """Embeddings are padded: Qwen2.5's has 271 rows that its tokenizer does not know, and any may be sampled."""
+    tokenizer = build_char_tokenizer()
+    tokens = (8, len(tokenizer) + 7, 9, 2)
+    raw = write(make_answer(tokens, (-0.1, -0.2, -0.3, -0.4)))
+    found = engine.parse_answer(raw, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)), None).response
+    assert tuple(found.token_ids) == tokens
+    assert found.text == tokenizer.decode([8, 9])
 
 
 CONFIG = {

@@ -391,13 +391,13 @@ def test_thinking_of_earlier_turns_stays_where_the_template_leaves_it_out_and_th
     encoder = build(IM)
     ids, whole = play_template(encoder, ["<think>\nhm\n</think>\n\n3<|im_end|>"], "Wrong.")
     assert encoder.decode(ids).replace("<think>\nhm\n</think>\n\n", "") == encoder.decode(whole)
-    assert "leaves out the thinking of earlier turns; training keeps it" in str(encoder.describe_thinking())
-    assert build(HEADERS).describe_thinking() is None
+    assert "leaves out the thinking of earlier turns; training keeps it" in "".join(encoder.describe())
+    assert list(build(HEADERS).describe()) == []
     # What an answer begins with is written for the next one only.
     encoder = build(OPENED)
     ids, whole = play_template(encoder, ["hm</think>3<|end|>"], "Wrong.")
     assert encoder.decode(ids).replace("<think>\nhm</think>", "") == encoder.decode(whole)
-    assert encoder.describe_thinking() is not None
+    assert len(list(encoder.describe())) == 1
 
 
 def test_special_tokens_that_the_policy_writes_itself_are_followed_by_the_templates_own() -> None:

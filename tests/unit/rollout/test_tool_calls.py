@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from test_published_templates import build_tokenizer
 
 from megarl.rollout.conversation import load_parser
 from megarl.task.environments import describe_tool
@@ -42,6 +43,25 @@ CASES: dict[str, tuple[tuple[Any, ...], Any]] = {
     ),
     "a token of Kimi K2": ((None, "{{ x }}", ["<|tool_calls_section_begin|>"], "6"), ("kimi_k2", [], 0)),
 }
+PUBLISHED = {
+    "glm4moe": (
+        "glm45",
+        "<tool_call>calculator\n<arg_key>expression</arg_key>\n<arg_value>2*3</arg_value>\n</tool_call>",
+    ),
+    "kimi_k2": (
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.calculator:0<|tool_call_argument_begin|>"
+        '{"expression": "2*3"}<|tool_call_end|><|tool_calls_section_end|><|im_end|>',
+    ),
+    "llama3_1": ("llama3", '{"name": "calculator", "parameters": {"expression": "2*3"}}'),
+    "qwen2_5": ("hermes", f"<tool_call>\n{CALL}\n</tool_call>"),
+    "qwen3": ("qwen", f"<think>\n{HERMES}?\n</think>\n\n<tool_call>\n{CALL}\n</tool_call>"),
+}
+"""By the published template that writes such a call: the parser that is found for it"""
+for name, (parser, text) in PUBLISHED.items():
+    tokenizer = build_tokenizer(name)
+    given = (None, tokenizer.chat_template, sorted(tokenizer.get_added_vocab()), text)
+    CASES[f"published {name}"] = (given, (parser, [READ], 0))
 
 
 def read_all(cases: list[list[Any]]) -> list[Any]:

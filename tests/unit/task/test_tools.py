@@ -134,6 +134,11 @@ FORGETFUL = """
 {%- if tools %}[system]{{ tools[0].function.name }}[end]{% endif %}
 {%- for m in messages if m.role in ('system', 'user', 'assistant') %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}
 {%- if add_generation_prompt %}[assistant]{% endif %}"""
+ALTERNATING = (
+    "{% if messages | selectattr('role', 'eq', 'tool') | list | length > 1 %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}" + QWEN
+)
+"""As Ministral 3's, which takes a result behind calls alone"""
 ASKED = "[end][user]2*3?[end][assistant]"
 
 
@@ -144,7 +149,7 @@ ASKED = "[end][user]2*3?[end][assistant]"
         (QWEN, "Be brief.", None, "[system]Be brief. calculator(expression)[end]"),
         *[
             (template, None, None, "[system]You may call these functions")
-            for template in (IGNORANT, REFUSING, FORGETFUL)
+            for template in (IGNORANT, REFUSING, FORGETFUL, ALTERNATING)
         ],
         (QWEN, None, "Say it.", f"[system]Say it.{ASKED}"),
         (QWEN, "Be brief.", "Tools: {tools}", '[system]Be brief.\n\nTools: {"type": "function", '),
