@@ -11,7 +11,7 @@ the number of an expert.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 
 from megarl.config.schema.roles import RandomModelConfig
 from megarl.models.architecture import Architecture, ConfigJson, Experts, Latent
+from megarl.models.rope import Rope
 
 Shape = tuple[int, ...]
 
@@ -494,10 +495,10 @@ PHI3 = Family(
 # OLMo 2 (2501.00656): norms of what comes out of attention and MLP alone, and of all query heads together.
 
 
-def read_olmo2(config: ConfigJson) -> Architecture:
+def read_olmo2(config: ConfigJson, **changes: Any) -> Architecture:
     config.require("head_dim", config.read_size("hidden_size") // config.read_size("num_attention_heads"))
     eps, norms = config.read_number("rms_norm_eps", 1e-5), {"input_norms": False, "output_norms": True}
-    return config.read_decoder(qk_norm=True, joins_heads=True, norm_eps=eps, **norms)
+    return config.read_decoder(qk_norm=True, joins_heads=True, norm_eps=eps, **norms, **changes)
 
 
 OLMO2 = Family(
@@ -506,6 +507,36 @@ OLMO2 = Family(
     sglang_module="olmo2",
     read=read_olmo2,
     list_weights=lambda arch, _: dense_layer(arch, outputs=AROUND),
+)
+
+
+# OLMo 3 (2512.13961): OLMo 2 with windows in three of four layers, which no rope_scaling changes.
+
+
+def read_olmo3(config: ConfigJson) -> Architecture:
+    rope, local = config.read_rope(5e5, "full_attention"), config.read_local_rope(5e5)
+    # SGLang 0.5.23 takes 10000 in place of rope_parameters, and transformers 500000 for windows in place of rope_theta.
+    if (rope, local) != (Rope(1e4), Rope(1e4)) if config.get("rope_parameters") else rope.theta != local.theta:
+        raise ValueError(
+            f"{config.path}: rope_theta and rope_parameters; SGLang 0.5.23 and transformers compute the same model with"
+            " rope_theta 500000 and rope_scaling, as it is published, and no rope_parameters"
+        )
+    pattern = [(layer + 1) % 4 != 0 for layer in range(config.read_size("num_hidden_layers"))]
+    return read_olmo2(config, rope=rope, local_rope=local, **config.read_windows(pattern, 4096))
+
+
+OLMO3 = replace(
+    OLMO2,
+    name="olmo3",
+    hf_class="Olmo3",
+    read=read_olmo3,
+    random_fields=lambda random: {
+        "sliding_window": 6,
+        "layer_types": ["full_attention" if layer % 2 else "sliding_attention" for layer in range(random.num_layers)],
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
+        },
+    },
 )
 
 
@@ -712,7 +743,7 @@ GPT_OSS = Family(
 FAMILIES = {
     family.name: family
     for family in (
-        *(DEEPSEEK_V3, GEMMA3, GLM4, GLM4_MOE, GPT_OSS, LLAMA, MISTRAL, OLMO2, PHI3),
+        *(DEEPSEEK_V3, GEMMA3, GLM4, GLM4_MOE, GPT_OSS, LLAMA, MISTRAL, OLMO2, OLMO3, PHI3),
         *(QWEN2, QWEN3, QWEN3_MOE, SMOLLM3),
     )
 }

@@ -17,6 +17,7 @@ from tiny_checkpoints import padded_reference_logprobs, padded_reference_values,
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import OptimizerConfig
 from megarl.mcore.spec import Role
+from megarl.models.families import FAMILIES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -45,6 +46,7 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "moonlight": ("deepseek_v3", {"q_lora_rank": None, "n_group": 1}, ("tp2-sp", "dp2-ep2")),
     "glm4": ("glm4", {}, ("tp2-sp", "pp2", "dp2")),
 }
+CASES |= {name: (name, {}, ("tp2-sp", "pp2", "cp2")) for name in FAMILIES.keys() - {it for it, *_ in CASES.values()}}
 CONSTANT = "e_score_correction_bias"
 CRITICS = ("deepseek_v3", "gpt_oss", "gemma3_text", "olmo2")
 NAMES = [(f"{case}-{layout}", case) for case, (_, _, layouts) in CASES.items() for layout in ("one", *layouts)]

@@ -22,7 +22,7 @@ ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "config": (3, 2580, ("config",)),
     "cpu": (3, 1709, ("cpu",)),
     "algo": (2, 3535, ("algo",)),
-    "models": (2, 1590, ("models",)),
+    "models": (2, 1620, ("models",)),
     "report": (2, 3360, ("report",)),
     "task": (2, 5720, ("task",)),
     "files": (1, 750, ("files", "signals")),

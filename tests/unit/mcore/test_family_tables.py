@@ -42,6 +42,12 @@ def read(family: str, **changes: Any) -> Architecture:
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2; only 1"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
         ("qwen3_moe", {"num_experts_per_tok": 1}, "norm_topk_prob must be false"),
+        ("olmo3", {"rope_parameters": None, "rope_theta": 1e6}, "rope_theta and .* with rope_theta 500000 and"),
+        (
+            "olmo3",
+            {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}},
+            "rope_theta and rope_parameters; SGLang",
+        ),
         ("llama", {"sliding_window": 16}, "sliding_window is 16"),
         ("llama", {"attention_bias": True}, "attention_bias is True"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
@@ -89,7 +95,7 @@ def test_a_key_by_which_one_engine_computes_something_else_is_refused_by_name(
         return
     if family == "phi3" and key == "original_max_position_embeddings":
         changes = {"rope_scaling": YARN}  # Without scaling it has no effect.
-    if family in ("gemma3_text", "gpt_oss") and key == "layer_types":
+    if build_fields(family).get("sliding_window") and key == "layer_types":
         assert read(family, **{key: value}).windowed == (False, True)
         return
     with pytest.raises(ValueError, match=f"config.json: .*{key}"):
@@ -155,6 +161,7 @@ EXPERTS = Experts(num_experts=8, top_k=2, ffn_size=48, normalized=True)
         ("gemma3_text", {"rope_parameters": NESTED}, "rope", LINEAR),
         ("gemma3_text", {"rope_parameters": NESTED}, "local_rope", Rope(3e4)),
         ("gemma3_text", {"sliding_window": 512}, "window", 0),
+        ("olmo3", {"rope_parameters": None}, "local_rope", Rope(5e5)),
         ("gemma3_text", {"layer_types": None}, "windowed", (True, True)),
         # The least that a server may take for the longest sequence.
         ("llama", {"seq_length": 64}, "max_length", 64),
@@ -195,6 +202,10 @@ PUBLISHED_KEYS = {
         **{"partial_rotary_factor": 1.0, "rope_scaling": None, "sliding_window": None},
     },
     "olmo2": {"attention_bias": False, "rope_scaling": None},
+    "olmo3": {
+        **{"attention_bias": False, "sliding_window": 4096, "rope_parameters": None, "rope_theta": 500000},
+        "rope_scaling": {**YARN, "attention_factor": 1.138629436, "beta_fast": 32, "beta_slow": 1},
+    },
     "deepseek_v3": {
         **{"auto_map": DEEPSEEK_CODE, "aux_loss_alpha": 0.001, "ep_size": 1, "moe_layer_freq": 1, "seq_aux": True},
         **{"scoring_func": "sigmoid", "topk_method": "noaux_tc", "pretraining_tp": 1, "attention_bias": False},
@@ -223,7 +234,7 @@ COMMON_KEYS = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_keys_of_published_models_are_all_known(family: str) -> None:
-    content = {"model_type": family, **build_fields(family), **COMMON_KEYS, **PUBLISHED_KEYS[family]}
+    content = {"model_type": family, **build_fields(family), **COMMON_KEYS, **PUBLISHED_KEYS.get(family, {})}
     assert list_unknown_keys(content, Path("config.json")) == []
 
 

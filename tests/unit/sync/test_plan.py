@@ -49,8 +49,9 @@ def build_architecture(family: str, num_kv_heads: int = 2, tied: bool = False, v
         max_length=64,
         tie_embeddings=tied,
     )
-    # OLMo 2 and DeepSeek-V3 have no heads of another size.
-    fields = {**build_random_fields(sizes, vocab_size), "head_dim": 2 if family in ("deepseek_v3", "olmo2") else 4}
+    # Some have no heads of another size.
+    fields = build_random_fields(sizes, vocab_size)
+    fields["head_dim"] = 4 if "head_dim" in fields else 2
     fields |= {"moe_intermediate_size": 8} if "moe_intermediate_size" in fields else {}
     return parse_architecture({"model_type": family, **fields}, Path("config.json"))
 
