@@ -31,6 +31,11 @@ QWEN = """
 """A template that describes tools and puts messages of role tool in a row into one of the user, as Qwen's does"""
 
 
+def load_published(name: str) -> str:
+    """A chat template as a model is published with it."""
+    return (Path(__file__).parent / "data" / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+
+
 def build_char_tokenizer(*, add_bos: bool = False, unknown: bool = False) -> PreTrainedTokenizerFast:
     """One token per character of ALPHABET."""
     names = ["<pad>", "<bos>", "<eos>", "<unk>"] if unknown else ["<pad>", "<bos>", "<eos>"]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
-from data_cases import QWEN, build_byte_tokenizer, build_char_tokenizer
+from data_cases import QWEN, build_byte_tokenizer, build_char_tokenizer, load_published
 from tokenizers import AddedToken
 
 from megarl.api import compose
@@ -258,46 +258,6 @@ def test_calls_of_tools_are_answered_until_an_action_has_none():
     assert not any(response.generated[hole].any() for hole in holes)
 
 
-THINKING = """
-{%- set ns = namespace(last=-1) %}{% for m in messages %}
-{%- if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
-{%- for m in messages %}{% set content = m.content %}
-{%- if m.role == 'assistant' %}{% set content = m.content.split('</think>')[-1].lstrip('\\n') %}
-{%- if loop.index0 > ns.last and '</think>' in m.content %}
-{%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip() %}
-{%- set content = '<think>\\n' + thought + '\\n</think>\\n\\n' + content %}
-{%- endif %}{% endif %}"""
-ROLE_TOKENS = (
-    "[gMASK]<sop>"
-    + THINKING
-    + """
-{%- if m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}<|observation|>{% endif %}
-{{- '\\n<tool_response>\\n' + content + '\\n</tool_response>' }}
-{%- else %}{{ '<|' + m.role + '|>\\n' + content.strip() }}{% endif %}
-{%- endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"""
-)
-IM = (
-    THINKING
-    + """
-{%- if m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
-{{- '\\n<tool_response>\\n' + content + '\\n</tool_response>' }}
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}
-{%- else %}{{ '<|im_start|>' + m.role + '\\n' + content + '<|im_end|>\\n' }}{% endif %}
-{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-)
-HEADERS = """<|begin_of_text|>{% for m in messages %}
-{{- '<|start_header_id|>' + ('ipython' if m.role == 'tool' else m.role) + '<|end_header_id|>\\n\\n' }}
-{{- m.content | trim }}<|eot_id|>{% endfor %}
-{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
-OPENED = """<bos>{% for m in messages %}{% if m.role == 'assistant' %}
-{{- '<|Assistant|>' + m.content.split('</think>')[-1] + '<|end|>' }}
-{%- else %}{{ '<|User|>' + m.content }}{% endif %}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|Assistant|><think>\\n' }}{% endif %}"""
-CHANNELS = """{% for m in messages %}{% if m.role == 'assistant' %}
-{{- '<|start|>assistant<|channel|>final<|message|>' + m.content }}
-{{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}
-{%- else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}
-{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
 ENDED = """{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}<|endoftext|>{% endif %}"""
 SYSTEM_IN_FIRST = """<s>{% if messages[0].role == 'system' %}{% set system = messages[0].content + '\\n\\n' %}
@@ -307,24 +267,21 @@ SYSTEM_IN_FIRST = """<s>{% if messages[0].role == 'system' %}{% set system = mes
 {%- if m.role == 'user' %}[INST] {{ (system if loop.first else '') + m.content }} [/INST]
 {%- else %}{{ m.content }}</s>{% endif %}
 {%- endfor %}"""
-SYSTEM_IN_LAST = SYSTEM_IN_FIRST.replace("loop.first", "loop.last")
 FIRST_RESULT = """{% set ns = namespace(first=true) %}{% for m in messages %}{% if m.role == 'tool' %}
 {%- if ns.first %}<|results|>{% set ns.first = false %}{% endif %}<|result|>{{ m.content }}
 {%- else %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endif %}{% endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
 
 TEMPLATES = {
-    "qwen3": (IM, "<|im_end|>"),
-    "glm-4.5": (ROLE_TOKENS, "<|user|>"),
-    "llama-3.1": (HEADERS, "<|eot_id|>"),
+    "qwen3": (load_published("qwen3"), "<|im_end|>"),
+    "llama-3.1": (load_published("llama3_1"), "<|eot_id|>"),
     "phi-3": (ENDED, "<|end|>"),
     "mistral": (SYSTEM_IN_FIRST, "</s>"),
 }
 """By the models that have such: the template, and the token that ends an answer"""
 SPECIAL = (
-    *("<|im_start|>", "<|im_end|>", "[gMASK]", "<sop>", "<|observation|>", "<|begin_of_text|>", "<|start_header_id|>"),
-    *("<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|User|>", "<|Assistant|>", "<|start|>", "<|channel|>"),
-    *("<|message|>", "<|return|>", "<|endoftext|>", "<s>", "</s>", "[INST]", "[/INST]", "<|results|>", "<|result|>"),
+    *("<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    *("<|endoftext|>", "<s>", "</s>", "[INST]", "[/INST]", "<|results|>", "<|result|>"),
 )
 TAKES_SPACE = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
 """As those of Phi-3, which take the space behind them"""
@@ -343,17 +300,17 @@ def build(template: str) -> ObservationEncoder:
 
 
 def play_template(
-    encoder: ObservationEncoder, answers: list[str], *observations: Observation, end: str | None = None
+    encoder: ObservationEncoder, answers: list[str], *observations: Observation
 ) -> tuple[list[int], list[int]]:
     """Token ids of an episode turn by turn, and of all its messages rendered at once.
 
-    answers: with their end. end: the token that is the template's end of an answer; None: what is found as that.
+    answers: with their end.
     """
     renderer = encoder._renderer
     messages = [Message("system", "Be brief."), Message("user", "1 + 1?")]
     encoder.check(Prompt("p", "", (1,), "", messages=tuple(messages)))
     ids = list(renderer.tokenize([renderer.render_messages(messages)])[0])
-    last = find_turn_end(renderer) if end is None else renderer.tokenize([end])[0][0]
+    last = find_turn_end(renderer)
     for answer, observation in zip(answers, observations, strict=True):
         said = renderer.tokenize([answer])[0]
         ids += [*said, *encoder.encode(observation, said[-1])]
@@ -371,12 +328,11 @@ def test_an_episode_has_the_tokens_of_the_whole_conversation_with_texts_and_resu
     assert ids == whole
     if name == "mistral":  # whose roles alternate
         return
-    end = "<|observation|>" if name == "glm-4.5" else end
     one, two = [Message("tool", "2<|im_end|>")], [Message("tool", "3"), Message("tool", "4")]
     # The thinking of turns that tools answer is kept by templates, in the form that the models write.
-    thought = "<think>\nhm\n</think>\n\n" if name in ("qwen3", "glm-4.5") else ""
+    thought = "<think>\nhm\n</think>\n\n" if name == "qwen3" else ""
     answers = [f"{thought}call{end}", f"calls{end}", f"{thought}call{end}"]
-    ids, whole = play_template(build(template), answers, one, two, one, end=end)
+    ids, whole = play_template(build(template), answers, one, two, one)
     assert ids == whole
 
 
@@ -388,32 +344,16 @@ def test_behind_another_stop_token_the_template_ends_the_answer_as_well(name: st
 
 
 def test_thinking_of_earlier_turns_stays_where_the_template_leaves_it_out_and_the_run_says_so() -> None:
-    encoder = build(IM)
+    encoder = build(load_published("qwen3"))
     ids, whole = play_template(encoder, ["<think>\nhm\n</think>\n\n3<|im_end|>"], "Wrong.")
     assert encoder.decode(ids).replace("<think>\nhm\n</think>\n\n", "") == encoder.decode(whole)
     assert "leaves out the thinking of earlier turns; training keeps it" in "".join(encoder.describe())
-    assert list(build(HEADERS).describe()) == []
-    # What an answer begins with is written for the next one only.
-    encoder = build(OPENED)
-    ids, whole = play_template(encoder, ["hm</think>3<|end|>"], "Wrong.")
-    assert encoder.decode(ids).replace("<think>\nhm</think>", "") == encoder.decode(whole)
-    assert len(list(encoder.describe())) == 1
-
-
-def test_special_tokens_that_the_policy_writes_itself_are_followed_by_the_templates_own() -> None:
-    encoder = build(CHANNELS)
-    final = "<|channel|>final<|message|>"
-    messages = (Message("user", "1 + 1?"), Message("assistant", "3"), Message("user", "Wrong."))
-    renderer = encoder._renderer
-    said = renderer.tokenize([final + "3<|end|>"])[0]
-    ids = [*renderer.tokenize([renderer.render_messages(messages[:1])])[0], *said, *encoder.encode("Wrong.", said[-1])]
-    assert ids == list(renderer.tokenize([renderer.render_messages(messages)])[0])
+    assert list(build(load_published("llama3_1")).describe()) == []
 
 
 @pytest.mark.parametrize(
     ("template", "observation", "why"),
     [
-        (SYSTEM_IN_LAST, "Wrong.", "with messages of user: it writes the first messages otherwise"),
         (FIRST_RESULT, [Message("tool", "2")], "with messages of tool: behind answer 2 of 4 messages"),
         (SYSTEM_IN_FIRST, [Message("user", "a"), Message("user", "b")], "refuses messages of .*: roles must alternate"),
     ],

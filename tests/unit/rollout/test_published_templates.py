@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from data_cases import build_byte_tokenizer
+from data_cases import build_byte_tokenizer, load_published
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
@@ -21,7 +21,6 @@ from megarl.task.environments import build_tool_prompt, describe_call
 from megarl.task.render import Renderer
 from megarl.types import Message, Prompt
 
-FOLDER = Path(__file__).parents[2] / "data" / "chat_templates"
 SPECIAL = re.compile(r"<[|｜][^<>{}' \n]+[|｜]>|\[/?[A-Z_]{3,}\]|</?s>|<bos>|<\w+_of_turn>|\[gMASK\]|<sop>")
 PLAIN = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """Added to the tokenizers of Qwen3 and others as what is no special token"""
@@ -78,7 +77,7 @@ CASES = {
 
 
 def build_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    case, text = CASES[name], OLMO2 if name == "olmo2" else (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+    case, text = CASES[name], OLMO2 if name == "olmo2" else load_published(name)
     tokenizer = build_byte_tokenizer()
     names = {*SPECIAL.findall(text.replace(OLMO2, "")), case.eos, *filter(None, [case.bos])}
     tokenizer.add_tokens([AddedToken(each, special=True) for each in sorted(names)])

@@ -14,10 +14,6 @@ CALL = '{"name": "calculator", "arguments": {"expression": "2*3"}}'
 HERMES = f"<tool_call>{CALL}</tool_call>"
 PYTHONIC = '[calculator(expression="2*3")]'
 READ = ["calculator", {"expression": "2*3"}]
-QWEN3 = (
-    "{% if tools %}<tool_call>{% endif %}{% if enable_thinking is defined and enable_thinking is false %}"
-    "<think>\n\n</think>{% endif %}"
-)
 CASES: dict[str, tuple[tuple[Any, ...], Any]] = {
     # (parser, chat template, added tokens, text) -> (name of the parser, calls, number of malformed ones)
     "two calls": (("hermes", None, [], f"So: {HERMES}\n{HERMES}<|im_end|>"), ("hermes", [READ, READ], 0)),
@@ -35,13 +31,6 @@ CASES: dict[str, tuple[tuple[Any, ...], Any]] = {
         ("qwen25", None, [], f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n6}}\n</tool_call>"),
         ("qwen25", [READ], 1),
     ),
-    "Qwen2.5's template": ((None, "{% if tools %}<tool_call>{% endif %}", [], HERMES), ("hermes", [READ], 0)),
-    "Llama 3.1's template": ((None, "{% if m.role == 'tool' %}ipython{% endif %}", [], "{}"), ("llama3", [], 1)),
-    "Qwen3's template": (
-        (None, QWEN3, [], f"<think>{HERMES}?</think><tool_call>\n{CALL}\n</tool_call>"),
-        ("qwen", [READ], 0),
-    ),
-    "a token of Kimi K2": ((None, "{{ x }}", ["<|tool_calls_section_begin|>"], "6"), ("kimi_k2", [], 0)),
 }
 PUBLISHED = {
     "glm4moe": (
