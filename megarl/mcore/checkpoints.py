@@ -462,15 +462,16 @@ def write_safetensors(
 
 
 def check_critic_checkpoint(directory: Path, critic: Architecture, policy: Architecture, longest: int) -> list[str]:
-    """Why a checkpoint cannot be a critic of the policy; one message each. longest: of prompt and response."""
+    """Why a checkpoint cannot be a critic of the policy; one message each. A language model gets a value head. longest:
+    of prompt and response.
+    """
     problems = check_checkpoint(directory, critic, Role.critic)
     if not problems:
         with CheckpointReader(directory) as reader:
-            if VALUE_HEAD not in reader:
-                own = name_some(sorted(name for name in reader.names if not name.startswith("model."))) or "none"
-                problems.append(
-                    f"{directory}: has no value head {VALUE_HEAD}; its tensors outside the transformer: {own}"
-                )
+            own = sorted(name for name in reader.names if not name.startswith("model."))
+            if VALUE_HEAD not in reader and own != [HF_HEAD] * (not critic.tied):
+                found = f"its tensors outside the transformer: {name_some(own) or 'none'}"
+                problems.append(f"{directory}: has no value head {VALUE_HEAD} and is no language model; {found}")
             elif "score.bias" in reader:
                 problems.append(f"{directory}: has a score.bias; a value head here has a weight alone")
     if critic.vocab_size != policy.vocab_size:
@@ -479,6 +480,12 @@ def check_critic_checkpoint(directory: Path, critic: Architecture, policy: Archi
             " policy's tokens, so they must have the same tokenizer"
         )
     return problems + _check_positions(directory, critic, longest)
+
+
+def has_value_head(directory: Path) -> bool:
+    """Whether a checkpoint is a critic or a reward model, not a language model."""
+    with CheckpointReader(directory) as reader:
+        return VALUE_HEAD in reader
 
 
 def check_reference_checkpoint(directory: Path, arch: Architecture, policy: Architecture, longest: int) -> list[str]:

@@ -85,6 +85,8 @@ class LayerSeconds:
     experts: float
     """Sending tokens to the ranks that have their experts, and back"""
     fixed: float
+    has_frozen_weights: bool = False
+    """Beside adapters: the gradients of the matrices, a half of the backward pass's products, are not computed."""
 
     @property
     def forward(self) -> float:
@@ -98,7 +100,8 @@ class LayerSeconds:
         behind the weight's, megatron/core/tensor_parallel/layers.py).
         """
         sent = self.tensor_parallel / 2 + 2 * self.context_parallel + self.experts
-        return 2 * (self.products + self.attention + self.memory + self.fixed) + sent
+        products = self.products if self.has_frozen_weights else 2 * self.products
+        return products + 2 * (self.attention + self.memory + self.fixed) + sent
 
 
 def compute_sending(cluster: ClusterConfig, num_ranks: int, num_bytes: float) -> float:
@@ -213,6 +216,7 @@ def compute_layer_seconds(job: m.RoleJob, cluster: ClusterConfig, tokens: float,
         context_parallel=max(0.0, ring - attending),
         experts=routed,
         fixed=EXPERT_LAYER_S if arch.experts else LAYER_S,
+        has_frozen_weights=isinstance(job.node, TrainedRoleConfig) and job.node.lora.rank > 0,
     )
 
 

@@ -265,6 +265,8 @@ def load_models(config: Config) -> Models:
         problems.append(problem)
     if problems:
         raise ConfigError([f"critic.init: {problem}" for problem in problems])
+    if not checkpoints.has_value_head(critic_checkpoint):
+        return Models(checkpoint, architecture, critic_checkpoint, critic_architecture, *reference)
     if problem := checkpoints.check_value_range(critic_checkpoint, config.critic.value_range):
         raise ConfigError([f"critic.value_range: {problem}"])
     if (wanted := count_values(config.algo)) != critic_architecture.num_values:
@@ -459,7 +461,8 @@ def describe_start(config: Config, critic: WorkerSpec, saved: SavedGroups | None
     """What the critic starts from and what value pretraining learns from, as one sentence."""
     start, settings = "the policy's weights, with a new value head", config.algo.value_pretrain
     if config.critic.init is not None:
-        start = f"{critic.checkpoint}, its value head included"
+        has_head = checkpoints.has_value_head(Path(critic.checkpoint))
+        start = f"{critic.checkpoint}, {'its value head included' if has_head else 'with a new value head'}"
     text = f"critic: starts from {start}; "
     if settings.num_steps == 0:
         return text + "no value pretraining"

@@ -164,7 +164,8 @@ class CriticConfig(TrainedRoleConfig):
     """Past iterations whose samples, with their returns, the critic learns from again: each minibatch of its has the
     same share of every one of them. 0: off."""
     init: str | None = None
-    """Checkpoint of a critic (RUN_DIR/critic) or of a reward model; null: the policy's with a new value head."""
+    """Checkpoint of a critic (RUN_DIR/critic), of a reward model, or of a language model of any size with the policy's
+    vocabulary, which gets a new value head; null: the policy's with a new value head."""
     value_range: list[float] | None = None
     """[low, high] of the returns: values are low + (high - low) * (1/2 + atan(z)/pi) of the head's output z (BPCO
     2608.23566, equation 9); null: values are z."""

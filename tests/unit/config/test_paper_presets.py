@@ -231,7 +231,7 @@ def test_the_objective_in_the_docs_is_what_the_preset_prints() -> None:
 
 PUBLISHED = yaml.safe_load(Path(__file__).with_name("checkpoints.yaml").read_text())
 SMALL = ("qwen3_1_7b", "qwen3_4b", "llama3_2_1b", "r1_distill_qwen_1_5b", "r1_distill_qwen_7b")
-ON_ONE_NODE = dict.fromkeys(("qwen2_7b", "qwen2_5_7b", "qwen3_8b", "llama3_8b", *SMALL), 8)
+ON_ONE_NODE = dict.fromkeys(("qwen2_7b", "qwen2_5_7b", "qwen3_8b", "qwen3_8b_critic_1_7b", "llama3_8b", *SMALL), 8)
 ON_TWO_NODES = dict.fromkeys(("qwen3_30b_a3b", "gpt_oss_20b"), 16)
 ON_ONE_GPU = dict.fromkeys(("qwen3_0_6b", "qwen2_5_0_5b"), 1)
 GPUS = {**ON_ONE_GPU, **ON_ONE_NODE, **ON_TWO_NODES, "qwen32b": 64, "qwen3_235b_a22b": 256}

@@ -15,7 +15,15 @@ from plan_jobs import ARCH_32B, ARCH_235B, CLUSTER, PRESET, build_role
 from plan_jobs import QWEN32B as JOB
 
 from megarl.config.load import load_config
-from megarl.config.schema.roles import CriticConfig, Fp8, Offload, ParallelConfig, Recompute, RecomputeMethod
+from megarl.config.schema.roles import (
+    CriticConfig,
+    Fp8,
+    LoraConfig,
+    Offload,
+    ParallelConfig,
+    Recompute,
+    RecomputeMethod,
+)
 from megarl.config.schema.root import Config
 from megarl.mcore.model import count_stages
 from megarl.mcore.spec import StageParameters
@@ -404,3 +412,14 @@ def test_the_totals_for_nemo_rls_tables_are_those_of_the_docs(
     total = seconds.iteration
     numbers = [*(f"{part:.0f}" for part in parts), f"{total:.0f}", f"{published}", f"{total / published:.2f}"]
     assert find_row("planner-iterations.csv", name) == [name, str(mean), *numbers]
+
+
+def test_beside_adapters_a_backward_pass_computes_the_gradients_of_activations_alone() -> None:
+    whole, adapted = (
+        compute_layer_seconds(
+            build_role(ARCH_32B, ParallelConfig(1), CriticConfig, lora=LoraConfig(rank)), CLUSTER, 1e4, 1e3
+        )
+        for rank in (0, 8)
+    )
+    assert whole.forward == adapted.forward
+    assert whole.backward - adapted.backward == pytest.approx(whole.products)

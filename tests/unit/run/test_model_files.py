@@ -20,7 +20,14 @@ from megarl.mcore.spec import Role
 from megarl.models.checkpoint import default_cache_dir, load_tokenizer, resolve_checkpoint
 from megarl.models.families import FAMILIES
 from megarl.rollout.rollout_file import RolloutWriter, read_group
-from megarl.run.inputs import build_critic_prompt, load_inputs, load_models, load_saved_rollouts, load_specs
+from megarl.run.inputs import (
+    build_critic_prompt,
+    describe_start,
+    load_inputs,
+    load_models,
+    load_saved_rollouts,
+    load_specs,
+)
 from megarl.run.job import describe_saved
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 
@@ -230,12 +237,20 @@ def resize_head(*shape: int) -> Edit:
     return edit_tensors(lambda found: found.update({HEAD: torch.ones(*shape)}))
 
 
+def test_a_smaller_language_model_becomes_a_critic_with_a_new_value_head(policy: Path, tmp_path: Path) -> None:
+    small = load_models(load_config(["model=tiny", "model.random.num_layers=1"])).checkpoint
+    config = load_config(["model=tiny", "algo=vapo", f"critic.init={small}"])
+    models, inputs = load_models(config), load_inputs(config)
+    assert (models.architecture.num_layers, models.critic_architecture.num_layers) == (2, 1)
+    start = describe_start(config, inputs.specs[Role.critic], None)
+    assert start.startswith(f"critic: starts from {small}, with a new value head; ")
+
+
 @pytest.mark.parametrize(
     ("spoil", "messages"),
     [
         (resize_head(3, 64), ["score.weight is [3, 64], config.json asks for [1, 64]"]),
         (rename(HEAD, "v_head.summary.weight"), ["has no value head score.weight", "v_head.summary.weight"]),
-        (rename(HEAD, FIRST), ["has no value head score.weight", "lm_head.weight"]),  # a policy
         (edit_tensors(lambda found: found.update({"score.bias": torch.ones(1)})), ["has a score.bias"]),
         (rename("model.embed_tokens.weight", "transformer.embed"), ["missing: model.embed_tokens.weight"]),
         (edit_config(lambda c: c.update(vocab_size=30)), ["vocab_size is 30 and the policy's 11"]),
