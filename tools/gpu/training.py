@@ -14,12 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.config.schema.roles import Dtype, Fp8
+from megarl.config.schema.roles import Dtype, Fp8, LoraConfig, LoraLayers
 from megarl.mcore.spec import Role, WorkerSpec
 from megarl.tools.gpu.lines import Line, fail, judge, skip
 from megarl.tools.gpu.setting import Setting, build_small_spec, make_small_samples, write_checkpoint
 
-ROLES = (Role.policy, Role.critic)
+CASES: dict[str, tuple[Role, dict[str, Any]]] = {
+    "policy": (Role.policy, {}),
+    "critic": (Role.critic, {}),
+    "critic with adapters": (Role.critic, {"lora": LoraConfig(rank=8, layers=[LoraLayers.attention])}),
+}
 NUM_STEPS = 3
 OF_NORM = "share of its norm"
 
@@ -39,7 +43,7 @@ class Bounds:
 BOUNDS = {"float32": Bounds(1e-4, 1e-3, 1e-2), "bfloat16": Bounds(0.1, 0.15, 0.15), "fp8": Bounds(0.5, 0.5, 0.7)}
 
 Results = dict[str, dict[str, Any]]
-"""By role: before and after (float32 [B, T]), gradient (tensors by their Hugging Face names)"""
+"""By case: before and after (float32 [B, T]), gradient (tensors by their Hugging Face names)"""
 
 
 @contextmanager
@@ -98,10 +102,11 @@ def run_updates(spec: WorkerSpec, scratch: Path, name: str) -> dict[str, Any]:
 def run_roles(setting: Setting, name: str, dtype: Dtype, **changes: Any) -> Results:
     checkpoint = find_small_checkpoint(setting)
     return {
-        role.value: run_updates(
-            build_small_spec(setting, role, checkpoint, dtype, **changes), setting.scratch, f"{name}-{role.value}"
+        case: run_updates(
+            build_small_spec(setting, role, checkpoint, dtype, **own, **changes), setting.scratch, f"{name}-{number}"
         )
-        for role in ROLES
+        for number, (case, (role, own)) in enumerate(CASES.items())
+        if not ("fp8" in changes and "lora" in own)  # Adapters have no FP8.
     }
 
 
@@ -140,8 +145,8 @@ def compare_results(check: str, found: Results, expected: Results) -> Iterator[L
     bounds = BOUNDS[check]
     for role, reference in expected.items():
         own = found[role]
-        output = "values" if role == Role.critic.value else "log-probs"
-        if role != Role.critic.value:  # A new value head says 0, whatever is below it.
+        output = "values" if CASES[role][0] is Role.critic else "log-probs"
+        if CASES[role][0] is not Role.critic:  # A new value head says 0, whatever is below it.
             gap = float((own["before"] - reference["before"]).abs().max())
             what = f"{role}: {output} before the first step"
             yield judge(check, what, gap, most=bounds.before, unit="largest difference")
@@ -167,7 +172,7 @@ def check_bfloat16(setting: Setting) -> Iterator[Line]:
 
 def check_fp8(setting: Setting) -> Iterator[Line]:
     """The update with FP8 products against bfloat16, both on this device."""
-    plain = run_roles(setting, "fp8-bfloat16", Dtype.bfloat16)
+    plain = run_roles(setting, "fp8-bfloat16", Dtype.bfloat16, fp8=None)
     found = run_roles(setting, "fp8", Dtype.bfloat16, fp8=Fp8.hybrid)
     if all(torch.equal(found[role]["before"], plain[role]["before"]) for role in plain):
         yield fail("fp8", "FP8 products", "the same bits as in bfloat16: no product was computed in FP8")
