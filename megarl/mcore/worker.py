@@ -313,7 +313,7 @@ class MegatronWorker:
         whole, prompts = torch.full((number,), length), torch.ones(number, dtype=torch.int64)
         texts = Sequences(torch.zeros(number * length, dtype=torch.int64), whole, prompts)
         if self.spec.role is Role.critic:
-            self._evaluate(texts, lambda out, batch: batch.gather(out))
+            self._value(texts)
         else:
             self._score(texts, 1.0)
         if self.optimizer is not None:
@@ -347,8 +347,7 @@ class MegatronWorker:
         """float32 [b, T] values of the states in which the response tokens are chosen; else as `logprobs`."""
         if self.spec.role is not Role.critic:
             raise ValueError(f"a {self.spec.role.value} has no values")
-        algo, bounds = self.spec.algo, self.spec.value_range
-        return self._evaluate(sequences, lambda out, batch: find_values(batch.gather(out), algo.value_loss, bounds))
+        return self._value(sequences)
 
     @uses_weights
     def reference_kl(self, sequences: Sequences, temperature: float) -> RowsResult | None:
@@ -457,6 +456,10 @@ class MegatronWorker:
         if self.spec.role is Role.critic:
             raise ValueError("a critic has no logprobs")
         return self._evaluate(sequences, lambda out, batch: self._logprobs(out, batch, temperature, False)[0])
+
+    def _value(self, sequences: Sequences) -> RowsResult | None:
+        algo, bounds = self.spec.algo, self.spec.value_range
+        return self._evaluate(sequences, lambda out, batch: find_values(batch.gather(out), algo.value_loss, bounds))
 
     def _check_tokens(self, sequences: Sequences) -> None:
         if sequences.tokens.numel() and not 0 <= int(sequences.tokens.max()) < self.arch.vocab_size:

@@ -111,11 +111,12 @@ def run_each(
 
 @contextmanager
 def working(spec: WorkerSpec, rank: int, world_size: int, init: Path) -> Iterator[Any]:
-    """A worker, whose processes meet at the file INIT.init."""
+    """A worker, warm as that of an actor, whose processes meet at the file INIT.init."""
     from megarl.mcore.worker import MegatronWorker
 
     worker = MegatronWorker(spec, rank, world_size, f"file://{init}.init")
     try:
+        worker.warm_up()
         yield worker
     finally:
         worker.close()
