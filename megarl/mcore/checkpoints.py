@@ -462,9 +462,7 @@ def write_safetensors(
 
 
 def check_critic_checkpoint(directory: Path, critic: Architecture, policy: Architecture, longest: int) -> list[str]:
-    """Why a checkpoint cannot be a critic of the policy; one message each. A language model gets a value head. longest:
-    of prompt and response.
-    """
+    """Why a checkpoint cannot be a critic of the policy; one message each. longest: of prompt and response."""
     problems = check_checkpoint(directory, critic, Role.critic)
     if not problems:
         with CheckpointReader(directory) as reader:
@@ -483,7 +481,6 @@ def check_critic_checkpoint(directory: Path, critic: Architecture, policy: Archi
 
 
 def has_value_head(directory: Path) -> bool:
-    """Whether a checkpoint is a critic or a reward model, not a language model."""
     with CheckpointReader(directory) as reader:
         return VALUE_HEAD in reader
 

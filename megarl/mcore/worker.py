@@ -305,9 +305,8 @@ class MegatronWorker:
 
     @uses_weights
     def warm_up(self) -> None:
-        """Compute two short texts for each data-parallel rank (a pair, where pairs are compared), and a sum over those
-        that share gradients, so that kernels and communicators have their memory before a server on the GPU measures
-        what is free. All ranks call it.
+        """Compute two short texts (a pair) for each data-parallel rank and a sum over those that share gradients, so that
+        kernels and communicators have their memory before a server measures what is free. All ranks call it.
         """
         number, length = 2 * parallel_state.get_data_parallel_world_size(), min(WARM_UP_TOKENS, self.arch.max_length)
         whole, prompts = torch.full((number,), length), torch.ones(number, dtype=torch.int64)

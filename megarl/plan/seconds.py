@@ -86,7 +86,7 @@ class LayerSeconds:
     """Sending tokens to the ranks that have their experts, and back"""
     fixed: float
     has_frozen_weights: bool = False
-    """Beside adapters: the gradients of the matrices, a half of the backward pass's products, are not computed."""
+    """Beside adapters the gradients of matrices, half of the products, are left out."""
 
     @property
     def forward(self) -> float:
@@ -100,8 +100,8 @@ class LayerSeconds:
         behind the weight's, megatron/core/tensor_parallel/layers.py).
         """
         sent = self.tensor_parallel / 2 + 2 * self.context_parallel + self.experts
-        products = self.products if self.has_frozen_weights else 2 * self.products
-        return products + 2 * (self.attention + self.memory + self.fixed) + sent
+        frozen = self.products if self.has_frozen_weights else 0.0
+        return 2 * (self.products + self.attention + self.memory + self.fixed) - frozen + sent
 
 
 def compute_sending(cluster: ClusterConfig, num_ranks: int, num_bytes: float) -> float:
