@@ -305,7 +305,7 @@ class MegatronWorker:
 
     @uses_weights
     def warm_up(self) -> None:
-        """Compute two short texts (a pair) for each data-parallel rank and a sum over those that share gradients, so that
+        """Compute two texts (a pair) for each data-parallel rank and a sum over those that share gradients, so that
         kernels and communicators have their memory before a server measures what is free. All ranks call it.
         """
         number, length = 2 * parallel_state.get_data_parallel_world_size(), min(WARM_UP_TOKENS, self.arch.max_length)
