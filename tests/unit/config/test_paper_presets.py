@@ -217,7 +217,9 @@ def test_the_table_of_sizes_in_the_docs_is_what_the_presets_compose_to() -> None
 @pytest.mark.parametrize(("algo", "key"), DIFFERENCES)
 def test_a_declared_difference_is_the_presets_value_and_not_the_papers(algo: str, key: str) -> None:
     published, ours, why = DIFFERENCES[algo, key]
-    found = {read_values(algo, model)[key] for model in MODELS}
+    # The critic of its own is what that preset of a model is for.
+    models = [model for model in MODELS if key != "critic.init" or model != "qwen3_8b_critic_1_7b"]
+    found = {read_values(algo, model)[key] for model in models}
     listed = yaml.safe_load(f"[{ours}]")
     assert found == set(listed)
     assert str(published) != ours
