@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,6 +34,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork, ProcessGroup
@@ -44,7 +46,7 @@ from torch.utils._pytree import tree_leaves
 
 from megarl.config.load import load_config
 from megarl.config.schema.root import Config
-from megarl.cpu import cuda
+from megarl.cpu import cuda, layers
 from megarl.mcore import process_groups, state, worker
 from megarl.mcore.batch import PackedBatch
 from megarl.mcore.device import find_processor
@@ -119,9 +121,9 @@ class Devices(TorchFunctionMode):
 class Meter(MemTracker):  # type: ignore[no-untyped-call]
     """Counts bytes, records collectives instead of making them, and says what tensors without memory cannot."""
 
-    def __init__(self, run: Run, top_k: int, num_experts: int) -> None:
+    def __init__(self, run: Run, top_k: int, num_experts: int, counts: bool) -> None:
         super().__init__()
-        self.run, self.top_k, self.num_experts = run, top_k, num_experts
+        self.run, self.top_k, self.num_experts, self.counts = run, top_k, num_experts, counts
         self.names: dict[str, str] = {}
         self.batch: int | None = None
         self.batches = 0
@@ -141,7 +143,8 @@ class Meter(MemTracker):  # type: ignore[no-untyped-call]
     def phase(self, name: str) -> Iterator[None]:
         self._peak_mem[META] = self.held
         yield
-        self.run.peaks[name] = self._peak_mem[META]
+        if self.counts:
+            self.run.peaks[name] = self._peak_mem[META]
 
     @property
     def held(self) -> int:
@@ -166,8 +169,10 @@ class Meter(MemTracker):  # type: ignore[no-untyped-call]
                 return self.track(aten.new_empty.default, types, (args[0], sizes), {})
         return self.track(func, types, args, kwargs)
 
-    def track(self, *call: Any) -> Any:
-        return super().__torch_dispatch__(*call)  # type: ignore[no-untyped-call]
+    def track(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if not self.counts:
+            return func(*args, **kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
     def count(self, mask: Tensor) -> int:
         """How much of a mask is true: of tokens by experts top_k for each token, of others all."""
@@ -236,21 +241,22 @@ def list_rows(job: RoleJob) -> tuple[list[int], list[int]]:
 
 
 def take_shapes(built: worker.MegatronWorker, batches: Sequence[PackedBatch]) -> Any:
-    """In place of a pipeline's exchange of shapes: the same messages, and the shapes of a neighbour's tensors."""
-    stock, sent, arrived = P2PCommunicator._communicate_shapes, deque[list[int]](), iter(batches)
-    parallel = built.spec.parallel
+    """In place of a pipeline's exchange of shapes: the same messages, and the shapes of a neighbour's tensors. Of every
+    pp micro-batches each piece of a stage gets all, one piece after the other, and their gradients the other way round
+    (megatron/core/pipeline_parallel/schedules.py, get_schedule_table).
+    """
+    stock, parallel = P2PCommunicator._communicate_shapes, built.spec.parallel
+    pp, stage = parallel.pp, parallel_state.get_pipeline_model_parallel_rank()
+    pieces, end = range(parallel.vpp), (pp - 1, parallel.vpp - 1)
+    lengths = [batch.tokens.shape[1] // (parallel.tp if parallel.sp else 1) for batch in batches]
+    shapes = [[length, 1, built.arch.hidden_size] for length in lengths]
+    parts = [shapes[first : first + pp] for first in range(0, len(shapes), pp)]
+    arrived = (shape for part in parts for piece in pieces if (stage, piece) != (0, 0) for shape in part)
+    returned = (shape for part in parts for piece in pieces[::-1] if (stage, piece) != end for shape in part)
 
     def exchange(self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool) -> Any:
         stock(self, send_next, send_prev, recv_prev, recv_next)
-        if send_next is not None:
-            sent.append(list(send_next.shape))
-        before, after = [0, 0, 0], [0, 0, 0]
-        if recv_prev:
-            tokens = next(arrived).tokens.shape[1] // (parallel.tp if parallel.sp else 1)
-            before = [tokens, 1, built.arch.hidden_size]
-        if recv_next:
-            after = sent.popleft()
-        return before, after
+        return next(arrived) if recv_prev else [0, 0, 0], next(returned) if recv_next else [0, 0, 0]
 
     return patch.object(P2PCommunicator, "_communicate_shapes", exchange)
 
@@ -267,7 +273,7 @@ def run_rank(config: Config, role: Role, rank: int, counts: bool = True) -> Run:
         spec = replace(spec, optimizer=resolve_overlap(spec.optimizer, spec.parallel, gpu=True))
     arch, run = getattr(models, role.value), Run(rank)
     experts = arch.experts
-    meter = Meter(run, experts.top_k if experts else 1, experts.num_experts if experts else 0)
+    meter = Meter(run, experts.top_k if experts else 1, experts.num_experts if experts else 0, counts)
     devices = Devices()
     stock_group = parallel_state.create_group
     stock_preprocess = MoEAlltoAllTokenDispatcher.preprocess
@@ -324,10 +330,14 @@ def run_rank(config: Config, role: Role, rank: int, counts: bool = True) -> Run:
             (dist, "batch_isend_irecv", batch_messages),
             (dist, "broadcast_object_list", broadcast_objects),
             (MoEAlltoAllTokenDispatcher, "preprocess", preprocess),
+            (MoEAuxLossAutoScaler, "main_loss_backward_scale", None),
             (type(find_processor()), "device", lambda self: META),
             (type(find_processor()), "send", lambda self, x: x.to(META)),
             (cuda, "current_device", lambda: torch.device("cpu") if devices.real else META),
             (torch.nn.functional, "scaled_dot_product_attention", attend),
+            (layers, "attend", attend_to_some),
+            # Else it would leave `Devices` aside, for what is recomputed too.
+            (torch.autograd, "has_torch_function", lambda tensors: False),
         ):
             stack.enter_context(patch.object(owner, name, new))
         modes = ExitStack()
@@ -335,7 +345,7 @@ def run_rank(config: Config, role: Role, rank: int, counts: bool = True) -> Run:
         modes.enter_context(devices)
         try:
             built = worker.MegatronWorker(spec, rank, spec.parallel.num_processes, "")
-            run.peaks["held"] = meter.held
+            run.peaks |= {"held": meter.held} if counts else {}
             samples = build_samples(list_rows(job)[not counts])
             modes.close()
             batches = built._batches(samples.sequences)
@@ -361,6 +371,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, scale: float, **unused:
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out: Tensor = flash(query, key, value, 0.0, True, scale=scale)[0]
     return out
+
+
+def attend_to_some(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, window: int | None, sinks: Tensor | None
+) -> Tensor:
+    """megarl.cpu's for windows and sinks without the masks of all heads, which no GPU makes."""
+    return attend(query if sinks is None else query + sinks.view(1, -1, 1, 1), key, value, scale=scale)
 
 
 def list_verbs(built: worker.MegatronWorker, samples: TrainingSamples) -> Iterator[tuple[str, Any]]:
@@ -547,7 +564,7 @@ def simulate(config: Config, role: Role, pool: Any = None) -> Found:
     per_stage = parallel.num_processes // parallel.pp
     counted = [stage * per_stage for stage in range(parallel.pp)]
     arguments = [(config, role, rank, False) for rank in places] + [(config, role, rank, True) for rank in counted]
-    found = pool.starmap(run_rank, arguments, 1) if pool else [run_rank(*each) for each in arguments]
+    found = list((pool.map if pool else map)(run_rank, *zip(*arguments, strict=True)))
     runs = {run.rank: run for run in found[: len(places)]}
     for run in found[len(places) :]:
         runs[run.rank].peaks = run.peaks
@@ -600,7 +617,7 @@ def main(arguments: Sequence[str]) -> int:
     options, words = parser.parse_known_args(arguments)
     config, problems = load_config(words), list[str]()
     lines: list[tuple[str, ...]] = []
-    with get_context("spawn").Pool(2) as pool:
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
         for role in map(Role, options.role or ("policy", "critic")):
             found = simulate(config, role, pool)
             lines += list_lines(config.model.name, found)

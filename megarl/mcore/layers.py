@@ -474,7 +474,10 @@ class ExpertLayer(TransformerLayer):  # type: ignore[misc]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.mlp.router.packed = kwargs.get("packed_seq_params")
-        return super().forward(*args, **kwargs)
+        out = super().forward(*args, **kwargs)
+        # Their graph would keep the layer's input, and its gradient, until the next micro-batch (recompute=full).
+        self.mlp.token_dispatcher.probs = None
+        return out
 
 
 def find_routers(chunks: Sequence[torch.nn.Module]) -> Iterator[Router]:

@@ -84,32 +84,23 @@ class HeadBytes:
     """Peak of a forward pass that keeps nothing for a backward pass"""
 
 
-UNFUSED = 5
-"""How many times f numbers Megatron's chain of operations keeps of a token: the two halves of linear_fc1, one of them
-activated, the other plus its offset, their product, which is linear_fc2's input"""
-
-
-def count_rows(arch: Architecture, on_gpu: bool) -> int:
-    """The same of the MLP that is built: the fused SwiGLU keeps its input and its product alone, the CPU's silu of the
-    one half too; the chain is left for other activations, with a clamp the clamped half and its sigmoid beside it.
+def count_rows(arch: Architecture, on_gpu: bool | None) -> int:
+    """How many times f numbers an MLP keeps of a token: both halves of linear_fc1 and their product, for linear_fc2;
+    on a CPU silu of the one half too. Megatron's chain of operations, for other activations or with None, also keeps
+    the other half plus its offset, and where it clamps the clamped half and its sigmoid.
     """
-    if arch.activation == "silu":
+    if arch.activation == "silu" and on_gpu is not None:
         return 3 if on_gpu else 4
-    return UNFUSED if arch.clamp is None else UNFUSED + 2
+    return 5 if arch.clamp is None or on_gpu is None else 7
 
 
 def compute_layer(
-    arch: Architecture,
-    parallel: schema.ParallelConfig,
-    dtype: schema.Dtype,
-    batch: MicroBatch,
-    on_gpu: bool = True,
-    rows: int | None = None,
+    arch: Architecture, parallel: schema.ParallelConfig, dtype: schema.Dtype, batch: MicroBatch, on_gpu: bool | None
 ) -> LayerBytes:
     """norm: s h b + 4 s of scales, once before attention and once before the MLP; their outputs as much; queries and
     keys, turned by their positions, and values; the output of attention and a float32 logsumexp for each token and head
-    (2205.14135); `rows` times f of the MLP, by default those of `count_rows`. Norms of queries and keys keep their
-    inputs and scales, norms of the outputs and those within latent attention too.
+    (2205.14135); `count_rows` times f of the MLP. Norms of queries and keys keep their inputs and scales, norms of the
+    outputs and those within latent attention too. on_gpu: as `count_rows`.
 
     On a CPU values are a view of all that linear_qkv made, which stays with them, and the angles of each layer are
     kept; Transformer Engine copies the values, and the angles are one table for all layers.
@@ -128,7 +119,7 @@ def compute_layer(
         held += queries + keys + 4 * tokens * arch.head_size * b
     if arch.qk_norm:
         held += queries + 4 * tokens * (heads + kv_heads) + (keys if on_gpu else 0)
-    mlp, work, forward = _compute_mlp(arch, parallel, b, split, tokens, rows or count_rows(arch, on_gpu))
+    mlp, work, forward = _compute_mlp(arch, parallel, b, split, tokens, count_rows(arch, on_gpu))
     return LayerBytes(
         input=split * h * b,
         core_attention=4 * tokens * heads,
@@ -152,7 +143,9 @@ def _compute_mlp(
 
     def compute_dense(size: int) -> tuple[int, int, int]:
         rows = size // parallel.tp
-        return each * tokens * rows * b, tokens * rows * b + 2 * rows * h * b, 4 * tokens * rows * b
+        # In the gradient of the activation the product is gone, those of both halves and one that passes are there.
+        work = max(min(3, each - 1) * tokens, tokens + 2 * h) * rows * b
+        return each * tokens * rows * b, work, 4 * tokens * rows * b
 
     dense = compute_dense(arch.ffn_size)
     if arch.experts is None:
@@ -164,9 +157,11 @@ def _compute_mlp(
     routes = split * (experts.num_experts * 5 + experts.top_k * 24)
     # Where the fused SwiGLU does not weight by the router itself, the product before that is kept too.
     kept = routed * h * b + (each + (each > 3)) * routed * rows * b + routes
-    work = routed * (h + rows) * b + 2 * rows * h * b
-    # What was sent, what was received, and their outputs; one expert computes at a time.
-    forward = 3 * routed * h * b + 4 * routed * rows * b * parallel.ep // experts.num_experts + routes
+    # Tokens sent, received and sorted, and outputs; without Transformer Engine of one expert at a time, then joined.
+    copies, share = (4 * routed * h * b, 1) if each == 3 else (5 * routed * h * b, experts.num_experts // parallel.ep)
+    # As much, but for what is kept, is there when a layer has been recomputed.
+    work = max(routed * (h + rows) * b + 2 * rows * h * b, copies - routed * h * b)
+    forward = copies + 4 * routed * rows * b // share + routes
     if experts.shared_ffn_size:
         kept += compute_dense(experts.shared_ffn_size)[0]
     if arch.has_unlike_layers:

@@ -197,7 +197,7 @@ def compute_layer_seconds(job: m.RoleJob, cluster: ClusterConfig, tokens: float,
     attending = attention / (hardware.bf16_tflops * 1e12 * ATTENTION_SHARE)
     split = tokens / parallel.tp if parallel.sp else tokens
     whole = m.MicroBatch(ceil(tokens), ceil(tokens), ceil(length))
-    kept = m.compute_layer(arch, parallel, job.dtype, whole, on_gpu=False, rows=m.UNFUSED).total
+    kept = m.compute_layer(arch, parallel, job.dtype, whole, on_gpu=None).total
     # Two gathers and two scatters of [tokens, h]; without sequence parallelism two all-reduces, which are as much.
     crossing = 4 * tokens * arch.hidden_size * b * (parallel.tp - 1) / parallel.tp
     keys = 2 * tokens * max(1, arch.num_kv_heads // parallel.tp) * arch.head_size * b * (parallel.cp - 1)

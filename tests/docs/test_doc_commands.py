@@ -44,6 +44,7 @@ MARK = re.compile(r"<!-- (not run|file): (.+) -->")
 NUM_MARKED = 10
 """Blocks that are neither run nor composed. A new one raises it, with its reason above the block."""
 TIMEOUT_S = 120
+CHECKED = ("tools/", "tests/e2e/", "tests/parallel/", "tests/simulate.py")
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,7 @@ def find_handler(words: Sequence[str]) -> Callable[[], object] | None:
             return lambda: expect_code(plan(tuple(arguments))[0])
         case ["python", "tools/docs/generate.py", "--check"]:
             return lambda: expect(run_process(words))
-        case ["python", tool, *arguments] if tool.startswith(("tools/", "tests/e2e/", "tests/parallel/")):
+        case ["python", tool, *arguments] if tool.startswith(CHECKED):
             return lambda: check_tool(tool, arguments)
         case ["slurm/train.sh", "--local", *_]:
             return lambda: expect(run_process(words))

@@ -93,7 +93,7 @@ def test_tensor_and_sequence_parallel_ranks_divide_it() -> None:
     batch = MicroBatch(4096, 4096, 4096)
 
     def total(parallel: ParallelConfig) -> int:
-        return compute_layer(ARCH_32B, parallel, Dtype.bfloat16, batch).total
+        return compute_layer(ARCH_32B, parallel, Dtype.bfloat16, batch, on_gpu=True).total
 
     one, four = total(ParallelConfig()), total(ParallelConfig(num_processes=4, tp=4))
     norms = 2 * 4096 * (2 * 5120 + 4 + 2 * 5120)
@@ -103,7 +103,7 @@ def test_tensor_and_sequence_parallel_ranks_divide_it() -> None:
 
 def test_recomputed_layers_keep_their_inputs_alone() -> None:
     """2205.05198, section 5: 2 s b h a layer."""
-    layer = compute_layer(ARCH_32B, ParallelConfig(), Dtype.bfloat16, MicroBatch(1024, 1, 1024))
+    layer = compute_layer(ARCH_32B, ParallelConfig(), Dtype.bfloat16, MicroBatch(1024, 1, 1024), on_gpu=True)
     one = 2 * 1024 * 5120
     assert sum_layers(layer, 64, PolicyConfig(recompute=Recompute.full))[0] == 64 * one
     pairs = sum_layers(layer, 64, PolicyConfig(recompute=Recompute.full, recompute_num_layers=2))
@@ -118,7 +118,7 @@ def test_recomputed_layers_keep_their_inputs_alone() -> None:
 
 def test_each_virtual_stage_is_cut_into_blocks_of_its_own() -> None:
     """Megatron recomputes recompute_num_layers of each piece of a stage (transformer_block.py)."""
-    layer = compute_layer(ARCH_32B, ParallelConfig(), Dtype.bfloat16, MicroBatch(1024, 1, 1024))
+    layer = compute_layer(ARCH_32B, ParallelConfig(), Dtype.bfloat16, MicroBatch(1024, 1, 1024), on_gpu=True)
     one = 2 * 1024 * 5120
     three = PolicyConfig(recompute=Recompute.full, **BLOCK, recompute_num_layers=3)
     # 16 layers in 2 pieces of 8, 3 of each recomputed; in 4 of 4; in 8 of 2, where no piece keeps a layer.
