@@ -467,7 +467,8 @@ def check_critic_checkpoint(directory: Path, critic: Architecture, policy: Archi
     if not problems:
         with CheckpointReader(directory) as reader:
             own = sorted(name for name in reader.names if not name.startswith("model."))
-            if VALUE_HEAD not in reader and own != [HF_HEAD] * (not critic.tied):
+            is_language_model = own == [HF_HEAD] or (critic.tied and not own)
+            if VALUE_HEAD not in reader and not is_language_model:
                 found = f"its tensors outside the transformer: {name_some(own) or 'none'}"
                 problems.append(f"{directory}: has no value head {VALUE_HEAD} and is no language model; {found}")
             elif "score.bias" in reader:

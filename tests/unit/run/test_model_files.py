@@ -237,13 +237,23 @@ def resize_head(*shape: int) -> Edit:
     return edit_tensors(lambda found: found.update({HEAD: torch.ones(*shape)}))
 
 
-def test_a_smaller_language_model_becomes_a_critic_with_a_new_value_head(policy: Path, tmp_path: Path) -> None:
+def test_a_smaller_language_model_becomes_a_critic_with_a_new_value_head() -> None:
     small = load_models(load_config(["model=tiny", "model.random.num_layers=1"])).checkpoint
     config = load_config(["model=tiny", "algo=vapo", f"critic.init={small}"])
     models, inputs = load_models(config), load_inputs(config)
     assert (models.architecture.num_layers, models.critic_architecture.num_layers) == (2, 1)
     start = describe_start(config, inputs.specs[Role.critic], None)
     assert start.startswith(f"critic: starts from {small}, with a new value head; ")
+
+
+def test_a_tied_language_model_becomes_a_critic_whether_its_output_layer_is_stored_or_not(model: Path) -> None:
+    edit_config(lambda content: content.update(tie_word_embeddings=True))(model)
+    config = load_config(["model=tiny", "algo=vapo", f"critic.init={model}"])
+    for stored in (True, False):
+        edit_tensors(lambda found: found.update({FIRST: found["model.embed_tokens.weight"].clone()}))(model)
+        if not stored:
+            edit_tensors(lambda found: found.pop(FIRST))(model)
+        assert load_models(config).critic_architecture.tied
 
 
 @pytest.mark.parametrize(
