@@ -5,7 +5,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,22 +99,23 @@ def run_updates(spec: WorkerSpec, scratch: Path, name: str) -> dict[str, Any]:
         }
 
 
-def run_roles(setting: Setting, name: str, dtype: Dtype, **changes: Any) -> Results:
+def run_cases(
+    setting: Setting, name: str, dtype: Dtype, cases: Sequence[str] = tuple(CASES), **changes: Any
+) -> Results:
     checkpoint = find_small_checkpoint(setting)
-    return {
-        case: run_updates(
-            build_small_spec(setting, role, checkpoint, dtype, **own, **changes), setting.scratch, f"{name}-{number}"
-        )
-        for number, (case, (role, own)) in enumerate(CASES.items())
-        if not ("fp8" in changes and "lora" in own)  # Adapters have no FP8.
-    }
+
+    def run(number: int, role: Role, own: dict[str, Any]) -> dict[str, Any]:
+        spec = build_small_spec(setting, role, checkpoint, dtype, **own, **changes)
+        return run_updates(spec, setting.scratch, f"{name}-{number}")
+
+    return {case: run(number, *CASES[case]) for number, case in enumerate(cases)}
 
 
 def save_reference(setting: Setting) -> None:
     """The results in float32 of this process, which must see no GPU."""
     if torch.cuda.is_available():
         raise RuntimeError("the reference is computed on the CPU, and this process sees a GPU")
-    results = run_roles(setting, "reference", Dtype.float32)
+    results = run_cases(setting, "reference", Dtype.float32)
     torch.save(results, setting.scratch / "reference.partial")
     (setting.scratch / "reference.partial").rename(setting.scratch / "reference.pt")
 
@@ -143,23 +144,23 @@ def find_difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor])
 
 def compare_results(check: str, found: Results, expected: Results) -> Iterator[Line]:
     bounds = BOUNDS[check]
-    for role, reference in expected.items():
-        own = found[role]
-        output = "values" if CASES[role][0] is Role.critic else "log-probs"
-        if CASES[role][0] is not Role.critic:  # A new value head says 0, whatever is below it.
+    for case, reference in expected.items():
+        own, is_critic = found[case], CASES[case][0] is Role.critic
+        output = "values" if is_critic else "log-probs"
+        if not is_critic:  # A new value head says 0, whatever is below it.
             gap = float((own["before"] - reference["before"]).abs().max())
-            what = f"{role}: {output} before the first step"
+            what = f"{case}: {output} before the first step"
             yield judge(check, what, gap, most=bounds.before, unit="largest difference")
         share = find_difference(own["gradient"], reference["gradient"])
-        yield judge(check, f"{role}: gradient", share, most=bounds.gradient, unit=OF_NORM, reason=own["computes"])
+        yield judge(check, f"{case}: gradient", share, most=bounds.gradient, unit=OF_NORM, reason=own["computes"])
         changes = [{"": result["after"] - result["before"]} for result in (own, reference)]
-        what = f"{role}: change of {output} in {NUM_STEPS} steps"
+        what = f"{case}: change of {output} in {NUM_STEPS} steps"
         yield judge(check, what, find_difference(*changes), most=bounds.change, unit=OF_NORM)
 
 
 def check_float32(setting: Setting) -> Iterator[Line]:
     """The update on this device against the CPU's, both in float32."""
-    yield from compare_results("float32", run_roles(setting, "float32", Dtype.float32), find_reference(setting))
+    yield from compare_results("float32", run_cases(setting, "float32", Dtype.float32), find_reference(setting))
 
 
 def check_bfloat16(setting: Setting) -> Iterator[Line]:
@@ -167,14 +168,15 @@ def check_bfloat16(setting: Setting) -> Iterator[Line]:
     if "experts" in str(setting.large) or "moe" in str(setting.large["model_type"]):
         yield skip("bfloat16", "update", "a token near a tie of the router goes to other experts in another precision")
         return
-    yield from compare_results("bfloat16", run_roles(setting, "bfloat16", Dtype.bfloat16), find_reference(setting))
+    yield from compare_results("bfloat16", run_cases(setting, "bfloat16", Dtype.bfloat16), find_reference(setting))
 
 
 def check_fp8(setting: Setting) -> Iterator[Line]:
     """The update with FP8 products against bfloat16, both on this device."""
-    plain = run_roles(setting, "fp8-bfloat16", Dtype.bfloat16, fp8=None)
-    found = run_roles(setting, "fp8", Dtype.bfloat16, fp8=Fp8.hybrid)
-    if all(torch.equal(found[role]["before"], plain[role]["before"]) for role in plain):
+    cases = ("policy", "critic")  # Adapters have no FP8.
+    plain = run_cases(setting, "fp8-bfloat16", Dtype.bfloat16, cases)
+    found = run_cases(setting, "fp8", Dtype.bfloat16, cases, fp8=Fp8.hybrid)
+    if all(torch.equal(found[case]["before"], plain[case]["before"]) for case in plain):
         yield fail("fp8", "FP8 products", "the same bits as in bfloat16: no product was computed in FP8")
         return
     yield from compare_results("fp8", found, plain)
