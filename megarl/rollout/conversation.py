@@ -32,8 +32,6 @@ from megarl.rollout.client import call_in_thread
 from megarl.rollout.server import GenerationSpec, find_stop_tokens
 from megarl.rollout.transcript import Transcript
 from megarl.task.environments import (
-    HERMES,
-    TOOLS_PLACEHOLDER,
     EnvironmentFactory,
     FoundCalls,
     ToolPrompt,
@@ -127,8 +125,7 @@ class ObservationEncoder:
         own = next((token for token in self._renderer.special_tokens if text.startswith(token)), end)
         if find_turn_end(self._renderer) is None and own != end:  # gpt-oss
             yield f"behind an answer that ends with {end} the chat template writes {own}; training has both"
-        tools = self._renderer.tools
-        if tools is not None and (tools.text or "").startswith(HERMES.partition(TOOLS_PLACEHOLDER)[0]):
+        if self._renderer.tools is not None and self._renderer.tools.is_fallback:
             why = "the chat template describes no tools, or does not take their results behind an answer"
             yield f"{why}: a text in the system message describes them (environment.description)"
 

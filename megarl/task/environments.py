@@ -135,6 +135,8 @@ class ToolPrompt:
     schemas: tuple[Mapping[str, Any], ...]
     text: str | None
     """What describes them in the system message; None: the chat template does, by `tools=`"""
+    is_fallback: bool = False
+    """The text is HERMES, in place of a chat template that describes no tools or takes no results"""
 
     def add_to(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """The messages with `text` at the end of the system message, which is added where there is none."""
@@ -246,11 +248,11 @@ def describe_tools(
     schemas: tuple[ToolSchema, ...], text: str | None, data: schema.DataConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> ToolPrompt:
     """How these tools are described: by the text, else by the chat template, else by HERMES."""
-    if text is None and not (data.chat_template and knows_tools(tokenizer)):
-        text = HERMES
+    is_fallback = text is None and not (data.chat_template and knows_tools(tokenizer))
+    text = HERMES if is_fallback else text
     if text is not None:
         text = text.replace(TOOLS_PLACEHOLDER, "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas))
-    return ToolPrompt(schemas, text)
+    return ToolPrompt(schemas, text, is_fallback)
 
 
 def knows_tools(tokenizer: "PreTrainedTokenizerBase") -> bool:
