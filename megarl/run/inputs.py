@@ -265,11 +265,10 @@ def load_models(config: Config) -> Models:
         problems.append(problem)
     if problems:
         raise ConfigError([f"critic.init: {problem}" for problem in problems])
-    if not checkpoints.has_value_head(critic_checkpoint):
-        return Models(checkpoint, architecture, critic_checkpoint, critic_architecture, *reference)
-    if problem := checkpoints.check_value_range(critic_checkpoint, config.critic.value_range):
+    has_head = checkpoints.has_value_head(critic_checkpoint)
+    if has_head and (problem := checkpoints.check_value_range(critic_checkpoint, config.critic.value_range)):
         raise ConfigError([f"critic.value_range: {problem}"])
-    if (wanted := count_values(config.algo)) != critic_architecture.num_values:
+    if has_head and (wanted := count_values(config.algo)) != critic_architecture.num_values:
         found = f"{wanted} outputs with algo.value_loss={config.algo.value_loss.name}"
         what = f"the value head of {critic_checkpoint} (critic.init) has {critic_architecture.num_values}"
         raise ConfigError([f"algo.value_bins: found {wanted}, {found}; {what}, with which alone it has learned"])
