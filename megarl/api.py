@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from megarl.config.checks import check_config
 from megarl.config.errors import ConfigError
-from megarl.config.load import load, load_config
+from megarl.config.load import load_config
 from megarl.config.overrides import write_search_path
 from megarl.config.schema.root import Config
-from megarl.run.command import check_start
+from megarl.run.command import check_start, load_complete
 
 if TYPE_CHECKING:
     from megarl.trainer import Summary
@@ -51,8 +51,8 @@ def train(
         if isinstance(config, str):
             raise ConfigError([f"train: found the text {config!r}; a list of overrides is needed: [{config!r}]"])
         overrides = _add_search_path(config, config_dir)
-        loaded = load(overrides)
-        config = loaded.config
+        loaded = load_complete(overrides)
+        config, overrides = loaded.config, loaded.overrides
         for line in loaded.lines:
             print(line, flush=True)
     if problems := check_config(config):

@@ -30,7 +30,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     deselect_gpu(config, items)
     # What takes longest begins first, so that the workers end together.
     order = {name: number for number, name in enumerate(FIRST)}
-    items.sort(key=lambda item: order.get(item.path.relative_to(TESTS).parts[0], len(order)))
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: order.get(item.path.relative_to(TESTS).parts[0], len(order) + (item.path not in slow)))
 
 
 class FolderScheduling(LoadScopeScheduling):  # type: ignore[misc]

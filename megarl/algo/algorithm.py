@@ -40,9 +40,6 @@ from megarl.config.schema.root import Config
 from megarl.types import Experience, Metrics, RolloutTensors, TrainingSamples, check_score
 
 EXPLAINED = "critic/explained_variance"
-HELDOUT_ERROR = "critic/heldout_squared_error"
-HELD_OUT = 10
-"""One of so many prompts is held out in value pretraining of several passes."""
 
 
 class Algorithm:
@@ -52,8 +49,6 @@ class Algorithm:
         self.tether_rho = config.algo.tether.initial
         self.explained: tuple[float, ...] = ()
         """Explained variance of each step of value pretraining so far"""
-        self.heldout_errors: tuple[float, ...] = ()
-        """With several passes: the mean squared error on the held-out prompts of each step, 0 where it has none"""
         objective.load_state(config.algo)
 
     def state(self) -> dict[str, Any]:
@@ -63,7 +58,6 @@ class Algorithm:
             "reward_moments": self.reward_moments,
             "tether_rho": self.tether_rho,
             "explained": self.explained,
-            "heldout_errors": self.heldout_errors,
             "estimator": objective.read_state(self.config.algo),
         }
 
@@ -71,7 +65,7 @@ class Algorithm:
         """Resume from what `state` gave; other names are ignored."""
         self.kl = replace(self.kl, coef=state["kl_coef"])
         self.reward_moments, self.tether_rho = state["reward_moments"], state["tether_rho"]
-        self.explained, self.heldout_errors = state["explained"], state["heldout_errors"]
+        self.explained = state["explained"]
         objective.load_state(self.config.algo, state["estimator"])
 
     def build_targets(
@@ -89,8 +83,7 @@ class Algorithm:
             assert samples.returns is not None
             explained = diagnostics.compute_explained_variance(experience.values, samples.returns, samples.mask)
             found = {name: value for name, value in metrics.items() if name.startswith("critic/")}
-            samples, of_heldout = self._hold_out(samples, experience, iteration)
-            return samples, found | {EXPLAINED: explained} | of_heldout
+            return samples, found | {EXPLAINED: explained}
         algo = self.config.algo
         samples, metrics = self._compute(experience, algo, has_old_logprobs)
         self.tether_rho = update_rho(self.tether_rho, metrics, algo.tether)
@@ -99,31 +92,7 @@ class Algorithm:
     def end_step(self, metrics: Metrics) -> str | None:
         """Take the explained variance of a step of value pretraining; why it was the last one, None: it was not."""
         self.explained = (*self.explained, metrics[EXPLAINED])
-        self.heldout_errors = (*self.heldout_errors, metrics.get(HELDOUT_ERROR, 0.0))
-        settings = self.config.algo.value_pretrain
-        if settings.passes > 1:
-            return find_last_pass(settings, self.heldout_errors)
-        return find_end(settings, self.explained)
-
-    def _hold_out(
-        self, samples: TrainingSamples, experience: Experience, iteration: int
-    ) -> tuple[TrainingSamples, Metrics]:
-        """With several passes the samples without a loss at every tenth prompt of the pool, and the critic's error
-        there."""
-        settings = self.config.algo.value_pretrain
-        if settings.passes == 1:
-            return samples, {}
-        number = (settings.count_rollout(iteration) - 1) * self.config.train.num_prompts + experience.groups
-        learned_B1 = (number % HELD_OUT != 0)[:, None]
-        heldout = samples.mask & ~learned_B1
-        critic_mask = samples.mask if samples.critic_mask is None else samples.critic_mask
-        samples = replace(samples, critic_mask=critic_mask & learned_B1, loss_mask=samples.loss_mask & learned_B1)
-        if not bool(heldout.any()):
-            return samples, {}
-        assert experience.values is not None
-        assert samples.returns is not None
-        errors = experience.values[heldout].double() - samples.returns[heldout].double()
-        return samples, {HELDOUT_ERROR: float(errors.square().mean())}
+        return find_end(self.config.algo.value_pretrain, self.explained)
 
     def update_kl(self, experience: Experience, *, is_frozen: bool) -> Metrics:
         """kl/*, after an update; the coefficient follows unless the policy is frozen."""
@@ -190,20 +159,6 @@ def find_end(settings: ValuePretrainConfig, curve: Sequence[float]) -> str | Non
         if rise + NUM_ERRORS * error < least:
             return f"explained variance has risen by {rise:.3f} +- {error:.3f} in the last {patience} (min {least:g})"
     return f"algo.value_pretrain.steps={settings.steps} are done" if len(curve) >= settings.num_steps else None
-
-
-def find_last_pass(settings: ValuePretrainConfig, errors: Sequence[float]) -> str | None:
-    """As `find_end`, of several passes over the same rollouts: ended by a pass whose mean error on the held-out prompts
-    is not below that of the pass before. errors: of each step. A pass has the same responses as the one before, so that
-    its error differs by what the critic has learned alone.
-    """
-    num = settings.steps
-    if len(errors) % num == 0 and len(errors) >= 2 * num:
-        before, last = sum(errors[-2 * num : -num]) / num, sum(errors[-num:]) / num
-        if last >= before:
-            return f"the squared error on held-out prompts was {before:.4g} in the pass before and is {last:.4g}"
-    done = f"algo.value_pretrain.passes={settings.passes} are done"
-    return done if len(errors) >= settings.num_steps else None
 
 
 def fit_rise(values: Sequence[float]) -> tuple[float, float]:

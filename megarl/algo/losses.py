@@ -255,41 +255,6 @@ SMALLEST = 1e-6
 """Of the probabilities in a logarithm; the head's atan has flattened long before."""
 
 
-SIGMA = 0.75
-"""Of HL-Gauss in widths of a bin (2403.03950, section 3.1)"""
-
-
-def find_values(out: Tensor, loss: ValueLoss, value_range: Sequence[float] | None = None) -> Tensor:
-    """The values that the head's output stands for, float [R]: itself, or with algo.value_loss=classes, for logits
-    [R, N], the mean of the N equal bins of value_range by their probabilities."""
-    if loss is not ValueLoss.classes:
-        return out
-    edges = _list_edges(out, value_range)
-    values: Tensor = out.softmax(-1) @ ((edges[1:] + edges[:-1]) / 2)
-    return values
-
-
-def compute_class_loss(logits: Tensor, returns: Tensor, value_range: Sequence[float] | None) -> Tensor:
-    """-sum_k p_k log softmax(z)_k, float [R]: p_k is the part of the normal distribution around the return, of standard
-    deviation `SIGMA` bins, that lies in bin k, over its part within value_range (HL-Gauss 2403.03950, equation 4).
-
-    logits: z, float [R, N].
-    """
-    edges = _list_edges(logits, value_range)
-    distance = (edges - returns.clamp(edges[0], edges[-1])[:, None]) / (SIGMA * (edges[1] - edges[0]))
-    below = torch.special.ndtr(distance)
-    target = below.diff(dim=-1) / (below[:, -1:] - below[:, :1])
-    losses: Tensor = -(target * logits.log_softmax(-1)).sum(-1)
-    return losses
-
-
-def _list_edges(logits: Tensor, value_range: Sequence[float] | None) -> Tensor:
-    if value_range is None:
-        raise ValueError("value_range: none found; algo.value_loss=classes needs critic.value_range")
-    low, high = value_range
-    return torch.linspace(low, high, logits.shape[-1] + 1, dtype=logits.dtype, device=logits.device)
-
-
 def compute_value_loss(
     values: Tensor, returns: Tensor, loss: ValueLoss, value_range: Sequence[float] | None = None
 ) -> Tensor:
@@ -307,22 +272,20 @@ def compute_value_loss(
 
 
 def critic_loss(
-    out: Tensor,
+    values: Tensor,
     targets: TokenTargets,
     config: AlgoConfig,
     counts: LossCounts,
     value_range: Sequence[float] | None = None,
 ) -> LossOutput:
-    """l(V, G) of `compute_value_loss`, or max(l(V, G), l(clip(V, V_old +- value_clip), G)), or `compute_class_loss`,
-    aggregated.
+    """l(V, G) of `compute_value_loss`, or max(l(V, G), l(clip(V, V_old +- value_clip), G)), aggregated.
 
-    out: the head's output, float [R] values or [R, N] logits; the loss has its dtype. value_range: critic.value_range.
+    values: of the head, float [R]; the loss has their dtype. value_range: critic.value_range.
     Samples without a policy loss keep theirs here unless overlong.filter_critic. With algo.value_loss=bradley_terry it
     is `_pair_loss`. Raises as `policy_loss` does.
     """
     if compares_pairs(config):
-        return _pair_loss(out, targets, counts)
-    values = find_values(out, config.value_loss, value_range)
+        return _pair_loss(values, targets, counts)
     check_finite("values", values.detach(), targets.mask, targets.rows)
     returns = targets.require("returns", targets.returns, values.dtype)
     filtered = config.overlong.filter_critic
@@ -331,10 +294,7 @@ def critic_loss(
     num_tokens = counts.num_tokens if filtered else counts.num_critic_tokens
     num_sequences = counts.num_sequences if filtered else counts.num_critic_sequences
     v = torch.where(mask, values, 0.0)
-    if config.value_loss is ValueLoss.classes:
-        losses = compute_class_loss(torch.where(mask[:, None], out, 0.0), returns, value_range)
-    else:
-        losses = compute_value_loss(v, returns, config.value_loss, value_range)
+    losses = compute_value_loss(v, returns, config.value_loss, value_range)
     sums: dict[str, Tensor] = {}
     if config.value_clip is not None:
         old = targets.require("old_values", targets.old_values, values.dtype)

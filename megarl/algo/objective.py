@@ -363,11 +363,7 @@ def format_objective(
 def format_critic(policy: PolicyConfig, critic: CriticConfig, algo: AlgoConfig) -> str | None:
     """A line of what the critic's values are and what is trained when; None where all of it is as usual."""
     parts = []
-    if critic.value_range is not None and algo.value_loss is ValueLoss.classes:
-        low, high = critic.value_range
-        bins = f"the {algo.value_bins} bins of [{low:g}, {high:g}]"
-        parts.append(f"V = sum_k softmax(z)_k (centre of bin k) of the value head's z over {bins}")
-    elif critic.value_range is not None:
+    if critic.value_range is not None:
         low, high = critic.value_range
         parts.append(f"V = {low:g} + {high - low:g} (1/2 + atan(z)/pi) of the value head's z")
     if critic.lora.rank:
@@ -465,20 +461,15 @@ def _format_critic_loss(algo: AlgoConfig) -> str:
     if algo.value_clip is not None:
         values.append(f"clip(V, V_old +- {algo.value_clip:g})")
     losses = [f"({v} - G)^2" if is_squared else f"H(G, {v})" for v in values]
-    if algo.value_loss is ValueLoss.classes:
-        losses = ["H_k(p(G), softmax(z))"]
     text = ("0.5 " if is_squared else "") + (losses[0] if len(losses) == 1 else f"max({', '.join(losses)})")
     text = f"{_format_aggregation(algo.value_loss_agg_mode)}[ {text} ] with G = V + {name_gae(algo)}(lambda = "
     text += f"{algo.lambda_critic:g})"
-    if algo.value_loss is ValueLoss.classes:
-        text += ", H_k(p, q) = -sum_k p_k log q_k, p_k(G) the part of N(G, (0.75 bins)^2) in bin k"
-    elif not is_squared:
+    if not is_squared:
         text += ", H(y, p) = -(y log p + (1 - y) log(1 - p)) of both on the scale of critic.value_range, 0 to 1"
     if algo.overlong.filter_critic:
         text += " without the responses cut at the limit"
     if algo.value_pretrain.num_steps:
-        passes = f", in up to {algo.value_pretrain.passes} passes" if algo.value_pretrain.passes > 1 else ""
-        text += f"; first {algo.value_pretrain.steps} iterations of it alone{passes} (lambda = 1)"
+        text += f"; first {algo.value_pretrain.steps} iterations of it alone (lambda = 1)"
     return text
 
 

@@ -56,11 +56,11 @@ def _walk(place: Place, above: Effects = ()) -> Iterator[tuple[str, Any, Field[A
     """Every key and group below the node, with its value and field, the effects of the groups above, and its own."""
     for each in fields(place.node):
         stated, value, name = get_key(each), getattr(place.node, each.name), f"{place.path}.{each.name}".lstrip(".")
-        kept = [(effect, declared) for effect, declared in above if effect not in stated.despite]
+        kept = [it for it in above if it[0] not in stated.despite] if stated.despite else above
         own = [(effect, place) for effect in stated.effects]
         yield name, value, each, kept, own
         # A set of train.eval_sets has keys of its own, by its name.
-        parts = {f"{name}.{it}": value[it] for it in value} if isinstance(value, Mapping) else {name: value}
+        parts = {f"{name}.{it}": value[it] for it in value} if isinstance(value, dict) else {name: value}
         for path, node in parts.items():
             if is_dataclass(node):
                 yield from _walk(replace(place, node=node, path=path), (*kept, *own))
@@ -74,9 +74,12 @@ def check_keys(place: Place) -> Iterator[str]:
         stated = get_key(each)
         if is_dataclass(value):
             continue
-        if (reason := _find_reason((*above, *own))) is None:
-            yield from _check_value(name, value, stated)
-        elif stated.strict and value != each.default:
+        wrong, must_count = list(_check_value(name, value, stated)), stated.strict and value != each.default
+        # The search of a plan checks thousands of configurations, and asking whether a key has an effect takes longest.
+        reason = _find_reason((*above, *own)) if wrong or must_count else None
+        if reason is None:
+            yield from wrong
+        elif must_count:
             yield f"{name}: {show(value)} found; it has no effect {reason}, else it must be {show(each.default)}"
 
 
@@ -371,12 +374,9 @@ def check_critic(config: Config) -> Iterator[str]:
 
 def _check_value_loss(config: Config) -> Iterator[str]:
     algo = config.algo
-    if config.critic.value_range is None and algo.value_loss in (ValueLoss.cross_entropy, ValueLoss.classes):
+    if config.critic.value_range is None and algo.value_loss is ValueLoss.cross_entropy:
         right = "it needs the range of the returns, as critic.value_range=[0,1], or squared"
         yield f"algo.value_loss: {algo.value_loss.name} found with critic.value_range=null; {right}"
-    if algo.value_loss is ValueLoss.classes and algo.value_clip is not None:
-        found = f"{algo.value_clip:g} found with algo.value_loss=classes"
-        yield f"algo.value_clip: {found}, whose loss is of logits and not of the value: it must be null"
 
 
 def _check_critic_replay(config: Config) -> Iterator[str]:

@@ -434,6 +434,11 @@ def _read_experiments(overrides: Sequence[str]) -> tuple[dict[str, str], set[str
     return found, groups
 
 
+def list_typed(overrides: Sequence[str]) -> set[str]:
+    """The dotted keys that these overrides and the chosen conf/experiment/NAME.yaml set."""
+    return {*_read_experiments(overrides)[0], *(key for text in overrides for key in list_set_keys(text))}
+
+
 def _suggest(key: str, known: Sequence[str]) -> str:
     if (now := find_old_name(key)) is not None:
         return now

@@ -31,12 +31,12 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from megarl.config.schema.roles import Dtype, LoraConfig, LoraLayers, ParallelConfig
 from megarl.files import CheckpointError, load_json_object, name_some
-from megarl.mcore.spec import CRITIC_PROMPT, VALUE_BINS, VALUE_RANGE, Role
+from megarl.mcore.spec import CRITIC_PROMPT, VALUE_RANGE, Role
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES, Shape, Split, Weight, list_weights
 
 VALUE_HEAD = "score.weight"
-"""Hugging Face name of the value head: float [Architecture.num_values, hidden size]"""
+"""Hugging Face name of the value head: float [1, hidden size]"""
 VOCAB_PADDING = 64
 """The vocabulary is padded to a multiple of this, so that checkpoints of different layouts have the same shapes."""
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
@@ -85,7 +85,7 @@ def describe(name: str, arch: Architecture, with_value_head: bool) -> Entry:
     """Find a parameter by Megatron's name with global layer and expert numbers. Raises KeyError for an unknown one."""
     h, vocab = arch.hidden_size, ((arch.vocab_size, arch.hidden_size),)
     if name == HEAD and with_value_head:
-        return Entry(name, (VALUE_HEAD,), ((arch.num_values, h),), Split.none, VALUE_HEAD)
+        return Entry(name, (VALUE_HEAD,), ((1, h),), Split.none, VALUE_HEAD)
     if name in (EMBEDDING, HEAD):
         hf_name = HF_EMBEDDING if name == EMBEDDING else HF_HEAD
         return Entry(name, (hf_name,), vocab, Split.vocab, hf_name)
@@ -665,12 +665,9 @@ def copy_description(
     if value_head is not None:
         config |= critic_fields
         family = FAMILIES[config["model_type"]]
-        numbers = range(config.get(VALUE_BINS, 1))
         config |= {
             "architectures": [family.hf_classifier or f"{family.hf_class}ForSequenceClassification"],
-            "num_labels": len(numbers),
-            "id2label": {str(number): f"LABEL_{number}" for number in numbers},
-            "label2id": {f"LABEL_{number}": number for number in numbers},
+            **{"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}},
         }
         config.pop("torch_dtype", None)
     if dtype or value_head:

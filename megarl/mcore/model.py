@@ -274,29 +274,28 @@ def squash(z: Tensor, low: float, high: float) -> Tensor:
 
 
 class ValueHead(MegatronModule):  # type: ignore[misc]
-    """Linear(h, num_values) in float32, the same on every tensor-parallel rank, in place of the output layer."""
+    """Linear(h, 1) in float32, the same on every tensor-parallel rank, in place of the output layer."""
 
     value_range: tuple[float, float] | None = None
     """The bounds of `squash`, which the values then go through"""
 
-    def __init__(self, config: TransformerConfig, num_values: int = 1) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config=config)
         # Zero: the first values are exactly 0 (with a range its middle), and the first gradient goes into the head
         # alone.
-        self.weight = torch.nn.Parameter(torch.zeros(num_values, config.hidden_size, dtype=config.params_dtype))
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
 
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
-        """[R, 1, h] -> float32 [R, 1, num_values]"""
+        """[R, 1, h] -> float32 [R, 1, 1]"""
         values = F.linear(hidden.float(), self.weight.float())
         return values if self.value_range is None else squash(values, *self.value_range), None
 
 
 class PackedGPT(GPTModel):  # type: ignore[misc]
     """Megatron's GPT over packed sequences, whose head sees only the positions that predict response tokens: the last
-    stage returns logits [R, V] in the model's dtype, or values float32 [R] with a value head, of
-    several outputs [R, num_values].
+    stage returns logits [R, V] in the model's dtype, or values float32 [R] with a value head.
     """
 
     def __init__(
@@ -329,7 +328,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         self.arch, self.with_value_head = arch, with_value_head
         if self.post_process:
             if with_value_head:
-                self.output_layer = ValueHead(config, arch.num_values)
+                self.output_layer = ValueHead(config)
             else:
                 # The head gets whole sequences: see _postprocess.
                 self.output_layer.sequence_parallel = False
@@ -361,10 +360,12 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         assert packed_seq_params.predictors is not None, "batches say what predicts their responses"
         hidden_states = hidden_states.index_select(0, packed_seq_params.predictors)
+        if not self.with_value_head and self.arch.logits_scale != 1:
+            hidden_states = hidden_states * self.arch.logits_scale
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         out: Tensor
         out, _ = self.output_layer(hidden_states, weight=weight)
-        return out.view(-1) if self.with_value_head and self.arch.num_values == 1 else out.squeeze(1)
+        return out.view(-1) if self.with_value_head else out.squeeze(1)
 
 
 def build_chunks(arch: Architecture, config: TransformerConfig, with_value_head: bool) -> list[PackedGPT]:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from megarl.config.checks import find_nearest_divisor
-from megarl.config.schema.algo import AlgoConfig, count_values
+from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import (
     Dtype,
     Fp8,
@@ -120,8 +120,6 @@ CRITIC_PROMPT = "megarl_critic_prompt"
 VALUE_RANGE = "megarl_value_range"
 """Key of config.json: critic.value_range, of a critic that has one. transformers keeps it and does not know it: its
 classifier gives the head's output z."""
-VALUE_BINS = "megarl_value_bins"
-"""Key of config.json: algo.value_bins, of a critic whose classifier gives as many logits (algo.value_loss=classes)"""
 
 
 class Role(Enum):
@@ -177,13 +175,7 @@ class WorkerSpec:
     def critic_fields(self) -> dict[str, Any]:
         """What config.json of a critic says besides."""
         bounds = {} if self.value_range is None else {VALUE_RANGE: list(self.value_range)}
-        bins = {VALUE_BINS: self.num_values} if self.num_values > 1 else {}
-        return {CRITIC_PROMPT: self.critic_prompt, **bounds, **bins}
-
-    @property
-    def num_values(self) -> int:
-        """Outputs of a critic's value head."""
-        return count_values(self.algo) if self.role is Role.critic else 1
+        return {CRITIC_PROMPT: self.critic_prompt, **bounds}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ A plain class without Ray. Every rank of a role is called with the same argument
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from megarl.algo.losses import (
     TokenTargets,
     count_minibatch,
     critic_loss,
-    find_values,
     policy_loss,
 )
 from megarl.config.schema.algo import KLEstimator, needs_full_kl
@@ -259,7 +257,7 @@ class MegatronWorker:
         machine = find_processor()
         machine.prepare(spec.dtype, deterministic=spec.deterministic, num_threads=spec.num_threads)
         self.spec = spec = choose_overlap(spec)
-        self.arch = replace(read_architecture(Path(spec.checkpoint)), num_values=spec.num_values)
+        self.arch = read_architecture(Path(spec.checkpoint))
         problems = list(check_role_fields(self.arch, spec, in_worker=True))
         if problems:
             raise ValueError("; ".join(problems))
@@ -274,7 +272,7 @@ class MegatronWorker:
             replay_routes(self.chunks)
         freeze(self.chunks, spec.trainable)
         self.peft_config = attach_adapters(self.chunks, spec.lora, spec.seed, spec.checkpoint)
-        if spec.value_range is not None and spec.num_values == 1 and self.chunks[-1].post_process:
+        if spec.value_range is not None and self.chunks[-1].post_process:
             self.chunks[-1].output_layer.value_range = spec.value_range
         self.model: list[Any] = wrap_chunks(self.chunks, self.config, spec.optimizer)
         sum_gradients(self.config, self.model)
@@ -457,8 +455,7 @@ class MegatronWorker:
         return self._evaluate(sequences, lambda out, batch: self._logprobs(out, batch, temperature, False)[0])
 
     def _value(self, sequences: Sequences) -> RowsResult | None:
-        algo, bounds = self.spec.algo, self.spec.value_range
-        return self._evaluate(sequences, lambda out, batch: find_values(batch.gather(out), algo.value_loss, bounds))
+        return self._evaluate(sequences, lambda out, batch: batch.gather(out))
 
     def _check_tokens(self, sequences: Sequences) -> None:
         if sequences.tokens.numel() and not 0 <= int(sequences.tokens.max()) < self.arch.vocab_size:

@@ -102,14 +102,14 @@ class Architecture:
     head that takes its share of the softmax and gives nothing (a sink)."""
     embedding_scale: float = 1.0
     """The embedding's outputs are multiplied by it."""
+    logits_scale: float = 1.0
+    """The logits are multiplied by it."""
     latent: Latent | None = None
     """None: query, key and value heads are made of the hidden states"""
     query_size: float | None = None
     """Scores are divided by its root; None: `head_size`"""
     serves_whole_embedding: bool = False
     """Each rank of a server has all of the embedding, and no padding rows."""
-    num_values: int = 1
-    """Of a critic: outputs of its value head"""
 
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and layer >= self.experts.num_dense_layers
@@ -387,7 +387,6 @@ class ConfigJson:
             "qkv_bias": False,
             "qk_norm": False,
             "tied": self.read_flag("tie_word_embeddings", False),
-            "num_values": self.read_size("megarl_value_bins", 1),
         }
         if "rotary_share" not in changes and (share := self.read_rotary_share(1.0)) != 1:
             raise ValueError(f"{self.path}: partial_rotary_factor is {share:g}; only 1 is supported in this family")

@@ -212,6 +212,33 @@ LLAMA = Family(
 )
 
 
+# Granite 3 (2408.13359): Llama with factors of embeddings, scores, residuals and logits.
+
+
+def read_granite(config: ConfigJson) -> Architecture:
+    # x + m f(norm(x)) is m (y + f(norm(y))) with y = x / m, where the norm of y has eps / m^2.
+    residual = config.read_number("residual_multiplier", 1.0)
+    return config.read_decoder(
+        norm_eps=config.read_number("rms_norm_eps", 1e-6) / residual**2,
+        embedding_scale=config.read_number("embedding_multiplier", 1.0) / residual,
+        query_size=config.read_number("attention_multiplier", 1.0) ** -2,
+        logits_scale=1 / config.read_number("logits_scaling", 1.0),
+    )
+
+
+GRANITE = Family(
+    "granite",
+    hf_class="Granite",
+    sglang_module="granite",
+    read=read_granite,
+    random_fields=lambda random: {
+        **with_head_size(random),
+        **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2},
+        **{"residual_multiplier": 0.4, "logits_scaling": 2.0, "rms_norm_eps": 1e-3},
+    },
+)
+
+
 # Qwen2 and Qwen2.5 (2407.10671): query, key and value projections have a bias.
 
 
@@ -743,11 +770,18 @@ GPT_OSS = Family(
 FAMILIES = {
     family.name: family
     for family in (
-        *(DEEPSEEK_V3, GEMMA3, GLM4, GLM4_MOE, GPT_OSS, LLAMA, MISTRAL, OLMO2, OLMO3, PHI3),
+        *(DEEPSEEK_V3, GEMMA3, GLM4, GLM4_MOE, GPT_OSS, GRANITE, LLAMA, MISTRAL, OLMO2, OLMO3, PHI3),
         *(QWEN2, QWEN3, QWEN3_MOE, SMOLLM3),
     )
 }
 """Descriptors by the model_type of config.json"""
+MISSING = {
+    "qwen3_next qwen3_5_text qwen3_5_moe_text": "gated delta layers take no packed sequences in Megatron-Core 0.16.1,"
+    " but in releases from June 2026 on (NVIDIA/Megatron-LM#2645)",
+    "deepseek_v32 glm_moe_dsa": "sparse attention (DSA) takes no packed sequences in Megatron-Core 0.16.1",
+    "ministral3": "queries are scaled by their position (llama_4_scaling_beta), which Megatron-Core 0.16.1 lacks",
+}
+"""What a family of this model_type, or of another, waits for"""
 
 
 def parse_architecture(content: dict[str, Any], path: Path) -> Architecture:
@@ -767,7 +801,12 @@ def list_unknown_keys(content: dict[str, Any], path: Path) -> list[str]:
 def _parse(content: dict[str, Any], path: Path) -> tuple[Architecture, list[str]]:
     name = content.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise ValueError(f"{path}: model_type is {name!r}; supported: {', '.join(FAMILIES)}")
+        nested = content.get("text_config")
+        inner = nested.get("model_type") if isinstance(nested, dict) else None
+        missing = f"text_config has its text model, a {inner!r}; save that one alone" if inner else None
+        missing = next((why for names, why in MISSING.items() if {name, inner} & {*names.split()}), missing)
+        why = f": {missing}" if missing else ""
+        raise ValueError(f"{path}: model_type is {name!r}{why}; supported: {', '.join(FAMILIES)}")
     config = ConfigJson(content, path)
     architecture = FAMILIES[name].read(config)
     return architecture, config.check_rest(FAMILIES[name].only_values)

@@ -19,7 +19,7 @@ from megarl.config.overrides import check_words, take_config_dirs
 from megarl.config.placement import list_contradictions
 from megarl.config.schema.algo import compares_pairs
 from megarl.config.schema.root import Config
-from megarl.run.command import EXIT_BAD_CONFIG, end_with_closed_pipe
+from megarl.run.command import EXIT_BAD_CONFIG, end_with_closed_pipe, load_complete
 
 DOES_NOT_FIT = 1
 WIDTH = 128
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         if options.mean_response is not None and options.mean_response < 1:
             raise ConfigError([f"--mean-response: found {options.mean_response}; it must be 1 token or more"])
         check_words(words)
-        loaded = load(words)
+        loaded = load(words) if options.search else load_complete(words)
         config = loaded.config
         for line in loaded.lines:
             print(line)

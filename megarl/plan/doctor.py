@@ -33,7 +33,7 @@ from packaging.utils import canonicalize_name
 
 from megarl.algo.objective import needs_critic
 from megarl.config.errors import ConfigError
-from megarl.config.load import expand_sets, load, load_config, load_configs
+from megarl.config.load import expand_sets, load_config, load_configs
 from megarl.config.names import rewrite_overrides
 from megarl.config.overrides import take_config_dirs
 from megarl.config.placement import check_allocation, check_cluster, count_nodes, list_groups, place, read_allocation
@@ -42,7 +42,13 @@ from megarl.config.schema.mix import name_in_source, split_config
 from megarl.config.schema.roles import ModelSource
 from megarl.config.schema.root import LEAST_OF_KIND, ClusterConfig, Config
 from megarl.config.schema.task import HuggingFaceDataConfig
-from megarl.run.command import check_machine, end_with_closed_pipe, end_with_config_error, take_resume
+from megarl.run.command import (
+    check_machine,
+    end_with_closed_pipe,
+    end_with_config_error,
+    load_complete,
+    take_resume,
+)
 from megarl.task.sandbox import PROTECTIONS, find_protections
 
 DESCRIBE_TORCH = """
@@ -377,7 +383,8 @@ def look_before_job(mode: str, arguments: Sequence[str]) -> None:
         # Those of an evaluation differ in data and reward alone.
         config = next(iter(load_configs(expand_sets(rewrite_overrides(overrides).overrides)).values()))
     else:
-        config = load_config(overrides, command)
+        is_planned = (mode, command) == ("--job", "train")
+        config = load_complete(overrides).config if is_planned else load_config(overrides, command)
     if mode == "--node":
         print(json.dumps(describe_node(config, command, os.environ)), flush=True)
         return
@@ -400,7 +407,7 @@ def main() -> None:
         arguments = take_config_dirs(arguments)
         if options := [text for text in arguments if text.startswith("-")]:
             raise ConfigError([f"{options[0]}: no such option; the doctor takes key=value, as megarl.train does"])
-        loaded = load(arguments)
+        loaded = load_complete(arguments)
     except ConfigError as error:
         if arguments[:1] == ["--node"]:
             return  # --job says it, once for all nodes.

@@ -18,7 +18,7 @@ from typing import Any
 from megarl.algo.objective import needs_critic
 from megarl.config.checks import check_config, check_older_samples
 from megarl.config.errors import ConfigError
-from megarl.config.load import load_config
+from megarl.config.load import Loaded, list_typed, load_config
 from megarl.config.overrides import write_value
 from megarl.config.placement import check_cluster, list_contradictions, list_groups
 from megarl.config.schema import roles as schema
@@ -402,6 +402,10 @@ FACTORS = (1, 2, 4, 8)
 SHAPE = ("cluster.placement", ".parallel.", "rollout.tp")
 """Parts of the keys that make two plans of a search different"""
 NUM_BEST = 10
+LONGEST_UNSAVED_S = 4500
+"""Seconds of training that a lost node may cost at most, unless one iteration takes longer: about an hour"""
+DEADLINE_S = 600
+"""What a deadline of a planned job is a multiple of"""
 NO_JOB = (float("inf"),)
 LEAST_LEFT, SHARE_LEFT = 4 * m.GIB, 1 / 16
 """Memory that a plan of the search leaves of each GPU, for what it has not foreseen: the smaller one of these"""
@@ -567,10 +571,50 @@ def _size(roles: Sequence[str], **sizes: int) -> Values:
     return {f"{role}.parallel.{name}": size for role in roles for name, size in (sizes | sequence).items()}
 
 
+def complete(loaded: Loaded) -> Loaded:
+    """With model.plan=fastest and a GPU that is known, completed by the fastest plan of the search, by deadlines of
+    twice the planned seconds or more, and by checkpoints about every hour. Raises ConfigError where no plan fits.
+    """
+    config, typed = loaded.config, list_typed(loaded.overrides)
+    is_planned = config.model.plan is schema.ModelPlan.fastest and not config.has_critic_alone
+    if not is_planned or config.cluster.hardware.gpu is None:
+        return loaded
+    there = f"{config.cluster.num_nodes * config.cluster.gpus_per_node} {config.cluster.hardware.gpu}"
+    found = search(loaded.overrides, find_models(config), number=1)
+    if not found:
+        right = "a larger cluster, a shorter rollout.response_length, or fewer keys that are typed"
+        raise ConfigError([f"model.plan: no plan that was tried fits {there}; {right}; model.plan=none tries none"])
+    plan = found[0].plan
+    seconds, every = plan.seconds, find_save_every(config.checkpoint.save_every, plan.seconds.iteration)
+    written = plan.checkpoint_bytes / config.cluster.num_nodes / config.cluster.hardware.disk_gb_s / 1e9
+    least = {
+        "rollout.request_deadline_s": seconds.generation,
+        "rollout.sync_deadline_s": seconds.sync,
+        "cluster.call_deadline_s": max(seconds.scoring, seconds.update),
+        "checkpoint.stop_deadline_s": written,
+    }
+    values: Values = {key: DEADLINE_S * ceil(2 * least[key] / DEADLINE_S) for key in least}
+    values = {key: value for key, value in values.items() if value > read_value(config, key)}
+    values = {key: value for key, value in (values | {"checkpoint.save_every": every}).items() if key not in typed}
+    overrides = [*found[0].overrides, *_write(config, values), "model.plan=none"]
+    line = f"model.plan: {seconds.iteration:,.0f} s an iteration on {there} with {' '.join(sorted(overrides))}"
+    overrides = [*loaded.overrides, *overrides]
+    return Loaded(load_config(overrides), overrides, [*loaded.lines, line])
+
+
+def find_save_every(every: int | None, iteration: float) -> int | None:
+    """checkpoint.save_every, or one in an hour of these iterations where they are far more. iteration: in seconds."""
+    return every if every is None or every * iteration <= LONGEST_UNSAVED_S else max(1, int(3600 / iteration))
+
+
 def search(
-    arguments: Sequence[str], models: PlannedModels, mean_response: float | None = None, staleness: int = 0
+    arguments: Sequence[str],
+    models: PlannedModels,
+    mean_response: float | None = None,
+    staleness: int = 0,
+    number: int = NUM_BEST,
 ) -> list[Change]:
-    """The fastest plans that fit, each with another placement, layout or servers, the fastest first.
+    """The `number` fastest plans that fit, each with another placement, layout or servers, the fastest first.
 
     arguments: of the command line; keys that it sets keep their values. Every plan is that of a job which was loaded
     with the arguments and the plan's overrides. staleness: rollout.max_staleness.
@@ -579,7 +623,7 @@ def search(
     start: Values = {"rollout.max_staleness": staleness}
     if staleness and any(check_older_samples(base.algo, "")):
         start["algo.mismatch.correction"] = type(base.algo.mismatch.correction)["tis"]
-    given = tuple(text.split("=")[0].lstrip("+") for text in arguments if "." in text.split("=")[0] and "=" in text)
+    given = list_typed(arguments)
     config, reserve = apply(base, start), min(LEAST_LEFT, SHARE_LEFT * base.cluster.hardware.memory_gib * m.GIB)
     scores: dict[str, tuple[float, ...]] = {}
     best: dict[str, tuple[tuple[float, ...], Values]] = {}
@@ -616,7 +660,7 @@ def search(
         if change is not None:
             # What the command line asks for may be reached from another point, too.
             found.setdefault(frozenset(change.overrides), change)
-        if len(found) == NUM_BEST:
+        if len(found) == number:
             break
     return list(found.values())
 

@@ -383,7 +383,7 @@ def estimate_seconds(
     settings = config.algo.value_pretrain
     if "critic" in jobs and settings.num_steps > 0:
         pretraining = Seconds(
-            generation=generation / settings.passes if settings.rollouts is None else 0.0,
+            generation=generation if settings.rollouts is None else 0.0,
             scoring=scoring if config.algo.kl.in_reward else forward["critic"],
             update=updates["critic"],
         )

@@ -1,7 +1,10 @@
 """A plan as tables for the terminal."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 from math import ceil
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -12,7 +15,7 @@ from megarl.config.placement import format_numbers
 from megarl.config.schema.root import SERVERS, Config, Transport
 from megarl.plan import memory as m
 from megarl.plan import seconds as s
-from megarl.plan.job import Change, JobPlan, find_longest
+from megarl.plan.job import Change, JobPlan, find_longest, find_save_every
 from megarl.plan.memory import FP8_BYTES, GIB, PHASES, ServerMemory
 from megarl.plan.seconds import Seconds
 
@@ -20,12 +23,22 @@ SIGNAL_S = 600
 """How long before a job's time limit Slurm signals it (slurm/train.sh, --signal=B:USR1@600)"""
 REQUEUE_S = 60
 """How long before the limit the job is requeued, with or without a checkpoint (slurm/train.sh, MARGIN_S)"""
-LONGEST_UNSAVED_S = 4500
-"""Seconds of training that a lost node may cost at most, unless one iteration takes longer: about an hour"""
 LONGEST_SIGNAL_S = 65535
 """The largest value that sbatch accepts"""
 ENDS = ("patience", "stop_at_explained_variance")
 """Keys of algo.value_pretrain that may end it before its last step"""
+PARTS = {
+    **{"matrix products": ("bf16_tflops", "fp8_tflops"), "GPU memory": ("hbm_gb_s",), "NVLink": ("nvlink_gb_s",)},
+    **{"network": ("network_gb_s",), "PCIe": ("pcie_gb_s",), "disk": ("disk_gb_s",)},
+}
+"""What takes an iteration's seconds, and its keys under cluster.hardware"""
+ENDLESS: Any = 1e12
+"""A peak with which a part takes no time"""
+TIMES = {
+    **{"generation": "generation", "scoring": "log-probs, values", "update": "update", "offload": "offload"},
+    **{"sync": "sync", "iteration": "all"},
+}
+"""The attributes of an iteration's Seconds in their order, and what the tables call each"""
 
 
 def list_tables(config: Config, plan: JobPlan) -> Iterator[Table | str]:
@@ -43,6 +56,7 @@ def list_tables(config: Config, plan: JobPlan) -> Iterator[Table | str]:
         yield _tabulate_servers(config, plan.server)
     yield _tabulate_phases(config, plan)
     yield _tabulate_seconds(config, plan)
+    yield _tabulate_costs(config, plan)
     yield from describe_pretraining(config, plan.seconds)
     yield (
         f"Host memory of the fullest node: {plan.host_bytes / GIB:,.0f} GiB of {hardware.host_memory_gib:,g}:"
@@ -131,16 +145,41 @@ def _tabulate_seconds(config: Config, plan: JobPlan) -> Table:
         speed = f"{config.cluster.hardware.disk_gb_s:g} GB/s a node"
         sent = f"through a file system of {speed} (cluster.hardware.disk_gb_s)"
     overlap = "the slower of generation and the rest, and the sync (rollout.max_staleness)" if seconds.overlaps else ""
-    rows = [
-        *([("generation", seconds.generation, generated)] if plan.server else []),
-        ("log-probs, values", seconds.scoring, ""),
-        ("update", seconds.update, shares),
-        *([("offload", seconds.offload, "weights and optimizer to the host and back")] if seconds.offload else []),
-        *([("sync", seconds.sync, sent)] if plan.server else []),
-        ("all", seconds.iteration, overlap),
-    ]
-    shown = [(name, f"{part:,.1f}", remark) for name, part, remark in rows]
+    offload = "weights and optimizer to the host and back"
+    remarks = dict(zip(TIMES, (generated, "", shares, offload, sent, overlap), strict=True))
+    left_out = {"generation", "sync"} if plan.server is None else set()
+    left_out |= set() if seconds.offload else {"offload"}
+    shown = [(TIMES[x], f"{getattr(seconds, x):,.1f}", remarks[x]) for x in TIMES if x not in left_out]
     return _build_table("An iteration", ("phase", "seconds", "details"), shown)
+
+
+def find_costs(config: Config, plan: JobPlan) -> dict[tuple[str, str], float]:
+    """What each phase of an iteration, and "iteration", waits for: (part of the hardware, phase) -> the share of an
+    iteration that would go if this part took no time; "starts and waits": the share that no hardware shortens. Of parts
+    that work at once the slower counts, so that shares may add up to less than 1.
+    """
+    cluster, work, now = config.cluster, s.describe_work(config, plan.mean_response), plan.seconds
+
+    def free(keys: Iterable[str]) -> Seconds:
+        hardware = replace(cluster.hardware, **dict.fromkeys(keys, ENDLESS))
+        job = replace(config, cluster=replace(cluster, hardware=hardware))
+        return s.estimate_seconds(job, plan.jobs, plan.stages, plan.server, plan.transfer, work)
+
+    found = {part: free(keys) for part, keys in PARTS.items()}
+    rest, shares = free(chain.from_iterable(PARTS.values())), dict[tuple[str, str], float]()
+    for phase in TIMES:
+        saved = {part: getattr(now, phase) - getattr(then, phase) for part, then in found.items()}
+        saved |= {"starts and waits": getattr(rest, phase)}
+        shares |= {(part, phase): seconds / now.iteration for part, seconds in saved.items()}
+    return shares
+
+
+def _tabulate_costs(config: Config, plan: JobPlan) -> Table:
+    costs = {key: share for key, share in find_costs(config, plan).items() if share >= 0.005}
+    parts, phases = (list(dict.fromkeys(names)) for names in zip(*costs, strict=True))
+    rows = [(part, *(f"{costs[part, x]:.0%}" if (part, x) in costs else "-" for x in phases)) for part in parts]
+    columns = ("", *(TIMES[phase] for phase in phases))
+    return _build_table("What an iteration would save if a part took no time", columns, rows)
 
 
 def describe_pretraining(config: Config, seconds: Seconds) -> Iterator[str]:
@@ -211,8 +250,8 @@ def describe_losses(config: Config, plan: JobPlan) -> Iterator[str]:
     if 2 * plan.num_gpus <= there:
         enough = f"; cluster.num_nodes={nodes} is enough for it as it is" if nodes < cluster.num_nodes else ""
         yield f"{there - plan.num_gpus} of {there} GPUs are idle: --search finds what uses them{enough}"
-    if every is not None and every > 1 and every * iteration > LONGEST_UNSAVED_S:
-        fewer = max(1, int(3600 / iteration))
+    fewer = find_save_every(every, iteration)
+    if every is not None and fewer is not None and fewer < every:
         yield (
             f"a checkpoint every {every * iteration / 3600:,.1f} hours (checkpoint.save_every={every}), which a lost"
             f" node would cost: checkpoint.save_every={fewer} writes one every {fewer * iteration / 3600:,.1f}"
@@ -248,9 +287,8 @@ def list_found(title: str, found: Sequence[Change]) -> Iterator[str]:
     yield f"\n{title}{'' if found else ': none of those that were tried fits'}"
     for number, each in enumerate(found, start=1):
         parts = each.plan.seconds
-        phases = [("generation", parts.generation), ("log-probs, values", parts.scoring), ("update", parts.update)]
-        phases += [("offload", parts.offload)] * (parts.offload > 0) + [("sync", parts.sync)]
-        text = ", ".join(f"{name} {seconds:,.1f}" for name, seconds in phases)
+        phases = [x for x in TIMES if x != "iteration" and (x != "offload" or parts.offload)]
+        text = ", ".join(f"{TIMES[x]} {getattr(parts, x):,.1f}" for x in phases)
         room = f"{_gib(each.plan.left)} GiB left; {each.plan.num_gpus} GPUs"
         yield f"{number:>3}. {parts.iteration:,.1f} s ({text}); {room}"
         yield "     " + " ".join(each.overrides or ["as it is"])

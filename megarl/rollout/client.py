@@ -190,7 +190,7 @@ class SGLangClient:
             trust_env=False,
             headers=headers,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_ALIVE_S),
-            timeout=httpx.Timeout(None, connect=min(CONNECT_DEADLINE_S, deadline_s)),
+            timeout=httpx.Timeout(None, connect=CONNECT_DEADLINE_S),
         )
 
     def close(self) -> None:

@@ -428,8 +428,6 @@ class SourceState:
     """The sampler's, complete, with rollout.max_staleness > 0 before the oldest group that has not been taken"""
     replay: tuple[list[Group], ...]
     """ReplayBuffer.state()"""
-    pool: tuple[list[Group], ...] = ()
-    """In value pretraining of several passes: the rollouts so far"""
     groups: GroupState = field(default_factory=GroupState)
     """With rollout.max_staleness > 0: which groups have been taken"""
 
@@ -455,7 +453,7 @@ class SavedPretraining:
 
     def take(self, iteration: int) -> IterationBatch:
         """The groups of this iteration. Raises RuntimeError where the file has changed since it was validated."""
-        num_passes, number = divmod(self._settings.count_rollout(iteration) - 1, self._saved.num_rollouts)
+        num_passes, number = divmod(self._settings.count_step(iteration) - 1, self._saved.num_rollouts)
         if num_passes and number == 0:
             self._say(
                 f"pass {num_passes} over the rollouts of {self._saved.path} is complete; from here on explained"
@@ -499,7 +497,6 @@ class GroupSource:
         self._taken: list[Group] = []
         self._replayable: list[Group] = []
         """Those of them that the replay buffer holds: all but those without a policy loss"""
-        self._pool: list[list[Group]] = []
         self._ahead: GroupScheduler | None = None
         self._groups = GroupState()
         self._state = self._find_state()
@@ -512,7 +509,6 @@ class GroupSource:
         """Resume after the iteration of `state`. Raises ValueError where the prompts have changed."""
         self._sampler.restore(state.sampler)
         self._replay.restore(state.replay)
-        self._pool = list(state.pool)
         self._groups = state.groups
         self._state = state
 
@@ -523,8 +519,6 @@ class GroupSource:
         no version of the trainer's, or with max_staleness=0 of another than this one; NoSignalError; and what
         the engine and the reward raise.
         """
-        if iteration > 0:
-            self._pool = []
         if iteration <= 0:
             batch = self._sample_to_pretrain(iteration, weight_version)
         elif self._rollout.max_staleness == 0:
@@ -603,15 +597,10 @@ class GroupSource:
         )
 
     def _sample_to_pretrain(self, iteration: int, weight_version: int) -> IterationBatch:
-        number = self._pretraining.count_rollout(iteration)
-        if number <= len(self._pool):
-            return IterationBatch(self._pool[number - 1])
+        number = self._pretraining.count_step(iteration)
         self._guard(self._engine.check_health)
         samples = self._collect(self._train.num_prompts, f"pretraining-{number}", weight_version)
-        groups = split_groups(samples)
-        if self._pretraining.passes > 1:
-            self._pool.append(groups)
-        return IterationBatch(groups, sampled=(samples,))
+        return IterationBatch(split_groups(samples), sampled=(samples,))
 
     def _sample(self, iteration: int, weight_version: int) -> IterationBatch:
         """With max_staleness=0: sample the iteration's groups now."""
@@ -686,7 +675,7 @@ class GroupSource:
 
     def _find_state(self) -> SourceState:
         sampler, groups = (self._sampler.state(), self._groups) if self._ahead is None else self._ahead.state()
-        return SourceState(self._sampler.complete(sampler), self._replay.state(), tuple(self._pool), groups)
+        return SourceState(self._sampler.complete(sampler), self._replay.state(), groups)
 
 
 class SavedSource:

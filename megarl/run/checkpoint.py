@@ -31,7 +31,7 @@ from megarl.signals import Stopped, deferring_stops
 from megarl.types import Metrics, Sequences, TrainingSamples
 
 STATE = "state.json"
-REPLAY, POOL, CRITIC_REPLAY = "replay.samples", "pool.samples", "critic_replay.pt"
+REPLAY, CRITIC_REPLAY = "replay.samples", "critic_replay.pt"
 TRACKED = (METRICS_FILE, ROLLOUTS_FILE, TOKENS_FILE)
 """Files that a run appends to; a resumed run truncates them to their size at the checkpoint"""
 
@@ -60,8 +60,6 @@ class TrainerState:
     """What a reward of the user's keeps, JSON; None: nothing"""
     explained: tuple[float, ...] = ()
     """Explained variance of each step of value pretraining so far"""
-    heldout_errors: tuple[float, ...] = ()
-    """The critic's error on its held-out prompts in each of them"""
     unlogged: tuple[int, Metrics] | None = None
     """An earlier iteration whose evaluation goes on, and its metrics so far"""
     critic_replay: tuple[TrainingSamples, ...] = ()
@@ -70,13 +68,12 @@ class TrainerState:
 
 def save_trainer_state(directory: Path, state: TrainerState) -> None:
     """Write state.json, whose numbers are read back bit for bit, and the groups that are kept."""
-    source = dataclasses.replace(state.source, replay=(), pool=())
+    source = dataclasses.replace(state.source, replay=())
     content = dataclasses.asdict(dataclasses.replace(state, source=source, critic_replay=()))
-    del content["source"]["replay"], content["source"]["pool"], content["critic_replay"]
+    del content["source"]["replay"], content["critic_replay"]
     files.write_atomically(directory / STATE, json.dumps(content, indent=1, allow_nan=False))
-    for name, kept in ((REPLAY, state.source.replay), (POOL, state.source.pool)):
-        if any(kept):
-            save_samples(directory / name, kept)
+    if any(state.source.replay):
+        save_samples(directory / REPLAY, state.source.replay)
     if state.critic_replay:
         parts = [vars(part) | {"sequences": vars(part.sequences)} for part in state.critic_replay]
         torch.save(parts, directory / CRITIC_REPLAY)
@@ -86,19 +83,17 @@ def load_trainer_state(directory: Path) -> TrainerState:
     """Read what `save_trainer_state` wrote. Raises CheckpointError where it is not valid."""
     try:
         content = files.parse_json((directory / STATE).read_text(encoding="utf-8"))
-        replay, pool = (
-            tuple(load_samples(path)) if (path := directory / name).is_file() else () for name in (REPLAY, POOL)
-        )
+        replay = tuple(load_samples(path)) if (path := directory / REPLAY).is_file() else ()
         sampler, groups = content["source"]["sampler"], content.pop("source")["groups"]
         of_groups = GroupState(groups["first"], tuple(groups["taken"]), groups["next_place"])
-        source = SourceState(sampler, replay, pool, of_groups)
+        source = SourceState(sampler, replay, of_groups)
         moments = RunningMoments(**content.pop("reward_moments"))
         parts = torch.load(path, weights_only=True) if (path := directory / CRITIC_REPLAY).is_file() else ()
         again = tuple(TrainingSamples(**(part | {"sequences": Sequences(**part["sequences"])})) for part in parts)
-        curves: dict[str, Any] = {name: tuple(content.pop(name)) for name in ("explained", "heldout_errors")}
-        if (unlogged := content.pop("unlogged")) is not None:
-            curves["unlogged"] = tuple(unlogged)
-        return TrainerState(**content, **curves, reward_moments=moments, source=source, critic_replay=again)
+        content["explained"] = tuple(content["explained"])
+        if content["unlogged"] is not None:
+            content["unlogged"] = tuple(content["unlogged"])
+        return TrainerState(**content, reward_moments=moments, source=source, critic_replay=again)
     except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
         raise files.CheckpointError(f"{directory / STATE}: is not the state of a run: {error!r}") from error
 

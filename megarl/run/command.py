@@ -27,11 +27,11 @@ from omegaconf import DictConfig
 
 from megarl.config.checks import describe_iteration_size
 from megarl.config.errors import ConfigError
-from megarl.config.load import check_overrides, expand_sets, list_left_out, load, load_configs, to_config
+from megarl.config.load import Loaded, check_overrides, expand_sets, list_left_out, load, load_configs, to_config
 from megarl.config.names import rewrite_overrides
 from megarl.config.overrides import CONF_DIR, check_words, is_search_path, list_values, open_overrides, take_config_dirs
 from megarl.config.placement import check_cluster
-from megarl.config.schema.roles import ModelSource
+from megarl.config.schema.roles import ModelPlan, ModelSource
 from megarl.config.schema.root import AUTO, Config, register
 from megarl.files import RUN_FILE, CheckpointError, load_json_object, locking, write_atomically
 from megarl.report.record import Outcome, State, check_sinks, clear_outcome, load_outcome, write_outcome
@@ -130,6 +130,16 @@ def check_command_line(check: Callable[[list[str], list[str]], tuple[Sequence[st
     sys.argv[1:] = [*options, *open_overrides(completed)]
 
 
+def load_complete(overrides: Sequence[str]) -> Loaded:
+    """What `load` gives, with model.plan=fastest completed as `megarl.plan.job.complete` does it."""
+    loaded = load(overrides)
+    if loaded.config.model.plan is ModelPlan.none:
+        return loaded
+    from megarl.plan.job import complete  # imports torch and Megatron
+
+    return complete(loaded)
+
+
 def check_training(options: Sequence[str], overrides: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """Check every run of these overrides; ROLL's names are replaced by our keys, what a run's model brings is added."""
     check_overrides(overrides)
@@ -137,9 +147,10 @@ def check_training(options: Sequence[str], overrides: Sequence[str]) -> tuple[Se
         # A run of it is a command of its own, to which its own model brings settings.
         rewritten = rewrite_overrides(overrides)
         return rewritten.lines, rewritten.overrides
-    loaded = load(overrides)
     if is_printing(options):
+        loaded = load(overrides)
         return loaded.lines, loaded.overrides
+    loaded = load_complete(overrides)
     check_start(loaded.config)
     return [*loaded.lines, *list_left_out(overrides, loaded.config)], loaded.overrides
 

@@ -10,7 +10,7 @@ from megarl.algo.objective import needs_critic
 from megarl.config.checks import describe_iteration_size
 from megarl.config.errors import ConfigError
 from megarl.config.overrides import name_choice
-from megarl.config.schema.algo import NO_ADVANTAGE, compares_pairs, count_values, needs_reference
+from megarl.config.schema.algo import NO_ADVANTAGE, compares_pairs, needs_reference
 from megarl.config.schema.mix import list_sources, naming_source, split_config
 from megarl.config.schema.root import Config
 from megarl.files import load_json_object
@@ -268,10 +268,6 @@ def load_models(config: Config) -> Models:
     has_head = checkpoints.has_value_head(critic_checkpoint)
     if has_head and (problem := checkpoints.check_value_range(critic_checkpoint, config.critic.value_range)):
         raise ConfigError([f"critic.value_range: {problem}"])
-    if has_head and (wanted := count_values(config.algo)) != critic_architecture.num_values:
-        found = f"{wanted} outputs with algo.value_loss={config.algo.value_loss.name}"
-        what = f"the value head of {critic_checkpoint} (critic.init) has {critic_architecture.num_values}"
-        raise ConfigError([f"algo.value_bins: found {wanted}, {found}; {what}, with which alone it has learned"])
     return Models(checkpoint, architecture, critic_checkpoint, critic_architecture, *reference)
 
 
@@ -468,8 +464,7 @@ def describe_start(config: Config, critic: WorkerSpec, saved: SavedGroups | None
     given = "freshly sampled"
     if saved is not None:
         given = f"out of the {saved.num_rollouts} ({saved.num_samples} responses) in {saved.path}"
-    passes = f", in up to {settings.passes} passes" if settings.passes > 1 else ""
-    return text + f"value pretraining of up to {settings.steps} rollouts, {given}{passes}"
+    return text + f"value pretraining of up to {settings.steps} rollouts, {given}"
 
 
 def _read_architecture(checkpoint: Path, key: str) -> Architecture:

@@ -20,9 +20,9 @@ from tool_loading import load_tool
 from megarl.config.load import check_overrides, load_config
 from megarl.config.placement import check_cluster
 from megarl.config.schema.root import Config
-from megarl.plan.job import build_plan, find_models
+from megarl.plan.job import LONGEST_UNSAVED_S, build_plan, find_models
 from megarl.plan.memory import GIB
-from megarl.plan.tables import LONGEST_UNSAVED_S, SIGNAL_S, describe_losses, describe_total, find_signal
+from megarl.plan.tables import SIGNAL_S, describe_losses, describe_total, find_costs, find_signal
 
 ROOT = Path(__file__).resolve().parents[2]
 PARALLELISM = ROOT / "docs" / "parallelism.md"
@@ -42,9 +42,12 @@ PLANS = [
 """What the row says, and the arguments"""
 
 
+COSTS = (("GPU memory", "generation"), ("starts and waits", "generation"), ("matrix products", "update"))
+
+
 def describe(label: str, arguments: str) -> str:
     """The row of a table: the label, GPUs, seconds of an iteration, hours and GPU-hours of the run with value
-    pretraining, GiB left on the fullest GPU.
+    pretraining, GiB left on the fullest GPU, the shares of COSTS in an iteration.
     """
     config = load_config(arguments.split())
     plan = build_plan(config, find_models(config))
@@ -55,6 +58,8 @@ def describe(label: str, arguments: str) -> str:
     left = config.cluster.hardware.memory_gib - max(max(gpus.phases.values()) for gpus in plan.gpus) / GIB
     hours = f"{float(total[0].replace(',', '')):,.0f}"
     numbers = (f"{plan.num_gpus}", f"{plan.seconds.iteration:,.0f}", hours, total[1], f"{left:.1f}")
+    costs = find_costs(config, plan)
+    numbers += tuple(f"{costs[each]:.0%}" for each in COSTS)
     return f"| {label} | {' | '.join(numbers)} |"
 
 

@@ -78,12 +78,29 @@ def check_shutdown(server_log: str) -> None:
     assert not [word for word in ("error", "crashed", "sigquit", "exception", "traceback", "leaked") if word in after]
 
 
+PLACES = """
+def place(prompt, responses):
+    number = len(responses)
+    return [{"score": k / number, "number": number} for k in range(number)]
+"""
+
+
+def check_groups(line: dict[str, float]) -> None:
+    """PLACES has scored whole groups in training, and groups of one in an evaluation."""
+    assert (line["reward/number"], line["reward/mean"], line["reward/max"]) == (4.0, 0.375, 0.75)
+    assert (line["heldout/number"], line["reward/heldout"]) == (1.0, 0.0)
+
+
 @pytest.mark.slow
 def test_a_signal_ends_every_process_and_leaves_nothing(short_path):
     # SIGUSR1: test_faults.py, SIGTERM: tests/unit/run/test_terminal.py.
     number = signal.SIGINT
-    run = start_in(short_path, "train.num_iterations=1000")
+    keys = ("algo=rloo", "train.num_iterations=1000", "train.responses_per_prompt=4", "train.samples_per_iteration=32")
+    (short_path / "places.py").write_text(PLACES)
+    reward = ("reward=group_function", f"reward.path={short_path}/places.py:place")
+    run = start(*keys, *reward, "train.eval_every=1", f"hydra.run.dir={short_path}/run", TMPDIR=str(short_path))
     wait_for_iteration(run, short_path / "run")
+    check_groups(load_metrics(short_path / "run" / "metrics.jsonl")[-1])
     children = psutil.Process(run.pid).children(recursive=True)
     assert len(find_marked(short_path)) >= 3
     assert len(find_scratch(run, short_path)) == 2
@@ -96,18 +113,3 @@ def test_a_signal_ends_every_process_and_leaves_nothing(short_path):
     assert alive == []
     assert not shared & {entry.inode() for entry in os.scandir("/dev/shm")}
     assert_left_nothing(run, short_path)
-
-
-@pytest.mark.slow
-def test_a_group_function_scores_whole_groups_in_training_and_groups_of_one_in_an_evaluation(short_path):
-    source = "def place(prompt, responses):\n    number = len(responses)\n"
-    source += '    return [{"score": k / number, "number": number} for k in range(number)]\n'
-    (short_path / "places.py").write_text(source)
-    keys = ("reward=group_function", f"reward.path={short_path}/places.py:place", "train.num_iterations=1")
-    sizes = ("train.responses_per_prompt=4", "train.samples_per_iteration=32")
-    run = start("algo=rloo", *sizes, *keys, f"hydra.run.dir={short_path}/run", TMPDIR=str(short_path))
-    code, output = wait_end(run)
-    assert code == 0, output
-    line = load_metrics(short_path / "run" / "metrics.jsonl")[-1]
-    assert (line["reward/number"], line["reward/mean"], line["reward/max"]) == (4.0, 0.375, 0.75)
-    assert (line["heldout/number"], line["reward/heldout"]) == (1.0, 0.0)

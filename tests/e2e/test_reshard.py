@@ -137,8 +137,9 @@ def find_rank(sides: Sides, rank: int) -> psutil.Process:
     return psutil.Process(ray.get(sides.group._ranks.identities[rank])[1])
 
 
-@pytest.mark.parametrize("transport", Transport)
-@pytest.mark.parametrize("kind", ["rank", "server"])
+@pytest.mark.parametrize(
+    ("kind", "transport"), [("rank", Transport.split), ("rank", Transport.disk), ("server", Transport.colocated)]
+)
 def test_a_process_that_stops_in_a_sync_ends_it_at_the_deadline_and_the_next_sync_is_fine(
     kind: str, transport: Transport, sides: Sides, tmp_path: Path
 ) -> None:

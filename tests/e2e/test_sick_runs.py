@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reading-a-run.md"
 RUNS = re.findall(r"```bash\nmegarl train (.+)\n```\n\n!\[.+\n\n```\n(warning: [^`]+)\n```", PAGE.read_text())
-FEWER = "train.num_iterations=4 train.eval_every=4 checkpoint.save_every=null"
+FEWER = "train.num_iterations=4 train.eval_every=4 train.num_eval_prompts=8 checkpoint.save_every=null"
 
 
 def mask(text: str) -> str:

@@ -31,7 +31,7 @@ SHORT = "train.num_iterations=1 train.eval_every=1 train.num_eval_prompts=4 trai
 SHORT += " train.samples_per_minibatch=32 algo.value_pretrain.steps=1"
 
 COMMANDS = {
-    f"bench/experiments.py decoupled:decoupled guess:vapo --seeds 9 --out out {SHORT}": EXPERIMENTS,
+    f"bench/experiments.py guess:vapo --seeds 9 --out out {SHORT}": EXPERIMENTS,
     "bench/experiments.py --table": EXPERIMENTS,
     "bench/speed.py driver --rows 32 --length 64 --repeats 1 --warm-up 0": RATIO,
     f"bench/speed.py mfu {SMALL} --dtype float32 --only update generation": RATIO,

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from megarl.algo.losses import LossOutput, TokenTargets, count_minibatch, critic_loss, find_values, policy_loss
+from megarl.algo.losses import LossOutput, TokenTargets, count_minibatch, critic_loss, policy_loss
 from megarl.config.schema.algo import needs_entropy, needs_full_kl
 from megarl.config.schema.roles import LrDecay, OptimizerConfig
 from megarl.mcore.spec import Role, WorkerSpec, read_architecture
@@ -97,9 +97,9 @@ def build_policy(vocab_size: int, seed: int = 1) -> TableModel:
     return model
 
 
-def build_critic(vocab_size: int, num_values: int) -> TableModel:
+def build_critic(vocab_size: int) -> TableModel:
     """A new value head: 0 everywhere."""
-    return TableModel(vocab_size, num_values, std=0.0)
+    return TableModel(vocab_size, 1, std=0.0)
 
 
 class FakeBackend:
@@ -111,7 +111,7 @@ class FakeBackend:
         is_teacher = spec.role is Role.reference and spec.algo.kl.in_advantage
         self.model = build_policy(self.vocab_size, seed=2 if is_teacher else 1)
         if spec.role is Role.critic:
-            self.model = build_critic(self.vocab_size, spec.num_values)
+            self.model = build_critic(self.vocab_size)
         self.reference = build_policy(self.vocab_size) if needs_full_kl(spec.algo) else None
         self.optimizer = None
         if spec.optimizer is not None:
@@ -142,12 +142,11 @@ class FakeBackend:
         return self.logprobs(sequences, temperature)
 
     def values(self, sequences: Sequences) -> Done[Tensor]:
-        loss, bounds = self.spec.algo.value_loss, self.spec.value_range
-        return self._evaluate("values", sequences, lambda tokens: find_values(self._head(tokens), loss, bounds))
+        return self._evaluate("values", sequences, self._head)
 
     def _head(self, tokens: ResponseTokens) -> Tensor:
         out: Tensor = self.model(tokens.before, tokens.first)
-        return out if self.spec.num_values > 1 else out[:, 0]
+        return out[:, 0]
 
     def reference_kl(self, sequences: Sequences, temperature: float) -> Done[Tensor]:
         return self._evaluate("reference_kl", sequences, lambda tokens: self._full_kl(tokens, temperature))

@@ -97,6 +97,12 @@ def launch_each(function: Any, specs: Mapping[str, Any], *arguments: Any, scratc
 def run_each(
     rank: int, world_size: int, function: Any, specs: dict[str, Any], arguments: tuple[Any, ...], *folders: Any
 ) -> dict[str, Any]:
+    import torch._dynamo  # noqa: F401  # an optimizer imports it
+
+    import megarl.mcore.worker  # noqa: F401
+
+    # What is imported stays: searching it after each worker would take longer than most of them.
+    gc.freeze()
     results, (meeting, scratch) = {}, map(Path, folders)
     for name, (spec, *own) in specs.items():
         with working(spec, rank, world_size, meeting / name) as worker:
@@ -322,13 +328,13 @@ def _start_with_value_head(spec: WorkerSpec, scratch: Path) -> WorkerSpec:
     source = Path(spec.checkpoint).resolve()
     if spec.role is not Role.critic or VALUE_HEAD in (tensors := read(source)):
         return spec
-    directory = scratch / f"critic-{source.name}-{spec.num_values}"
+    directory = scratch / f"critic-{source.name}"
     if not directory.exists():
         skipped = shutil.ignore_patterns("*.safetensors*")
         shutil.copytree(source, directory, ignore=skipped)
         size = read_architecture(source).hidden_size
         generator = torch.Generator().manual_seed(spec.seed)
-        tensors[VALUE_HEAD] = torch.randn(spec.num_values, size, generator=generator) / size**0.5
+        tensors[VALUE_HEAD] = torch.randn(1, size, generator=generator) / size**0.5
         write_safetensors(directory, tensors.items())
     return replace(spec, checkpoint=str(directory))
 

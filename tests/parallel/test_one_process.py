@@ -57,7 +57,6 @@ ALGO = AlgoConfig(
     kl=KLConfig(in_loss=True, loss_estimator=KLEstimator.full, loss_coef=0.3),
     mismatch=MismatchConfig(correction=MismatchCorrection.tis),
 )
-CLASSES = AlgoConfig(value_loss=ValueLoss.classes, value_bins=9)
 PROBABILITY = AlgoConfig(value_loss=ValueLoss.cross_entropy)
 AUX_COEF, Z_COEF = 0.1, 0.01
 TERMS = {"moe_aux_loss_coeff": AUX_COEF, "moe_z_loss_coeff": Z_COEF}
@@ -84,7 +83,6 @@ ROWS: dict[str, tuple[Role, str, dict[str, Any], dict[str, Any]]] = {
     "bfloat16": (Role.policy, "qwen3", {"dtype": Dtype.bfloat16}, {}),
     "values": (Role.critic, "qwen3", {}, {}),
     "bounded": (Role.critic, "qwen3", {"value_range": (-1.0, 2.0), "critic_prompt": "answer: {answer}"}, {}),
-    "classes": (Role.critic, "qwen3", {"algo": CLASSES, "value_range": (-1.0, 2.0), "tokens_per_microbatch": 60}, {}),
     "cross_entropy": (Role.critic, "qwen3", {"algo": PROBABILITY, "value_range": (-1.0, 2.0)}, {}),
     "imitation": (
         *(Role.policy, "qwen3", {"algo": IMITATION, "temperature": 1.0, "tokens_per_microbatch": 60}),
@@ -228,25 +226,21 @@ def test_the_full_kl_is_that_of_the_trained_model_and_the_start_checkpoint(
 
 def test_new_values_start_at_zero_or_in_the_middle_of_their_bounds_stay_inside_and_learn(runs: dict[str, Run]) -> None:
     lengths = build_sequences(seed=5).response_lengths[:, None]
-    for name, middle in (("values", 0.0), ("bounded", 0.5), ("classes", 0.5), ("cross_entropy", 0.5)):
+    for name, middle in (("values", 0.0), ("bounded", 0.5), ("cross_entropy", 0.5)):
         before, after = runs[name]["evaluate"]
         exists = torch.arange(after.shape[1]) < lengths
-        assert (before[exists] - middle).abs().max() <= (1e-6 if name == "classes" else 0.0)
+        assert (before[exists] - middle).abs().max() == 0.0
         assert (after[exists] - middle).abs().max() > 0.01
         assert runs[name].metrics[-1]["critic/loss"] < runs[name].metrics[0]["critic/loss"]
         assert name == "values" or -1 < after[exists].min() < after[exists].max() < 2
 
 
 def test_an_exported_critic_records_its_text_and_bounds(runs: dict[str, Run]) -> None:
-    files = {
-        name: runs[name].directory / "weights" / "config.json" for name in ("bounded", "values", "plain", "classes")
-    }
+    files = {name: runs[name].directory / "weights" / "config.json" for name in ("bounded", "values", "plain")}
     configs = {name: json.loads(file.read_text()) for name, file in files.items()}
     assert configs["bounded"]["megarl_critic_prompt"] == "answer: {answer}"
     assert configs["bounded"]["megarl_value_range"] == [-1.0, 2.0]
     assert configs["values"]["megarl_critic_prompt"] is None
-    assert (configs["classes"]["megarl_value_bins"], configs["classes"]["num_labels"]) == (9, 9)
-    assert runs["classes"].read("weights")["score.weight"].shape[0] == 9
     assert not {key for key in configs["plain"] if key.startswith("megarl")}
 
 

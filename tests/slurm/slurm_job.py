@@ -90,6 +90,11 @@ class Job:
         """Slurm calls a job ended when it has asked it to."""
         wait_until(lambda: not self.find_left(), deadline_s, "a clean end", lambda: "\n".join(self.find_left()))
 
+    def wait_checkpoint(self) -> None:
+        """Until the newest one is of a finished iteration."""
+        latest = self.run_dir / "checkpoints" / "latest"
+        wait_until(lambda: latest.exists() and "000000" not in latest.read_text(), 60, "a checkpoint", self.explain)
+
     def list_iterations(self) -> list[int]:
         """Of the lines of metrics.jsonl."""
         path = self.run_dir / "metrics.jsonl"

@@ -18,12 +18,6 @@ LONG = (*TINY, "algo=lite_ppo", "train.num_iterations=100000", "checkpoint.save_
 LONGEST_START_S = 400.0
 
 
-def wait_checkpoint(job: Job) -> None:
-    """Until the newest one is of a finished iteration."""
-    latest = job.run_dir / "checkpoints" / "latest"
-    wait_until(lambda: latest.exists() and "000000" not in latest.read_text(), 60, "a checkpoint", job.explain)
-
-
 def kill_process(job: Job, name: str, node: str) -> None:
     """SIGKILL to the job's process of this name (/proc/PID/comm; `driver`: megarl's) on the node, once it is there."""
 
@@ -46,29 +40,6 @@ def kill_process(job: Job, name: str, node: str) -> None:
     wait_until(lambda: bool(find()), LONGEST_START_S, f"{name} on {node}", job.explain)
     for pid in find():
         os.kill(pid, signal.SIGKILL)
-
-
-def test_a_cancelled_job_writes_a_checkpoint_before_its_processes_end(slurm: MiniSlurm, submit) -> None:
-    job = submit(*LONG, options=HALF_OF_TWO)
-    job.wait_for("iteration 1/100000", LONGEST_START_S)
-    slurm.call("scancel", job.number)
-    job.wait_state("CANCELLED")
-    wait_checkpoint(job)
-    job.expect_nothing_left()
-    assert json.loads((job.run_dir / "run.json").read_text())["outcome"]["why"] == "stopped by SIGTERM"
-
-
-@pytest.mark.timeout(900)
-def test_a_preempted_job_writes_a_checkpoint_and_is_queued_again(slurm: MiniSlurm, submit) -> None:
-    """Within its grace time: the job that preempts it starts only after it."""
-    job = submit(*LONG, options=("--nodes=2", "--gpus-per-node=1", "--partition=low"))
-    job.wait_for("iteration 1/100000", LONGEST_START_S)
-    needs_all = ("--nodes=2", "--exclusive", "--wrap=true", "--output=/dev/null")
-    slurm.call("sbatch", "--parsable", *needs_all)
-    job.wait_state("PENDING", deadline_s=170)
-    assert "preempted: requeued" in job.output
-    wait_checkpoint(job)
-    assert "preempted: requeued" in (job.run_dir / "train.log").read_text()
 
 
 @pytest.mark.timeout(1800)

@@ -3,6 +3,7 @@ is found before a job trains; each run of `megarl.train -m hydra/launcher=slurm`
 """
 
 import getpass
+import json
 import os
 import subprocess
 import sys
@@ -51,10 +52,14 @@ def name_steps(job: Job) -> dict[str, str]:
     return {step.split(".")[1]: name for step, name in pairs}
 
 
-def test_a_job_over_two_nodes_stops_for_the_time_limit_goes_on_and_ends(slurm: MiniSlurm, submit) -> None:
-    """The policy on one node, the server on the other; the checkpoint it resumes from is the signal's."""
-    job = submit(*WITH_CRITIC, "train.num_iterations=15", "checkpoint.save_every=100", options=TWO_NODES)
-    job.wait_for("iteration 1/15")
+@pytest.mark.timeout(900)
+def test_a_job_over_two_nodes_stops_for_the_time_limit_goes_on_and_is_preempted(slurm: MiniSlurm, submit) -> None:
+    """The policy on one node, the server on the other; both checkpoints are those of a signal. The job that preempts it
+    starts only after its grace time or its end.
+    """
+    endless = ("train.num_iterations=100000", "checkpoint.save_every=100000")
+    job = submit(*WITH_CRITIC, *endless, options=(*TWO_NODES, "--partition=low"))
+    job.wait_for("iteration 1/100000")
     assert sorted(name_steps(job).values()) == ["batch", "driver", "ray"]
     assert find_node(job, "policy-0.log") == ("n1", "ray")
     assert find_node(job, "critic-0.log") == ("n1", "ray")
@@ -69,17 +74,29 @@ def test_a_job_over_two_nodes_stops_for_the_time_limit_goes_on_and_ends(slurm: M
     # The other came after value pretraining.
     first, checkpoint = sorted(job.run_dir.glob("checkpoints/iteration-*"))
     assert first.name == "iteration-000000"
+    stopped_at = int(checkpoint.name.removeprefix("iteration-"))
     job.start_again()
-    job.wait_for("done: iterations=15")
-    job.wait_state("COMPLETED")
+    job.wait_for(f"iteration {stopped_at + 1}/100000")
     assert f"resuming from {checkpoint}" in " ".join(job.output.split())
-    assert job.list_iterations() == list(range(-1, 16))
+
+    needs_all = ("--nodes=2", "--exclusive", "--wrap=true", "--output=/dev/null")
+    slurm.call("sbatch", "--parsable", *needs_all)
+    job.wait_state("PENDING", deadline_s=170)
+    assert "preempted: requeued" in job.output
+    assert "preempted: requeued" in (job.run_dir / "train.log").read_text()
     job.expect_nothing_left()
+    last = max(job.run_dir.glob("checkpoints/iteration-*"))
+    assert int(last.name.removeprefix("iteration-")) > stopped_at
+    iterations = job.list_iterations()
+    assert iterations == list(range(-1, len(iterations) - 1))
 
 
 def test_two_jobs_share_nodes_one_is_cancelled_the_other_loses_a_node_and_goes_on(slurm: MiniSlurm, submit) -> None:
-    forever = (*TINY, "algo=lite_ppo", "train.num_iterations=100000", "checkpoint.save_every=1")
-    cancelled, going = (submit(*forever, options=HALF_OF_TWO) for _ in range(2))
+    forever = (*TINY, "algo=lite_ppo", "train.num_iterations=100000")
+    # A checkpoint of the first is written only where it is asked to end.
+    cancelled, going = (
+        submit(*forever, f"checkpoint.save_every={every}", options=HALF_OF_TWO) for every in (100000, 1)
+    )
     for job in (cancelled, going):
         job.wait_for("iteration 1/100000", 360)
         assert job.show("NodeList") == "n[1-2]"
@@ -88,7 +105,9 @@ def test_two_jobs_share_nodes_one_is_cancelled_the_other_loses_a_node_and_goes_o
 
     slurm.call("scancel", cancelled.number)
     cancelled.wait_state("CANCELLED")
+    cancelled.wait_checkpoint()
     cancelled.expect_nothing_left()
+    assert json.loads((cancelled.run_dir / "run.json").read_text())["outcome"]["why"] == "stopped by SIGTERM"
     assert psutil.pid_exists(next(iter(going.find_processes())))
 
     slurm.lose_node("n2")
@@ -183,7 +202,7 @@ def write_program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-SHORT = (*WITH_CRITIC, "train.num_iterations=1", "train.num_eval_prompts=8")
+SHORT = (*TINY, "algo=lite_ppo", "train.num_iterations=1", "train.num_eval_prompts=8")
 JOB = ("hydra/launcher=slurm", "hydra.launcher.nodes=2", "hydra.launcher.gpus_per_node=2")
 
 
@@ -204,7 +223,7 @@ def test_a_sweep_for_a_partition_that_does_not_exist_ends_with_what_sbatch_says(
 
 @pytest.mark.timeout(900)
 def test_each_run_of_a_sweep_is_a_job(slurm: MiniSlurm, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megarl.train", "-m", *JOB, *SHORT, "algo=vapo", "algo.clip_high=0.2,0.28"]
+    command = [sys.executable, "-m", "megarl.train", "-m", *JOB, *SHORT, "algo.clip_high=0.2,0.28"]
     try:
         done = subprocess.run(
             [*command, f"hydra.sweep.dir={tmp_path}/sweep"],

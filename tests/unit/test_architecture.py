@@ -12,17 +12,17 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megarl"
 
 ROOMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
-    "cli": (8, 890, ("cli", "train", "api", "plan.command", "plan.doctor")),
+    "cli": (8, 895, ("cli", "train", "api", "plan.command", "plan.doctor")),
     "run": (7, 3300, ("run", "trainer", "sweep")),
     "cluster": (6, 1735, ("cluster",)),
-    "plan": (6, 2005, ("plan",)),
+    "plan": (6, 2085, ("plan",)),
     "sync": (5, 2182, ("sync",)),
     "mcore": (4, 4800, ("mcore",)),
     "rollout": (4, 5150, ("rollout",)),
     "config": (3, 2580, ("config",)),
     "cpu": (3, 1709, ("cpu",)),
-    "algo": (2, 3535, ("algo",)),
-    "models": (2, 1620, ("models",)),
+    "algo": (2, 3360, ("algo",)),
+    "models": (2, 1660, ("models",)),
     "report": (2, 3360, ("report",)),
     "task": (2, 5720, ("task",)),
     "files": (1, 750, ("files", "signals")),

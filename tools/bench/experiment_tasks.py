@@ -85,14 +85,6 @@ def score_bits_16(prompt: Prompt, response: Response) -> Score:
     return _score_bits(prompt, response, 16)
 
 
-def score_bits_64(prompt: Prompt, response: Response) -> Score:
-    return _score_bits(prompt, response, 64)
-
-
-def score_bits_256(prompt: Prompt, response: Response) -> Score:
-    return _score_bits(prompt, response, 256)
-
-
 def score_bits_32(prompt: Prompt, response: Response) -> Score:
     return _score_bits(prompt, response, 32)
 
@@ -186,8 +178,6 @@ TASKS: dict[str, Task] = {
     "key_64": Task(score_key, 64),
     "key_to_64": Task(score_key, 64, {"<eos>": -0.86}),
     "bits_16": Task(score_bits_16, 16, bits=list_bits),
-    "bits_64": Task(score_bits_64, 64, bits=list_bits),
-    "bits_256": Task(score_bits_256, 256, bits=list_bits),
     "bits_32": Task(score_bits_32, 32, bits=list_bits),
     "bits_128": Task(score_bits_128, 128, bits=list_bits),
     "dice": Task(score_dice, 128, {"<eos>": 2.0}),

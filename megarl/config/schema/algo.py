@@ -18,13 +18,7 @@ RatioLevel = Enum(
 )
 MismatchCorrection = Enum("MismatchCorrection", {"none": "none", "tis": "tis", "mis": "mis"})
 ValueLoss = Enum(
-    "ValueLoss",
-    {
-        "squared": "squared",
-        "cross_entropy": "cross_entropy",
-        "classes": "classes",
-        "bradley_terry": "bradley_terry",
-    },
+    "ValueLoss", {"squared": "squared", "cross_entropy": "cross_entropy", "bradley_terry": "bradley_terry"}
 )
 LambdaLevel = Enum("LambdaLevel", {"token": "token", "turn": "turn"})
 SamplingBy = Enum("SamplingBy", {"correct": "correct", "reward": "reward"})
@@ -72,7 +66,6 @@ MISMATCH_KNOWN = Effect(
 )
 DYNAMIC = needs("enabled", "true")
 PRETRAINS = (WITH_CRITIC, needs("enabled", "true"), needs("steps"))
-ONE_PASS = needs("passes", "1")
 
 
 @dataclass
@@ -219,31 +212,24 @@ class ValuePretrainConfig:
     """Whether the critic is pretrained. Presets of algorithms set this, presets of models set `steps`."""
     steps: int = key(50, low=0, off=0, when=(WITH_CRITIC, needs("enabled", "true")))
     """Maximum iterations of value pretraining, each a rollout and the critic's minibatches; 0: off."""
-    passes: int = key(1, low=1, high=1000, when=PRETRAINS)
-    """Maximum passes over the `steps` rollouts. With more than 1 a tenth of their prompts is held out, and after a pass
-    that does not lower the critic's error on it there is no other."""
     rollouts: str | None = key(None, when=PRETRAINS)
     """A rollouts.jsonl of an earlier run (logger.save_rollouts), used instead of fresh responses."""
-    patience: int | None = key(20, low=3, when=(*PRETRAINS, ONE_PASS))
+    patience: int | None = key(20, low=3, when=PRETRAINS)
     """End early if a line fitted to the explained variance of this many iterations rises by less than
     `min_improvement`, with a margin of 1.5 standard errors; null: do not."""
-    min_improvement: float = key(0.02, low=0, high=1, when=(*PRETRAINS, ONE_PASS, needs("patience")))
+    min_improvement: float = key(0.02, low=0, high=1, when=(*PRETRAINS, needs("patience")))
     """Minimum rise over `patience` iterations that is needed to continue."""
-    stop_at_explained_variance: float | None = key(None, high=1, when=(*PRETRAINS, ONE_PASS))
+    stop_at_explained_variance: float | None = key(None, high=1, when=PRETRAINS)
     """End once the explained variance of a new rollout reaches this."""
 
     @property
     def num_steps(self) -> int:
         """Maximum number of iterations of value pretraining; 0 where there is none."""
-        return self.steps * self.passes if self.enabled else 0
+        return self.steps if self.enabled else 0
 
     def count_step(self, iteration: int) -> int:
         """The number, from 1, of the step that is in this iteration, which is 0 or less."""
         return self.num_steps + iteration
-
-    def count_rollout(self, iteration: int) -> int:
-        """The number, from 1 to `steps`, of the rollout that it learns from."""
-        return (self.count_step(iteration) - 1) % self.steps + 1
 
 
 @dataclass
@@ -316,11 +302,8 @@ class AlgoConfig:
     """How the token losses of a minibatch become one number (formulas: docs/algorithms.md)."""
     value_loss: ValueLoss = key(ValueLoss.squared, when=WITH_CRITIC, strict=True)
     """The critic's loss: half the squared error, or with critic.value_range the cross-entropy, for returns that are
-    mostly at its ends: value and return as probabilities of the upper one; or classes, the cross-entropy over bins of
-    that range, around the return (HL-Gauss 2403.03950), of which the value is the mean. bradley_terry: the critic
-    becomes a reward model, and nothing else runs (experiment=reward_model)."""
-    value_bins: int = key(51, low=2, high=1001, when=(WITH_CRITIC, needs("value_loss", "classes")))
-    """With value_loss=classes: number of bins, the outputs of the value head."""
+    mostly at its ends: value and return as probabilities of the upper one. bradley_terry: the critic becomes a reward
+    model, and nothing else runs (experiment=reward_model)."""
     value_clip: float | None = key(None, above=0, when=WITH_CRITIC, strict=True)
     """Largest change of the critic's value from its value before the update."""
     value_loss_agg_mode: LossAggMode = key(LossAggMode["token-mean"], when=WITH_CRITIC)
@@ -339,11 +322,6 @@ def needs_full_kl(config: AlgoConfig) -> bool:
     """Whether the reference's whole distribution is needed, which the policy's own workers then hold."""
     kl, full = config.kl, KLEstimator.full
     return (kl.in_reward and kl.reward_estimator is full) or (kl.in_loss and kl.loss_estimator is full)
-
-
-def count_values(config: AlgoConfig) -> int:
-    """Outputs of the critic's value head."""
-    return config.value_bins if config.value_loss is ValueLoss.classes else 1
 
 
 def compares_pairs(config: AlgoConfig) -> bool:

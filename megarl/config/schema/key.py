@@ -52,6 +52,9 @@ class Key:
         return f"{start}{' and '.join(found)}".rstrip() + (f" ({self.why})" if self.why else "")
 
 
+PLAIN = Key()
+
+
 def _write(number: float) -> str:
     return str(int(number)) if number == int(number) else f"{number:g}"
 
@@ -73,7 +76,7 @@ def key(
 
 
 def get_key(each: Field[Any]) -> Key:
-    found: Key = each.metadata.get("key", Key())
+    found: Key = each.metadata.get("key", PLAIN)
     return found
 
 

@@ -192,6 +192,7 @@ class ReferenceConfig:
 
 
 ModelSource = Enum("ModelSource", {"path": "path", "random": "random", "smollm2": "smollm2"})
+ModelPlan = Enum("ModelPlan", {"none": "none", "fastest": "fastest"})
 
 
 @dataclass
@@ -237,5 +238,8 @@ class ModelConfig:
     """Checkpoint directory, or OWNER/NAME on the Hugging Face hub."""
     random: RandomModelConfig = key(factory=RandomModelConfig, when=needs("source", "random"))
     """The random model; only with source=random."""
+    plan: ModelPlan = key(ModelPlan.none, when=TRAINED)
+    """fastest: where the GPU is known (cluster.hardware), the run takes the fastest plan that fits, as megarl plan
+    --search finds it: layouts, servers, memory, deadlines, checkpoints. A key that is typed keeps its value."""
     megatron: dict[str, Any] = key(factory=dict, when=TRAINED)
     """Fields of Megatron's TransformerConfig, passed through; each is checked against the real fields."""

@@ -375,19 +375,6 @@ def policy_loss(lp, entropy, s, algo, response_length, full=None):
     return total
 
 
-def class_loss(z, g, value_range):
-    """z: a torch vector of logits; g: a number."""
-    low, high = value_range
-    g, width = min(max(g, low), high), (high - low) / len(z)
-
-    def normal(x):
-        return 0.5 * (1 + math.erf((x - g) / (0.75 * width) / math.sqrt(2)))
-
-    inside, log_q = normal(high) - normal(low), z - torch.log(torch.exp(z).sum())
-    parts = [normal(low + (k + 1) * width) - normal(low + k * width) for k in range(len(z))]
-    return -sum(part / inside * log_q[k] for k, part in enumerate(parts))
-
-
 def value_loss(v, g, algo, value_range):
     """Of a torch scalar and a number."""
     if algo.value_loss.name == "squared":
@@ -399,7 +386,7 @@ def value_loss(v, g, algo, value_range):
 
 
 def critic_loss(values, s, algo, value_range=None):
-    """values: float64 [B, T], or logits [B, T, N]; s: lists mask, loss_mask, returns, old_values."""
+    """values: float64 [B, T]; s: lists mask, loss_mask, returns, old_values."""
     mask = s.loss_mask if algo.overlong.filter_critic else s.mask
     factor = weights(algo.value_loss_agg_mode.value, mask, s.mask, None)
     total = torch.zeros((), dtype=torch.float64)
@@ -408,7 +395,7 @@ def critic_loss(values, s, algo, value_range=None):
             if not counted:
                 continue
             v, g = values[i, t], s.returns[i][t]
-            loss = class_loss(v, g, value_range) if v.dim() else value_loss(v, g, algo, value_range)
+            loss = value_loss(v, g, algo, value_range)
             if algo.value_clip is not None:
                 old = s.old_values[i][t]
                 near = v.clamp(old - algo.value_clip, old + algo.value_clip)

@@ -129,26 +129,6 @@ def test_the_critic_loss_and_its_gradient_equal_the_reference(e, mode, clip, fil
 
 
 @few
-@given(experiences(), st.sampled_from([2, 7]), st.integers(0, 1000))
-def test_the_loss_of_classes_and_its_gradient_equal_the_reference(e, num_bins, seed):
-    config = configure(value_loss=ValueLoss.classes, value_bins=num_bins)
-    samples, rows, targets = whole(e, config)
-    found = torch.randn(*e.mask.shape, num_bins, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    found[~e.mask] = torch.nan
-    other = found.clone().requires_grad_()
-    out = critic_loss(
-        at_responses(samples, rows, found.requires_grad_()), targets, config, count_minibatch(samples), (-2.0, 3.0)
-    )
-    out.loss.backward()
-    expected = reference.critic_loss(other, samples_as_lists(samples), config, (-2.0, 3.0))
-    assert out.loss.item() == pytest.approx(expected.item(), abs=1e-9)
-    if expected.requires_grad:
-        expected.backward()
-        torch.testing.assert_close(found.grad[e.mask], other.grad[e.mask], rtol=1e-9, atol=1e-9)
-        assert not found.grad[~e.mask].any()
-
-
-@few
 @given(experiences(), policy_configs(), st.integers(0, 1000), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_any_split_into_micro_batches_in_any_order_gives_the_same_loss_gradient_and_metrics(
     e, config, seed, pieces, random

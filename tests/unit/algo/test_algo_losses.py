@@ -20,12 +20,10 @@ from algo_cases import (
 
 from megarl.algo.losses import (
     LossCounts,
-    compute_class_loss,
     compute_mismatch_weight,
     compute_value_loss,
     count_minibatch,
     critic_loss,
-    find_values,
     policy_loss,
 )
 from megarl.algo.objective import reads_old_logprobs
@@ -120,23 +118,6 @@ def test_the_cross_entropy_of_a_value_by_hand():
     close(values.grad, [-1.0, 2.0, 0.0])
     # A return beyond the range counts as its end.
     close(compute_value_loss(f64([0.0]), f64([7.0]), ValueLoss.cross_entropy, (-1.0, 1.0)), [math.log(2)])
-
-
-def test_the_classes_of_a_value_by_hand():
-    # Bins [0, 1] and [1, 2] with logits 0 and log 3: probabilities 1/4 and 3/4 of the centres 0.5 and 1.5.
-    logits = f64([[0.0, math.log(3)], [0.0, math.log(3)]])
-    close(find_values(logits, ValueLoss.classes, (0.0, 2.0)), [1.25, 1.25])
-    # Around 1 both bins have a half; around 2 it is half a normal distribution, of which 1/0.75 and 2/0.75 standard
-    # deviations lie above 1 and 0.
-    above = [0.5 * math.erf(x / 0.75 / math.sqrt(2)) for x in (1.0, 2.0)]
-    share = above[0] / above[1]
-    expected = [
-        -0.5 * math.log(1 / 4) - 0.5 * math.log(3 / 4),
-        -(1 - share) * math.log(1 / 4) - share * math.log(3 / 4),
-    ]
-    close(compute_class_loss(logits, f64([1.0, 2.0]), (0.0, 2.0)), expected)
-    # A return beyond the range counts as its end.
-    close(compute_class_loss(logits[:1], f64([9.0]), (0.0, 2.0)), expected[1:])
 
 
 def test_a_ratio_that_overflows_is_an_error_and_not_an_infinite_loss():

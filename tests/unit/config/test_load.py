@@ -18,7 +18,7 @@ from hydra.core.global_hydra import GlobalHydra
 from megarl.api import compose, train
 from megarl.config.checks import ALLOWED_VALUES, REFUSED_OPTIONS, TOY_MODELS
 from megarl.config.errors import ConfigError
-from megarl.config.load import expand_sweep, list_options, load_config
+from megarl.config.load import expand_sweep, load_config
 from megarl.config.overrides import CONF_DIR
 from megarl.rollout.server import load_options
 from megarl.run.command import save_run
@@ -35,18 +35,6 @@ def test_a_mistyped_option_of_any_group_is_refused_without_an_empty_list_of_choi
     message = problems_of(override)
     assert message.startswith(f"{override.lstrip('+').split('=')[0]}: ")
     assert not message.rstrip().endswith("are")
-
-
-@pytest.mark.parametrize("model", list_options("model"))
-@pytest.mark.parametrize("algo", list_options("algo"))
-def test_every_algorithm_composes_with_every_model(algo, model):
-    path = ["model.path=mine"] if model == "checkpoint" else []
-    config = load_config([f"algo={algo}", f"model={model}", *path])
-    assert (config.algo.name, config.model.name) == (algo, model)
-    if model in ("tiny", "smollm2_135m"):
-        assert config.train.num_samples == 256
-        assert config.train.num_optimizer_steps == (1 if algo == "rloo" else 4)
-        assert config.algo.value_pretrain.num_steps <= 4
 
 
 def test_the_toys_are_the_presets_with_random_weights():

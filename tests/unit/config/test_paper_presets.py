@@ -133,7 +133,8 @@ PAPERS: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def load(algo: str, model: str) -> Config:
-    return load_config([f"algo={algo}", f"model={model}"])
+    path = ["model.path=mine"] if model == "checkpoint" else []
+    return load_config([f"algo={algo}", f"model={model}", *path])
 
 
 @functools.cache
@@ -166,6 +167,17 @@ def read_differences() -> dict[tuple[str, str], list[str]]:
 
 
 DIFFERENCES = read_differences()
+
+
+@pytest.mark.parametrize("model", list_options("model"))
+@pytest.mark.parametrize("algo", list_options("algo"))
+def test_every_algorithm_composes_with_every_model(algo: str, model: str) -> None:
+    config = load(algo, model)
+    assert (config.algo.name, config.model.name) == (algo, model)
+    if model in ("tiny", "smollm2_135m"):
+        assert config.train.num_samples == 256
+        assert config.train.num_optimizer_steps == (1 if algo == "rloo" else 4)
+        assert config.algo.value_pretrain.num_steps <= 4
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -241,7 +253,7 @@ GPUS = {**ON_ONE_GPU, **ON_ONE_NODE, **ON_TWO_NODES, "qwen32b": 64, "qwen3_235b_
 
 @pytest.mark.parametrize("model", GPUS)
 def test_vapo_with_a_preset_is_a_complete_job_that_fills_its_cluster(model: str) -> None:
-    config = load_config(["algo=vapo", f"model={model}"])
+    config = load("vapo", model)
     roles = [config.policy, config.critic]
     assert len(set().union(*place_job(config).values())) == GPUS[model]
     assert config.cluster.num_nodes * config.cluster.gpus_per_node == GPUS[model]
@@ -259,7 +271,7 @@ def test_the_model_and_megatron_take_the_layout_of_every_role(model: str, algo: 
     # The published checkpoint without its weights.
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["all"] | PUBLISHED[model]))
     arch = read_architecture(tmp_path)
-    config = load_config([f"algo={algo}", f"model={model}"])
+    config = load(algo, model)
     for role, spec in build_specs(config, tmp_path).items():
         assert not check_layout(arch, spec.parallel, role.value, spec.megatron)
         assert not list(check_role_fields(arch, spec))

@@ -25,7 +25,7 @@ LIVE = {
     "lambda_policy lambda_floor lambda_critic lambda_level value_loss value_clip value_loss_agg_mode": CRITIC,
     "value_pretrain.enabled": CRITIC,
     "value_pretrain.steps value_pretrain.patience value_pretrain.min_improvement value_pretrain.rollouts": PRETRAINED,
-    "value_pretrain.stop_at_explained_variance value_pretrain.passes": PRETRAINED,
+    "value_pretrain.stop_at_explained_variance": PRETRAINED,
     "length_alpha lambda_min": ADAPTIVE,
     "reward_norm.std reward_clip overlong.penalty whiten_advantages": set(PRESETS) - {"distill"},
     "gamma": GAE | {"reinforce_pp"},
@@ -43,7 +43,7 @@ LIVE = {
     "dual_clip": set(PRESETS) - {"topr", "rloo", "cispo", "sao", "bpco"},
     "positive_lm_mean_over": {"vapo"},
     "topr.ratio_level": {"topr"},
-    "value_bins tether.decay tether.initial kl.horizon replay.frac": set(),
+    "tether.decay tether.initial kl.horizon replay.frac": set(),
     "overlong.filter_critic": set(),
 }
 """The presets under which a key counts; under all of them where it is not named."""
@@ -51,7 +51,6 @@ VALUES = {
     "name": "x", "advantage": "gae", "surrogate": "clip", "advantage_std": "batch", "std_of": "centered",
     "surrogate_options": {"tau_positive": 2.0},
     "value_pretrain.rollouts": "x.jsonl", "value_pretrain.patience": "3", "value_pretrain.steps": "3",
-    "value_pretrain.passes": "3", "value_bins": "3",
     "mismatch.level": "sequence", "mismatch.correction": "tis", "dual_clip": "3", "topr.ratio_level": "token",
     "kl.reward_estimator": "k1", "kl.loss_estimator": "k2", "positive_lm_mean_over": "all_tokens",
     "dynamic_sampling.by": "reward", "dynamic_sampling.max_rounds": "3", "replay.num_iterations": "2",

@@ -4,7 +4,6 @@ it learns, and a frozen policy; runs whose critic alone reads data.critic_prompt
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from fakes.disturbed import RUN, Disturbance, Killed, stop
 from fakes.run import Said, World, load, pretrain
 from safetensors.torch import load_file
 
-from megarl.algo.algorithm import build_pretraining_algo, find_end, find_last_pass, fit_rise
+from megarl.algo.algorithm import build_pretraining_algo, find_end, fit_rise
 from megarl.config.load import load_config
 from megarl.config.schema.algo import ValuePretrainConfig
 from megarl.files import CheckpointError
@@ -201,73 +200,6 @@ def test_it_ends_where_the_fitted_rise_is_smaller_than_asked_for_by_more_than_it
     aimed = ValuePretrainConfig(enabled=True, patience=None, stop_at_explained_variance=0.3)
     assert find_end(aimed, [0.1]) is None
     assert find_end(aimed, [0.1, 0.3]) == "explained variance has reached 0.300 (aimed at: 0.3)"
-
-
-PASSES = (*ALONE, "algo.value_pretrain.passes=3", "checkpoint.save_every=1")
-
-
-@pytest.fixture(scope="module")
-def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = tmp_path_factory.mktemp("several")
-    World(reward=reward_letter).run_job(run_dir, PASSES)
-    return run_dir
-
-
-def test_several_passes_learn_from_the_same_responses_and_never_from_every_tenth_prompt(several: Path) -> None:
-    lines = load_metrics(several / "metrics.jsonl")[1:]
-    assert [line["iteration"] for line in lines] == list(range(-23, 1))
-    assert {line["sampling/total_samples"] for line in lines[7:]} == {8 * 24}
-    # 6 prompts in each of 8 steps: numbers 0, 10, 20, 30 and 40 are held out.
-    passes = [[line.get("critic/heldout_squared_error") for line in lines[8 * n : 8 * n + 8]] for n in range(3)]
-    assert [[error is not None for error in errors] for errors in passes] == [
-        [n in (0, 1, 3, 5, 6) for n in range(8)]
-    ] * 3
-    sums = [sum(error for error in errors if error is not None) for errors in passes]
-    assert sums[2] < sums[1] < sums[0]
-    returns = [[line["critic/return_mean"] for line in lines[8 * n : 8 * n + 8]] for n in range(3)]
-    assert returns[0] == pytest.approx(returns[1])
-    assert len((several / "rollouts.jsonl").read_text().splitlines()) == 8 * 24
-
-
-@pytest.mark.parametrize("number", [5, 13, 21])
-def test_several_passes_that_are_killed_go_on_to_the_same_end(number: int, several: Path, run_dir: Path) -> None:
-    with pytest.raises(Killed):
-        World(Disturbance(Killed, "critic", "update", number).watch, reward=reward_letter).run_job(run_dir, PASSES)
-    World(reward=reward_letter).run_job(run_dir, PASSES)
-    assert summarize(run_dir) == summarize(several)
-
-
-def test_a_held_out_prompt_teaches_nothing(tmp_path: Path) -> None:
-    """The critic of a run whose held-out prompts have other rewards is the same."""
-    found = []
-    for shift in (0.0, 5.0):
-        with World(reward=reward_letter).open_trainer(tmp_path / str(shift), [*PASSES[:-1], STEPS]) as trainer:
-            trainer.publish_and_evaluate()
-            take = trainer.source.take
-
-            def take_shifted(iteration: int, take: Any = take, shift: float = shift) -> Any:
-                rollout, metrics = take(iteration)
-                first = trainer.config.algo.value_pretrain.count_rollout(iteration) * 6 - 6
-                samples = [
-                    replace(s, score=replace(s.score, reward=s.score.reward + shift * ((first + s.group) % 10 == 0)))
-                    for s in rollout.samples
-                ]
-                return replace(rollout, samples=tuple(samples)), metrics
-
-            trainer.source.take = take_shifted  # type: ignore[method-assign]
-            trainer.train(-23)
-            found.append(trainer.roles.critic.copy_weights())
-    assert all(torch.equal(x, found[1][name]) for name, x in found[0].items())
-
-
-def test_the_last_pass_is_the_one_that_does_not_lower_the_error_on_held_out_prompts():
-    settings = ValuePretrainConfig(enabled=True, steps=2, passes=4)
-    assert find_last_pass(settings, [0.5, 0.3]) is None
-    assert find_last_pass(settings, [0.5, 0.3, 0.9]) is None
-    assert find_last_pass(settings, [0.5, 0.3, 0.6, 0.1]) is None
-    found = find_last_pass(settings, [0.5, 0.3, 0.6, 0.1, 0.4, 0.4])
-    assert found == "the squared error on held-out prompts was 0.35 in the pass before and is 0.4"
-    assert find_last_pass(settings, [1, 1, 0.5, 0.5, 0.3, 0.3, 0.1, 0.1]) == "algo.value_pretrain.passes=4 are done"
 
 
 def simulate_ends(trend: np.ndarray, noise: float, num_runs: int = 300) -> list[int | None]:

@@ -52,6 +52,11 @@ def read(family: str, **changes: Any) -> Architecture:
         ("llama", {"attention_bias": True}, "attention_bias is True"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("llama", {"model_type": "gpt2"}, f"model_type is 'gpt2'; supported: {', '.join(FAMILIES)}"),
+        ("llama", {"model_type": "qwen3_next"}, "gated delta layers .* in Megatron-Core 0.16.1, but in releases from"),
+        ("llama", {"model_type": "glm_moe_dsa"}, r"sparse attention \(DSA\) takes no packed sequences"),
+        ("llama", {"model_type": "ministral3"}, "which Megatron-Core 0.16.1 lacks"),
+        ("llama", {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, "a 'gemma3_text'; save"),
+        ("llama", {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}}, "gated delta layers take"),
     ],
 )
 def test_a_model_that_is_not_built_is_refused_by_key(family: str, changes: dict[str, Any], message: str) -> None:
@@ -93,6 +98,9 @@ def test_a_key_by_which_one_engine_computes_something_else_is_refused_by_name(
     if family.startswith("glm4") and key == "partial_rotary_factor":
         assert read(family, partial_rotary_factor=0.25).rotary_share == 0.25
         return
+    if family == "granite" and key == "logits_scaling":
+        assert read(family, logits_scaling=8.0).logits_scale == 0.125
+        return
     if family == "phi3" and key == "original_max_position_embeddings":
         changes = {"rope_scaling": YARN}  # Without scaling it has no effect.
     if build_fields(family).get("sliding_window") and key == "layer_types":
@@ -105,6 +113,8 @@ def test_a_key_by_which_one_engine_computes_something_else_is_refused_by_name(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keys_of_no_effect_neutral_values_and_nulls_are_taken(family: str) -> None:
     neutral = {"attn_logit_softcapping": None, "logits_scaling": 1.0, "quantization_config": None, "temperature": 0.6}
+    if family == "granite":
+        del neutral["logits_scaling"]
     # A sliding window is ignored only where transformers drops it.
     window = {"sliding_window": 16} if family.startswith(("qwen", "smollm3")) else {}
     assert read(family, **neutral, **window, use_mrope=False, rope_scaling=None, pretraining_tp=2) == read(family)
@@ -187,6 +197,10 @@ PUBLISHED_KEYS = {
         "rope_scaling": LLAMA3,
     },
     "mistral": {"sliding_window": None, "head_dim": 16},
+    "granite": {
+        **{"attention_bias": False, "mlp_bias": False, "attention_multiplier": 0.0078125, "rope_scaling": None},
+        **{"embedding_multiplier": 12.0, "logits_scaling": 16.0, "residual_multiplier": 0.22},
+    },
     "smollm3": {
         **{"layer_types": ["full_attention"] * 2, "no_rope_layer_interval": 4, "no_rope_layers": [1, 0]},
         **{"max_window_layers": 28, "mlp_bias": False, "rope_scaling": None, "sliding_window": None},
@@ -234,7 +248,7 @@ COMMON_KEYS = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_keys_of_published_models_are_all_known(family: str) -> None:
-    content = {"model_type": family, **build_fields(family), **COMMON_KEYS, **PUBLISHED_KEYS.get(family, {})}
+    content = {"model_type": family, **build_fields(family), **COMMON_KEYS, **PUBLISHED_KEYS[family]}
     assert list_unknown_keys(content, Path("config.json")) == []
 
 

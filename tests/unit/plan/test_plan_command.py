@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 from plan_jobs import PRESET, QWEN32B, plan
 
+from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
+from megarl.config.schema.roles import Recompute
 from megarl.config.schema.root import Placement
 from megarl.plan.command import main
 from megarl.plan.job import NUM_BEST, Change, check_plan, find_models, search
 from megarl.plan.memory import GIB
 from megarl.plan.tables import list_found
+from megarl.run.command import load_complete
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = ("algo=vapo", "model=tiny", "rollout.kv_cache_tokens=32768")
@@ -190,3 +193,55 @@ def test_responses_generated_ahead_need_servers_of_their_own_and_a_loss_for_olde
 
 def test_where_nothing_fits_nothing_is_found() -> None:
     assert find([*NODE, *FIXED, "cluster.hardware.memory_gib=20"]) == []
+
+
+ANY = ("algo=vapo", "model=checkpoint", "model.path=Qwen/Qwen3-1.7B", "data.path=train.jsonl", "data.num_heldout=8")
+OWN = ("rollout.response_length=4096", "rollout.tp=1", "train.num_iterations=500", "rollout.sync_deadline_s=77")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "num_gpus"),
+    [
+        (("cluster=h100x8", "cluster.gpus_per_node=1"), 1),
+        (("cluster=h100x8",), 8),
+        pytest.param(("cluster=h100x16",), 16, marks=pytest.mark.slow),
+        pytest.param(("cluster=h100x64",), 64, marks=pytest.mark.slow),
+    ],
+)
+def test_any_checkpoint_trains_by_the_fastest_plan_of_its_cluster(cluster: Sequence[str], num_gpus: int) -> None:
+    given = [*ANY, *OWN, *cluster]
+    completed = load_complete(given)
+    found = plan(*completed.overrides)
+    assert found.num_gpus == num_gpus
+    assert not found.problems
+    assert num_gpus > 1 or found.seconds == find(given)[0].plan.seconds
+    assert completed.overrides[: len(given)] == given
+    typed, added = ([text.partition("=")[0] for text in each] for each in (given, completed.overrides[len(given) :]))
+    assert not set(typed) & set(added)
+    assert len(completed.lines) == 1
+    assert all(each in completed.lines[0] for each in completed.overrides[len(given) : -1])
+    config, seconds = completed.config, found.seconds
+    assert config.rollout.request_deadline_s >= 2 * seconds.generation
+    assert config.cluster.call_deadline_s >= 2 * max(seconds.scoring, seconds.update)
+    assert config.checkpoint.save_every is not None
+    assert config.checkpoint.save_every * seconds.iteration <= 4500
+    # A run that is resumed has the overrides of its start.
+    again = load_complete(completed.overrides)
+    assert (again.overrides, again.config) == (completed.overrides, config)
+
+
+def test_a_checkpoint_that_fits_no_plan_is_refused_and_one_on_an_unknown_gpu_keeps_its_keys() -> None:
+    small = [*ANY, "cluster=h100x8", "cluster.gpus_per_node=1", "cluster.hardware.memory_gib=20"]
+    with pytest.raises(ConfigError, match=r"model.plan: no plan that was tried fits 1 H100.*a larger cluster"):
+        load_complete(small)
+    assert load_complete([*small, "model.plan=none"]).overrides == [*small, "model.plan=none"]
+    assert load_complete([*ANY, "cluster=gpu"]).overrides == [*ANY, "cluster=gpu"]
+
+
+def test_what_an_experiment_sets_is_not_planned(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\npolicy: {recompute: full}\n")
+    cluster = ("cluster=h100x8", "cluster.gpus_per_node=1")
+    completed = load_complete([f"hydra.searchpath=[file://{tmp_path}]", *ANY, "experiment=mine", *cluster])
+    assert completed.config.policy.recompute is Recompute.full
+    assert not [text for text in completed.overrides if text.startswith("policy.recompute=")]

@@ -42,7 +42,7 @@ from megarl.plan.seconds import (
     describe_work,
     find_peak_tflops,
 )
-from megarl.plan.tables import REQUEUE_S, SIGNAL_S, describe_pretraining, find_signal
+from megarl.plan.tables import REQUEUE_S, SIGNAL_S, describe_pretraining, find_costs, find_signal
 
 
 def build_job(arch: Architecture = ARCH_32B, **layout: int) -> RoleJob:
@@ -149,6 +149,21 @@ def test_what_moves_instead_of_being_computed_takes_its_bytes_over_the_link() ->
     assert 2 * half.server.bytes_per_token == found.server.bytes_per_token
     assert half.server.kv_tokens == pytest.approx(2 * found.server.kv_tokens, abs=1)
     assert half.seconds.generation < found.seconds.generation
+
+
+def test_what_a_part_costs_is_what_a_part_without_end_would_save_and_the_phases_add_up() -> None:
+    config, found = plan("cluster.hardware.disk_gb_s=1", "rollout.transport=disk", "critic.offload=all")
+    costs, all_of_it = find_costs(config, found), found.seconds.iteration
+    # Nothing is computed while weights move: their seconds are the disk's and PCIe's alone.
+    assert costs["disk", "sync"] == pytest.approx(found.seconds.sync / all_of_it)
+    assert costs["PCIe", "offload"] == pytest.approx(found.seconds.offload / all_of_it)
+    assert costs["network", "generation"] == costs["disk", "update"] == 0.0
+    _, faster = plan("cluster.hardware.disk_gb_s=2", "rollout.transport=disk", "critic.offload=all")
+    assert costs["disk", "iteration"] == pytest.approx(2 * (all_of_it - faster.seconds.iteration) / all_of_it)
+    phases = ("generation", "scoring", "update", "offload", "sync")
+    for part in {part for part, _ in costs}:
+        assert sum(costs[part, phase] for phase in phases) == pytest.approx(costs[part, "iteration"])
+    assert 0.7 < sum(share for (_, phase), share in costs.items() if phase == "iteration") <= 1.0
 
 
 def test_with_staleness_the_slower_of_generation_and_training_decides() -> None:

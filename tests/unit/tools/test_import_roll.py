@@ -13,6 +13,7 @@ from megarl.config.checks import find_unused
 from megarl.config.load import load_config
 from megarl.config.overrides import CONF_DIR
 from megarl.config.schema.mix import list_sources
+from megarl.config.schema.roles import ModelPlan
 from megarl.config.schema.root import Config, Placement
 from megarl.config.schema.task import CodeRewardConfig, JsonlDataConfig, MathRewardConfig
 
@@ -76,7 +77,8 @@ def test_nothing_of_the_tiny_task_the_laptop_or_a_preset_is_in_an_imported_job(t
     expected = {**flatten(Config()), **flatten(JsonlDataConfig(), "data."), **flatten(MathRewardConfig(), "reward.")}
     gpu = OmegaConf.to_container(OmegaConf.load(CONF_DIR / "cluster" / "gpu.yaml"))
     expected |= {f"{room}.{key}": value for room, keys in gpu.items() for key, value in keys.items()}
-    expected |= {"model.name": "checkpoint", "cluster.placement": Placement[gpu["cluster"]["placement"]]}
+    expected |= {"model.name": "checkpoint", "model.plan": ModelPlan.fastest}
+    expected |= {"cluster.placement": Placement[gpu["cluster"]["placement"]]}
     strange = {key for key, value in found.items() if key not in given and value != expected.get(key)}
     assert strange - dict(find_unused(config, strange)).keys() <= {"algo.name"}
 
