@@ -45,24 +45,19 @@ def kill_process(job: Job, name: str, node: str) -> None:
 @pytest.mark.timeout(1800)
 def test_lost_processes_bring_another_start_at_most_twice_without_a_checkpoint(slurm: MiniSlurm, submit) -> None:
     job = submit(*LONG, options=HALF_OF_TWO)
-    for start, (name, node, cause) in enumerate(
-        [
-            ("raylet", "n2", "n2: raylet [exit code=-9]"),
-            ("gcs_server", "n1", "n1: gcs_server [exit code=-9]"),
-            ("driver", "n1", "the driver was killed by SIGKILL"),
-        ],
-        1,
-    ):
-        job.wait_for(f"start {start}, on n1 n2", 60)
+    for start, (name, node) in enumerate([("raylet", "n2"), ("driver", "n1")], 1):
         # The driver has begun, and with it the run.
         wait_until(lambda start=start: count_starts(job) == start, LONGEST_START_S, f"start {start}", job.explain)
         kill_process(job, name, node)
-        if start < 3:
+        if start == 1:
             job.wait_state("PENDING")
-            (line,) = [line for line in job.output.split(f"start {start}, on")[1].splitlines() if "requeued" in line]
+            (line,) = [line for line in job.output.splitlines() if "requeued" in line]
             assert "Ray has ended" in line
-            assert cause in line
+            assert "n2: raylet [exit code=-9]" in line
             job.expect_nothing_left()
+            # What a start leaves that ended before its driver began.
+            (starts,) = job.run_dir.glob("logs/slurm/starts-*")
+            starts.write_text(2 * starts.read_text())
             job.start_again()
     job.wait_state("FAILED")
     assert "the driver was killed by SIGKILL: not requeued: 3 starts brought no checkpoint" in job.output
