@@ -55,25 +55,3 @@ def read_guess(text: str) -> int | None:
     the first 18, which is above any hidden number all the same."""
     found = NUMBER.findall(text)
     return int(found[-1].lstrip("0")[:MOST_DIGITS] or "0") if found else None
-
-
-def compute_best_without_answers(max_number: int, max_turns: int) -> float:
-    """The most that a policy which ignores the answers can score: max_turns / max_number, at most 1.
-
-    The number is uniform over 1 to max_number. Such a policy knows only that no guess so far was right, as the episode
-    goes on; what it does is therefore fixed by the random numbers that it draws, whatever the hidden number is: a
-    sequence of max_turns guesses. The sequence is right for the different numbers in it, max_turns at most, each of
-    which is hidden with probability 1 / max_number. A policy that draws its sequence at random scores an average over
-    sequences, and none is above that bound, which max_turns different guesses reach.
-    """
-    return min(1.0, max_turns / max_number)
-
-
-def compute_best_with_answers(max_number: int, max_turns: int) -> float:
-    """The most that any policy can score: (2^max_turns - 1) / max_number, at most 1.
-
-    For fixed random numbers a guess follows from the answers before it, each of which is higher or lower: there are
-    2^t guesses for turn t (from 0), so 2^max_turns - 1 different numbers at most are ever guessed right. Binary search
-    reaches it: guessing the middle of 2^n - 1 numbers leaves 2^(n-1) - 1 of them on either side.
-    """
-    return min(1.0, ((1 << max_turns) - 1) / max_number)

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -13,15 +14,12 @@ from metric_table import find_metric
 from safetensors.torch import load_file
 from whole_runs import find_marked, find_scratch, start, wait_end, wait_for_iteration
 
+from megarl.config.load import load_config
+from megarl.examples.toys.rewards import compute_length_score
 from megarl.report.record import load_metrics
 from megarl.signals import find_shared_memory
 
-SHORT = ("algo.value_pretrain.steps=1", "train.eval_every=2")
-
-
-def start_in(folder: Path, *overrides: str) -> "subprocess.Popen[str]":
-    """A run in folder/run whose temporary files are in the folder."""
-    return start(*SHORT, f"hydra.run.dir={folder}/run", *overrides, TMPDIR=str(folder))
+NUM_ITERATIONS = 14
 
 
 def assert_left_nothing(run: "subprocess.Popen[str]", folder: Path) -> None:
@@ -29,22 +27,25 @@ def assert_left_nothing(run: "subprocess.Popen[str]", folder: Path) -> None:
     assert find_scratch(run, folder) == []
 
 
-def test_a_run_trains_logs_and_ends_with_the_done_line_leaving_nothing(short_path):
-    run = start_in(short_path, "train.num_iterations=2", "checkpoint.save_every=2", "train.profile=2")
+def test_a_run_learns_logs_and_ends_with_the_done_line_leaving_nothing(short_path):
+    every = [f"{key}={NUM_ITERATIONS}" for key in ("train.num_iterations", "train.eval_every", "checkpoint.save_every")]
+    fixed = ("algo.value_pretrain.steps=1", "train.profile=2", f"hydra.run.dir={short_path}/run")
+    run = start(*every, *fixed, TMPDIR=str(short_path))
     code, output = wait_end(run)
     assert code == 0, output
     run_dir = short_path / "run"
     last = output.strip().splitlines()[-1]
-    assert re.fullmatch(rf"done: iterations=2 reward/heldout=0\.\d{{4}} run_dir={run_dir}", last)
+    assert re.fullmatch(rf"done: iterations={NUM_ITERATIONS} reward/heldout=0\.\d{{4}} run_dir={run_dir}", last)
     assert "16 prompts x 16 responses = 256 samples" in output
     assert "clip(w, 0.8, 1.28) A" in output
-    pretraining, lines = (found := load_metrics(run_dir / "metrics.jsonl"))[:-3], found[-3:]
-    assert [line["iteration"] for line in found] == [*range(-len(pretraining), 0), 0, 1, 2]
+    lines = (found := load_metrics(run_dir / "metrics.jsonl"))[-NUM_ITERATIONS - 1 :]
+    assert [line["iteration"] for line in found] == [*range(len(lines) - len(found), 0), *range(NUM_ITERATIONS + 1)]
     for name in ("reward/mean", "policy/clip_frac", "critic/explained_variance", "sync/bytes", "time/rollout"):
         assert all(name in line for line in lines[1:]), name
     assert not [name for line in found for name in line if name != "iteration" and not find_metric(name)]
     # The servers follow: what they say of their responses is what the updated policy says.
     assert all(line["mismatch/kl"] < 1e-6 < line["policy/clip_frac"] for line in lines[1:])
+    assert statistics.mean(line["reward/mean"] for line in lines[-3:]) > compute_best_without_reading() + 0.1
     assert list((run_dir / "tensorboard").iterdir())
     check_shutdown((run_dir / "logs" / "server-0.log").read_text())
     assert {f.name for f in (run_dir / "logs").iterdir()} >= {"policy-0.log", "critic-0.log", "server-0.log"}
@@ -57,6 +58,16 @@ def test_a_run_trains_logs_and_ends_with_the_done_line_leaving_nothing(short_pat
     }
     assert_left_nothing(run, short_path)
     check_evaluation(short_path, last)
+
+
+def compute_best_without_reading() -> float:
+    """The most that a policy scores which says the same to all prompts: a letter in six, of the best length."""
+    reward = load_config([]).reward
+    wanted = [4 * dots for dots in range(1, 17)]
+    return max(
+        statistics.mean(compute_length_score(length / number, reward.tolerance, reward.falloff) for number in wanted)
+        for length in range(1, 73)
+    ) / len("abcdef")
 
 
 def check_evaluation(folder: Path, last: str) -> None:

@@ -122,32 +122,34 @@ def reference(out: Path) -> dict[str, Any]:
     return found
 
 
-PLANS = list_plans(int(os.environ.get("MEGARL_KILLS", "0"))) or [
+RUNS = [(plan,) for plan in list_plans(int(os.environ.get("MEGARL_KILLS", "0")))] or [
     # Each way of going on once, and after a step of value pretraining. All other places: unit/loop/test_loop_resume.py,
     # over the fakes; servers that are killed: test_server_restarts.py
-    Plan("driver", "generation", 3, delay_s=0.1),
-    Plan("critic worker", PRETRAINING, 0, delay_s=0.1),
+    (Plan("critic worker", PRETRAINING, 0, delay_s=0.1), Plan("driver", "generation", 3, delay_s=0.1)),
 ]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.process} in {plan.phase} of {plan.iteration}")
-def test_a_run_with_a_killed_process_ends_with_the_same_weights_metrics_and_rollouts(
-    plan: Plan, tmp_path: Path, reference: dict[str, Any]
+@pytest.mark.parametrize(
+    "plans", RUNS, ids=lambda plans: ", ".join(f"{x.process} in {x.phase} of {x.iteration}" for x in plans)
+)
+def test_a_run_with_killed_processes_ends_with_the_same_weights_metrics_and_rollouts(
+    plans: tuple[Plan, ...], tmp_path: Path, reference: dict[str, Any]
 ) -> None:
     run_dir, log = tmp_path / "killed", tmp_path / "killed.log"
     run = start(*OVERRIDES, f"hydra.run.dir={run_dir}", log=log)
     try:
-        kill(run, run_dir, plan)
+        for plan in plans:
+            kill(run, run_dir, plan)
         code, _ = wait_end(run)
     finally:
         run.kill()
-    if plan.process == "driver":
+    if plans[-1].process == "driver":
         wait_until(lambda: not find_marked(run_dir / "logs"), "the end of a dead driver's processes", 60)
         code, _ = wait_end(start(f"resume={run_dir}", log=log))
     text = log.read_text(errors="replace")
     assert code == 0, text[-5000:]
     assert summarize(run_dir) == reference
-    if plan.phase == PRETRAINING:
+    if plans[0].phase == PRETRAINING:
         assert re.search(r"resuming from\s+\S*/checkpoints/iteration--00002\n", text)
 
 

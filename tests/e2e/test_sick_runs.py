@@ -11,7 +11,8 @@ import pytest
 pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reading-a-run.md"
-RUNS = re.findall(r"```bash\nmegarl train (.+)\n```\n\n!\[.+\n\n```\n(warning: [^`]+)\n```", PAGE.read_text())
+Runs = list[tuple[str, str]]
+RUNS: Runs = re.findall(r"```bash\nmegarl train (.+)\n```\n\n!\[.+\n\n```\n(warning: [^`]+)\n```", PAGE.read_text())
 FEWER = "train.num_iterations=4 train.eval_every=4 train.num_eval_prompts=8 checkpoint.save_every=null"
 
 
@@ -24,12 +25,13 @@ def test_the_page_has_three() -> None:
     assert len(RUNS) == 3
 
 
-@pytest.mark.parametrize(("arguments", "warning"), RUNS)
-def test_a_sick_run_prints_its_warning(short_path: Path, arguments: str, warning: str) -> None:
-    words = [*shlex.split(arguments), *FEWER.split(), "hydra.run.dir=run"]
+@pytest.mark.parametrize("together", [RUNS[:1], RUNS[1:]], ids=["rate", "cut, critic"])
+def test_a_sick_run_prints_its_warning_and_one_in_two_ways_both(short_path: Path, together: Runs) -> None:
+    words = [*(word for arguments, _ in together for word in shlex.split(arguments)), *FEWER.split()]
     words = list({word.split("=")[0]: word for word in words}.values())  # of a key given twice the last
-    command = [sys.executable, "-m", "megarl.cli", "train", *words]
+    command = [sys.executable, "-m", "megarl.cli", "train", *words, "hydra.run.dir=run"]
     done = subprocess.run(command, cwd=short_path, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    shown = mask(warning.strip().removesuffix("..."))
-    assert shown in mask((short_path / "run" / "train.log").read_text())
+    log = mask((short_path / "run" / "train.log").read_text())
+    for _, warning in together:
+        assert mask(warning.strip().removesuffix("...")) in log

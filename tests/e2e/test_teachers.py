@@ -4,6 +4,7 @@ student of another size, on-policy and by its saved responses.
 
 import json
 import random
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from whole_runs import train
 from megarl.config.load import load_config
 from megarl.models.checkpoint import default_cache_dir, resolve_checkpoint
 from megarl.report.record import load_metrics
-from megarl.rollout.rollout_file import read_rollouts
-from megarl.types import Sample
+from megarl.rollout.rollout_file import RolloutWriter, read_rollouts
+from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 
 pytestmark = pytest.mark.slow
 
@@ -93,17 +94,18 @@ def test_what_a_file_taught_is_transformers_loss_and_is_taught_to_a_student(shor
     assert line["advantage/max_abs"] == pytest.approx(float(torch.cat(gaps).abs().max()), rel=1e-3)
     assert abs(float(gaps[0].mean() - gaps[1].mean())) > 0.1
 
-    # The teacher as the policy of a run that learns nothing, for its responses; the student learns them.
-    train(
-        *("model=checkpoint", f"model.path={short_path}/sft/policy", "algo=dr_grpo", "cluster=laptop", *SIZES),
-        *("train.responses_per_prompt=4", "policy.optimizer.lr=0", f"hydra.run.dir={short_path}/said"),
-        *("data=letter_count", "reward=letter_count", "rollout.response_length=72", "data.prompt_length=32"),
-        *("rollout.kv_cache_tokens=32768", "policy.dtype=float32", "rollout.dtype=float32"),
-    )
-    said = load_samples(short_path / "said")
+    # What the teacher says, with its log-probs; the student learns it.
+    teacher, said = score(short_path / "sft" / "policy", rows[:16]), []
+    for group, ((prompt, answer), logprobs) in enumerate(zip(rows, teacher, strict=False)):
+        generated, versions = [True] * len(answer), [0] * len(answer)
+        response = Response(answer, "", logprobs.tolist(), generated, versions, FinishReason.stop)
+        asked = Prompt(str(group), "".join(VOCABULARY[token] for token in prompt), tuple(prompt), "")
+        said += [Sample(asked, response, Score(1.0, True), group)] * 4
+    with closing(RolloutWriter(short_path / "said.jsonl")) as writer:
+        writer.write(Rollout(tuple(said), 0), 1)
     train(
         *(*student, "algo=distill", "algo.kl.in_advantage=false", "algo.rl_loss_coef=0", "algo.positive_lm_coef=1"),
-        *("algo.positive_threshold=0", f"rollout.file={short_path}/said/rollouts.jsonl", "train.num_minibatches=1"),
+        *("algo.positive_threshold=0", f"rollout.file={short_path}/said.jsonl", "train.num_minibatches=1"),
         *("train.samples_per_iteration=64", "train.num_iterations=1", f"hydra.run.dir={short_path}/heard"),
     )
     line = load_metrics(short_path / "heard" / "metrics.jsonl")[-1]

@@ -38,10 +38,10 @@ COMMANDS = {
     "bench/speed.py sync --hidden 256 --layers 2 --repeats 1 --transport split": RATIO,
     "bench/speed.py sync_plan --layers 12": RATIO,
     "bench/speed.py trl --cell 4x2x4-float32 --repeats 1 --warm-up 0 --threads 1 --model model": RATIO,
-    "check_gpu.py --device cpu --only float32 --out found.json": ".*nothing fails.*",
 }
 """Arguments of python, below tools/ and in the folder `place` -> what the last line that it prints is"""
 ELSEWHERE = {
+    "check_gpu.py": "unit/tools/test_check_gpu.py",
     "convert_checkpoint.py": "unit/mcore/test_convert.py",
     "docs/generate.py": "docs/test_doc_commands.py",
     "import_roll.py": "unit/tools/test_import_roll.py",

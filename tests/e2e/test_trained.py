@@ -1,6 +1,4 @@
-"""Whole runs of the command: policy and critic on several processes; tasks of several turns, with guesses and with
-environments of the package verifiers.
-"""
+"""Whole runs of the command: policy and critic on several processes; environments of the package verifiers."""
 
 import json
 import os
@@ -13,9 +11,7 @@ from generation import load_rollouts
 from safetensors.torch import load_file
 from whole_runs import train
 
-from megarl.examples.toys.guess import compute_best_without_answers
 from megarl.models.checkpoint import build_character_tokenizer
-from megarl.report.evaluation import compute_mean
 from megarl.report.record import load_metrics
 from megarl.types import Metrics
 
@@ -107,18 +103,3 @@ def test_a_policy_is_trained_in_environments_of_verifiers(short_path):
     last = load_metrics(run_dir / "metrics.jsonl")[-1]
     assert "environment/num_turns" in last, sorted(last)
     assert "reward/heldout" in last
-
-
-NUM_ITERATIONS = 30
-
-
-def test_a_trained_policy_beats_the_best_that_ignores_the_answers(short_path):
-    number = [f"train.{key}={NUM_ITERATIONS}" for key in ("num_iterations", "eval_every")]
-    rollouts = roll(short_path / "run", "experiment=guess", "algo=grpo", *number)
-    assert len(rollouts) == NUM_ITERATIONS
-    last = [sample.score.reward for rollout in rollouts[-4:] for sample in rollout.samples]
-    assert len(last) == 1024
-    assert compute_mean(last, 1).low > compute_best_without_answers(7, 3)
-    # It reads: later guesses are hardly ever ones that an answer has ruled out; of random ones about half are.
-    later = [turn for rollout in rollouts[-4:] for sample in rollout.samples for turn in sample.response.turns[1:]]
-    assert sum(turn.details["ruled_out"] for turn in later) < 0.3 * len(later)

@@ -222,8 +222,8 @@ def test_a_sweep_for_a_partition_that_does_not_exist_ends_with_what_sbatch_says(
 
 
 @pytest.mark.timeout(900)
-def test_each_run_of_a_sweep_is_a_job(slurm: MiniSlurm, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megarl.train", "-m", *JOB, *SHORT, "algo.clip_high=0.2,0.28"]
+def test_each_run_of_a_sweep_is_a_job_of_which_one_is_refused(slurm: MiniSlurm, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megarl.train", "-m", *JOB, *SHORT, "cluster.num_nodes=2,4"]
     try:
         done = subprocess.run(
             [*command, f"hydra.sweep.dir={tmp_path}/sweep"],
@@ -234,9 +234,12 @@ def test_each_run_of_a_sweep_is_a_job(slurm: MiniSlurm, tmp_path: Path) -> None:
         # What is left of a sweep that ended early has both nodes to itself.
         slurm.call("scancel", f"--user={getpass.getuser()}", check=False)
     sweep = load_sweep(tmp_path / "sweep")
-    logs = [path.read_text()[-3000:] for path in (tmp_path / "sweep").glob("*/output.log")]
-    assert done.returncode == 0, "\n".join([done.stdout, done.stderr, *logs])
-    assert [run.state for run in sweep] == ["done", "done"]
-    for run in sweep:
-        assert (tmp_path / "sweep" / run.name / "logs" / "slurm").is_dir()
-        assert run.config["cluster.num_nodes"] == 2
+    logs = {path.parent.name: path.read_text() for path in (tmp_path / "sweep").glob("*/output.log")}
+    shown = "\n".join([done.stdout, done.stderr, *(text[-3000:] for text in logs.values())])
+    assert done.returncode == 1, shown
+    assert [run.state for run in sweep] == ["done", "failed"], shown
+    run, refused = sweep
+    assert (tmp_path / "sweep" / run.name / "logs" / "slurm").is_dir()
+    assert run.config["cluster.num_nodes"] == 2
+    assert "cluster.num_nodes: found 4; job " in logs[refused.name]
+    assert "1 of 2 runs done" in done.stdout

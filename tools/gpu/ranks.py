@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,18 +112,23 @@ def check_ranks(setting: Setting) -> Iterator[Line]:
         yield judge("ranks", "gradient norms, apart and together", gap, most=bound, unit="relative difference")
 
 
+def find_experts(setting: Setting) -> Path:
+    """A small model with experts, of random weights, written once."""
+    directory = setting.scratch / "small-experts"
+    if not directory.exists():
+        fields = describe_random(replace(SMALL, family="qwen3_moe"), SMALL_VOCAB)
+        write_checkpoint(fields, directory, torch.float32, torch.device("cpu"))
+    return directory
+
+
 def check_layouts(setting: Setting) -> Iterator[Line]:
     """Each layout on the node's GPUs against one process: log-probs, and the gradient's norm of a step."""
     number = count_processes(setting)
     if number < 2:
         yield skip("layouts", "all of them", "one GPU")
         return
-    experts = setting.scratch / "small-experts"
-    if not experts.exists():
-        fields = describe_random(replace(SMALL, family="qwen3_moe"), SMALL_VOCAB)
-        write_checkpoint(fields, experts, torch.float32, torch.device("cpu"))
     with open_cluster(setting) as cluster:
-        for checkpoint, layouts in ((find_small_checkpoint(setting), DENSE), (experts, EXPERTS)):
+        for checkpoint, layouts in ((find_small_checkpoint(setting), DENSE), (find_experts(setting), EXPERTS)):
             alone = None
             for name, sizes in {"one process": {}, **layouts}.items():
                 taken = 1
@@ -165,14 +171,15 @@ def check_checkpoint(setting: Setting) -> Iterator[Line]:
     yield from save_and_load(setting, "checkpoint")
 
 
-def save_and_load(setting: Setting, check: str, **changes: Any) -> Iterator[Line]:
+def save_and_load(setting: Setting, check: str, model: str = "", **changes: Any) -> Iterator[Line]:
+    """model: what the lines call it. changes: of the policy's WorkerSpec."""
     number = count_processes(setting)
     layouts = {"the same layout": ParallelConfig(num_processes=number, tp=2 if number % 2 == 0 else 1)}
     layouts |= {"one process": ParallelConfig()} if number > 1 else {}
     samples, dtype = make_small_samples(), setting.config.policy.dtype
     with open_cluster(setting) as cluster:
         for num_steps, when in ((0, "before the first step"), (1, "after a step")):
-            directory = setting.scratch / f"{check}-state-{num_steps}"
+            directory = setting.scratch / f"{check}{model}-state-{num_steps}"
             with ExitStack() as stack:
                 group = start(setting, cluster, stack, layouts["the same layout"], **changes)
                 for _ in range(num_steps):
@@ -188,7 +195,7 @@ def save_and_load(setting: Setting, check: str, **changes: Any) -> Iterator[Line
                     own, _ = run_step(group)
                     gap = float((own - before).abs().max())
                     exact = 0.0 if name == "the same layout" else BOUNDS[dtype.value].before
-                    what = f"saved {when}, loaded into {name}"
+                    what = f"{model and f'{model}: '}saved {when}, loaded into {name}"
                     yield judge(check, f"{what}: log-probs", gap, most=exact, unit="largest difference")
                     # Adam's moments show in the step after it.
                     gap = float((group.logprobs(samples.sequences, 1.0).result() - after).abs().max())

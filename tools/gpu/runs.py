@@ -7,6 +7,8 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
+from megarl.config.schema.root import HardwareConfig
+from megarl.plan.seconds import LINK_SHARE
 from megarl.report.record import METRICS_FILE, load_metrics
 from megarl.report.text import LOG_NAME
 from megarl.tools.gpu.lines import Line, fail, judge, skip
@@ -66,20 +68,28 @@ def train(setting: Setting, name: str, *overrides: str) -> tuple[list[dict[str, 
 
 def check_sync(setting: Setting) -> Iterator[Line]:
     """Weights from roles to servers by each transport: their bytes beside the fewest possible, and the seconds."""
-    for way, own in list_ways(setting.device, count_processes(setting)).items():
+    number = count_processes(setting)
+    for way, own in list_ways(setting.device, number).items():
         found, error = train(setting, f"sync-{way}", f"rollout.transport={way}", "train.num_iterations=2", *own)
-        yield from judge_sync(way, found, error)
-    if count_processes(setting) < 2:
+        num_senders = number // 2 if way == "split" else number
+        yield from judge_sync(way, found, error, setting.config.cluster.hardware, num_senders)
+    if number < 2:
         yield skip("sync", "split", "one GPU")
 
 
-def judge_sync(way: str, found: Sequence[dict[str, float]], error: str) -> Iterator[Line]:
+def judge_sync(
+    way: str, found: Sequence[dict[str, float]], error: str, hardware: HardwareConfig, num_senders: int
+) -> Iterator[Line]:
+    """hardware: of which the plan's seconds come."""
     last = found[-1] if found else {}
     if error or "sync/bytes" not in last:
         yield fail("sync", way, error or "the run has no metrics of a sync")
         return
     seconds = {key.removeprefix("sync/seconds_"): x for key, x in last.items() if key.startswith("sync/seconds_")}
     note = f"{last['sync/bytes'] / 1e6:.3g} MB; " + ", ".join(f"{key} {x:.2f} s" for key, x in seconds.items())
+    if move := seconds.get("move"):
+        note += f"; {last['sync/bytes'] / move / num_senders / 1e9:.3g} GB/s of each GPU"
+        note += f", planned {LINK_SHARE * hardware.nvlink_gb_s:.3g}" if hardware.gpu else ""
     over = last.get("sync/bytes_over_bound")
     if over is None:
         yield skip("sync", f"{way}: seconds", note, sum(seconds.values()), "s")

@@ -180,6 +180,7 @@ def check_fp8(setting: Setting) -> Iterator[Line]:
         yield fail("fp8", "FP8 products", "the same bits as in bfloat16: no product was computed in FP8")
         return
     yield from compare_results("fp8", found, plain)
-    from megarl.tools.gpu.ranks import save_and_load
+    from megarl.tools.gpu.ranks import find_experts, save_and_load
 
     yield from save_and_load(setting, "fp8", fp8=Fp8.hybrid)
+    yield from save_and_load(setting, "fp8", "experts", fp8=Fp8.hybrid, checkpoint=find_experts(setting))

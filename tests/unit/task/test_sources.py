@@ -2,12 +2,10 @@
 or read the answers; the calculator.
 """
 
-import itertools
 import json
 import operator
 import re
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema.task import DataConfig, FunctionDataConfig, ReasoningGymDataConfig
 from megarl.environment import Action, EpisodeSetting, Step
 from megarl.examples.toys.calculator import calculator, evaluate
-from megarl.examples.toys.guess import Guess, compute_best_with_answers
+from megarl.examples.toys.guess import Guess
 from megarl.task.data import DataSplits, build_data, load_made
 from megarl.types import FinishReason, Prompt
 
@@ -163,19 +161,6 @@ def test_a_guess_is_answered(guesses, steps):
     for answer in ("b12", "", "-1", "3.5", "1" * 19):
         with pytest.raises(ValueError, match=r"prompt 'p': answer .* needs a whole number"):
             begin(answer)
-
-
-@cache
-def search(size: int, turns: int) -> int:
-    """The most of `size` numbers in a row that `turns` guesses find."""
-    if not size or not turns:
-        return 0
-    return 1 + max(search(left, turns - 1) + search(size - 1 - left, turns - 1) for left in range(size))
-
-
-def test_the_best_score_with_answers_is_that_of_a_search_over_all_first_guesses():
-    for max_number, max_turns in itertools.product(range(1, 20), range(1, 5)):
-        assert compute_best_with_answers(max_number, max_turns) == search(max_number, max_turns) / max_number
 
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
