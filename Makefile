@@ -1,6 +1,7 @@
 # make run        install what is pinned and run the main job      ARGS="model=... train.num_iterations=5" overrides
 # make test       install, check style and types, run all tests but those marked slow
-# make test-all   the same and every test: kills, Slurm, sweeps, presets trained, browser; what CI runs
+# make test-all   the same and those marked slow: kills, Slurm, sweeps, presets trained, browser; what CI runs
+# make test-long  those marked long, half an hour: whole runs whose claims test-all has in a smaller form
 #                 PYTEST_ARGS="-k gae" chooses; JOBS=4 runs so many at once
 # make install | lock | clean
 # PLATFORM=cuda installs for NVIDIA GPUs; EXTRAS=smollm2 adds the extra that model=smollm2_135m needs,
@@ -14,7 +15,7 @@ ARGS ?=
 PYTEST_ARGS ?=
 JOBS ?= 2
 
-.PHONY: install run test test-all check lock clean
+.PHONY: install run test test-all test-long check lock clean
 
 install:
 	@tools/install/install.sh $(PLATFORM) $(EXTRAS)
@@ -29,7 +30,10 @@ test: check
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-all: check
-	$(PYTEST) $(PYTEST_ARGS)
+	$(PYTEST) -m "not long" $(PYTEST_ARGS)
+
+test-long: check
+	$(PYTEST) -m long $(PYTEST_ARGS)
 
 check: install
 	.venv/bin/ruff format --check .

@@ -82,6 +82,7 @@ def test_the_page_shows_the_files_of_the_example_and_rows_that_are_read():
     assert all(problem.answer for problem in problems)
 
 
+@pytest.mark.long
 def test_the_training_of_the_page_of_the_api_runs_and_is_found_again(tmp_path):
     (code,) = re.findall(r"^```python run\n(.*?)^```", (EXAMPLES.parent / "docs" / "cli.md").read_text(), re.M | re.S)
     (tmp_path / "script.py").write_text(code)

@@ -153,6 +153,7 @@ def test_a_run_with_killed_processes_ends_with_the_same_weights_metrics_and_roll
         assert re.search(r"resuming from\s+\S*/checkpoints/iteration--00002\n", text)
 
 
+@pytest.mark.long
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_in_another_layout_from_the_checkpoint_that_is_whole(
     out: Path, reference: dict[str, Any]
 ) -> None:

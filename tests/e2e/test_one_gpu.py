@@ -58,6 +58,7 @@ def test_memory_given_back_and_taken_again_changes_no_number_of_a_run(server, ti
     assert server.log_file.read_text()[start:].count('POST /release_memory_occupation HTTP/1.1" 200') == 5
 
 
+@pytest.mark.long
 def test_servers_that_share_gpus_are_started_after_the_roles(tiny_checkpoint, tmp_path, monkeypatch):
     overrides = ["algo=grpo", *COLOCATED, f"model.path={tiny_checkpoint}"]
     config = load_config([*SIZES, *overrides])

@@ -174,6 +174,7 @@ def is_listening(address: str) -> bool:
         return False
 
 
+@pytest.mark.long
 def test_a_run_joins_a_ray_started_by_hand_which_has_none_of_its_processes_after_a_stop(
     ray_address: str, tmp_path: Path
 ) -> None:

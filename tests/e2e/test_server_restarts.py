@@ -92,6 +92,7 @@ def compute_logprob_gap(trainer) -> float:
     return float((old - tensors.rollout_logprobs)[tensors.mask].abs().max())
 
 
+@pytest.mark.long
 def test_servers_killed_in_a_sync_and_in_a_rollout_come_back_with_the_current_weights(tiny_checkpoint, tmp_path):
     overrides = [*OVERRIDES, f"model.path={tiny_checkpoint}"]
     config = load_config([*SIZES, *overrides])

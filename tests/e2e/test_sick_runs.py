@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reading-a-run.md"
 Runs = list[tuple[str, str]]

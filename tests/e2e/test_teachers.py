@@ -17,7 +17,7 @@ from megarl.report.record import load_metrics
 from megarl.rollout.rollout_file import RolloutWriter, read_rollouts
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 VOCABULARY = ["<pad>", "<bos>", "<eos>", *"abcdef.="]
 SIZES = (

@@ -107,6 +107,7 @@ def run(place: Path, words: Sequence[str]) -> str:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[:60])
+@pytest.mark.long
 def test_a_tool_runs_and_ends_with_its_line(place: Path, command: str) -> None:
     tool, *arguments = shlex.split(command)
     last = run(place, [f"tools/{tool}", *arguments])

@@ -43,6 +43,7 @@ def kill_process(job: Job, name: str, node: str) -> None:
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.long
 def test_lost_processes_bring_another_start_at_most_twice_without_a_checkpoint(slurm: MiniSlurm, submit) -> None:
     job = submit(*LONG, options=HALF_OF_TWO)
     for start, (name, node) in enumerate([("raylet", "n2"), ("driver", "n1")], 1):

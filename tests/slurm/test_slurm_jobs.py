@@ -91,6 +91,7 @@ def test_a_job_over_two_nodes_stops_for_the_time_limit_goes_on_and_is_preempted(
     assert iterations == list(range(-1, len(iterations) - 1))
 
 
+@pytest.mark.long
 def test_two_jobs_share_nodes_one_is_cancelled_the_other_loses_a_node_and_goes_on(slurm: MiniSlurm, submit) -> None:
     forever = (*TINY, "algo=lite_ppo", "train.num_iterations=100000")
     # A checkpoint of the first is written only where it is asked to end.
@@ -222,6 +223,7 @@ def test_a_sweep_for_a_partition_that_does_not_exist_ends_with_what_sbatch_says(
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.long
 def test_each_run_of_a_sweep_is_a_job_of_which_one_is_refused(slurm: MiniSlurm, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megarl.train", "-m", *JOB, *SHORT, "cluster.num_nodes=2,4"]
     try:

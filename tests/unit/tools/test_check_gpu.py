@@ -196,6 +196,7 @@ def test_each_phase_has_the_most_that_was_held_in_it_and_what_earlier_phases_lef
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.long
 def test_each_fault_of_the_processes_is_found_by_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real processes of Ray: one that is shown another GPU, rows that reach the wrong rank, an older state."""
     setting, stock = Setting(CPU, (), tmp_path), Cluster.options
@@ -308,6 +309,7 @@ def test_the_checks_end_in_time_and_what_has_none_left_is_skipped(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.long
 def test_the_whole_tool_runs_on_a_cpu_and_bundles_its_logs(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     command = [sys.executable, "-m", "megarl.cli", "check-gpu", "--device", "cpu", "--out", str(out)]
