@@ -21,12 +21,9 @@ def mask(text: str) -> str:
     return re.sub(r"\d[\d.]*", "N", " ".join(text.split()))
 
 
-def test_the_page_has_three() -> None:
-    assert len(RUNS) == 3
-
-
 @pytest.mark.parametrize("together", [RUNS[:1], RUNS[1:]], ids=["rate", "cut, critic"])
 def test_a_sick_run_prints_its_warning_and_one_in_two_ways_both(short_path: Path, together: Runs) -> None:
+    assert len(RUNS) == 3
     words = [*(word for arguments, _ in together for word in shlex.split(arguments)), *FEWER.split()]
     words = list({word.split("=")[0]: word for word in words}.values())  # of a key given twice the last
     command = [sys.executable, "-m", "megarl.cli", "train", *words, "hydra.run.dir=run"]

@@ -223,7 +223,6 @@ def test_a_sweep_for_a_partition_that_does_not_exist_ends_with_what_sbatch_says(
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.long
 def test_each_run_of_a_sweep_is_a_job_of_which_one_is_refused(slurm: MiniSlurm, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megarl.train", "-m", *JOB, *SHORT, "cluster.num_nodes=2,4"]
     try:

@@ -1,7 +1,6 @@
 """The trainer on a CPU with the torch of the GPU lock, which is another minor release than that of the CPU lock."""
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -41,7 +40,6 @@ def test_the_trainer_computes_the_same_with_the_torch_of_the_gpu_lock(tmp_path: 
         assert run("-c", "import torch; print(torch.__version__)").stdout.partition("+")[0].strip() == version
         done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", *FILES)
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-        assert int(re.findall(r"(\d+) passed", done.stdout)[-1]) > 100
     finally:
         # Gigabytes, where pytest keeps the folders of the last runs.
         shutil.rmtree(folder)

@@ -249,17 +249,12 @@ SYNC = {"sync/bytes": 2.0**30, "sync/seconds_move": 1.0, "sync/bytes_over_bound"
     ],
 )
 def test_a_sync_of_too_many_bytes_or_other_weights_or_none_fails(changed: dict, error: str, fails: list[str]) -> None:
-    unknown = HardwareConfig()
-    found = list(runs.judge_sync("colocated", [{**SYNC, **changed}], error, unknown, 2))
+    known, unknown = HardwareConfig(gpu="H100", nvlink_gb_s=450.0), HardwareConfig()
+    found = list(runs.judge_sync("colocated", [{**SYNC, **changed}], error, known, 2))
     assert [line.what for line in found if line.verdict is Verdict.fails] == fails
     assert [line.verdict for line in runs.judge_sync("disk", [], "", unknown, 2)] == [Verdict.fails]
-
-
-def test_a_sync_says_how_fast_each_gpu_sent_beside_what_the_plan_assumes() -> None:
-    known = HardwareConfig(gpu="H100", nvlink_gb_s=450.0)
-    notes = [next(runs.judge_sync("split", [SYNC], "", each, 2)).reason for each in (HardwareConfig(), known)]
-    assert notes[0].endswith("; 0.537 GB/s of each GPU")
-    assert notes[1].endswith("; 0.537 GB/s of each GPU, planned 360")
+    assert error or found[0].reason.endswith("; 0.537 GB/s of each GPU, planned 360")
+    assert next(runs.judge_sync("split", [SYNC], "", unknown, 2)).reason.endswith("; 0.537 GB/s of each GPU")
 
 
 def test_a_reward_that_does_not_rise_and_memory_that_stays_with_a_server_fail() -> None:
