@@ -174,7 +174,8 @@ def check_checkpoint(setting: Setting) -> Iterator[Line]:
 def save_and_load(setting: Setting, check: str, model: str = "", **changes: Any) -> Iterator[Line]:
     """model: what the lines call it. changes: of the policy's WorkerSpec."""
     number = count_processes(setting)
-    layouts = {"the same layout": ParallelConfig(num_processes=number, tp=2 if number % 2 == 0 else 1)}
+    even = number % 2 == 0
+    layouts = {"the same layout": ParallelConfig(num_processes=number, tp=2 if even else 1, sp=even)}
     layouts |= {"one process": ParallelConfig()} if number > 1 else {}
     samples, dtype = make_small_samples(), setting.config.policy.dtype
     with open_cluster(setting) as cluster:
