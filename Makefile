@@ -1,7 +1,7 @@
 # make run        install what is pinned and run the main job      ARGS="model=... train.num_iterations=5" overrides
 # make test       install, check style and types, run all tests but those marked slow
 # make test-all   the same and those marked slow: kills, Slurm, sweeps, presets trained, browser; what CI runs
-# make test-long  those marked long, half an hour: whole runs whose claims test-all has in a smaller form
+# make test-long  those marked long, half an hour: further whole runs, faults and benches, which CI does not run
 #                 PYTEST_ARGS="-k gae" chooses; JOBS=4 runs so many at once
 # make install | lock | clean
 # PLATFORM=cuda installs for NVIDIA GPUs; EXTRAS=smollm2 adds the extra that model=smollm2_135m needs,

@@ -4,18 +4,18 @@ student of another size, on-policy and by its saved responses.
 
 import json
 import random
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
+from test_saved_rollouts import write
 from whole_runs import train
 
 from megarl.config.load import load_config
 from megarl.models.checkpoint import default_cache_dir, resolve_checkpoint
 from megarl.report.record import load_metrics
-from megarl.rollout.rollout_file import RolloutWriter, read_rollouts
-from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
+from megarl.rollout.rollout_file import read_rollouts
+from megarl.types import FinishReason, Prompt, Response, Sample, Score
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -101,11 +101,10 @@ def test_what_a_file_taught_is_transformers_loss_and_is_taught_to_a_student(shor
         response = Response(answer, "", logprobs.tolist(), generated, versions, FinishReason.stop)
         asked = Prompt(str(group), "".join(VOCABULARY[token] for token in prompt), tuple(prompt), "")
         said += [Sample(asked, response, Score(1.0, True), group)] * 4
-    with closing(RolloutWriter(short_path / "said.jsonl")) as writer:
-        writer.write(Rollout(tuple(said), 0), 1)
+    file = write(short_path / "said.jsonl", [said])
     train(
         *(*student, "algo=distill", "algo.kl.in_advantage=false", "algo.rl_loss_coef=0", "algo.positive_lm_coef=1"),
-        *("algo.positive_threshold=0", f"rollout.file={short_path}/said.jsonl", "train.num_minibatches=1"),
+        *("algo.positive_threshold=0", f"rollout.file={file}", "train.num_minibatches=1"),
         *("train.samples_per_iteration=64", "train.num_iterations=1", f"hydra.run.dir={short_path}/heard"),
     )
     line = load_metrics(short_path / "heard" / "metrics.jsonl")[-1]

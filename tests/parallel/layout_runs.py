@@ -24,7 +24,7 @@ from megarl.mcore.checkpoints import VALUE_HEAD, CheckpointReader, describe_role
 from megarl.mcore.spec import Role, WorkerSpec, read_architecture
 from megarl.types import Metrics, Sequences, TrainingSamples
 
-FLOAT32 = {"loss": 3e-6, "gradient norm": 1e-5, "gradient": 1e-5, "update": 1e-3, "evaluation": 2e-5}
+FLOAT32 = {"loss": 1e-6, "gradient norm": 1e-5, "gradient": 1e-5, "update": 1e-3, "evaluation": 2e-5}
 """Up to which a relative difference is rounding: of mean |L_t|, of the norm before clipping, of a tensor's gradient in
 the first step, of what all steps together changed; an absolute one of log-probs and values after them"""
 BOUNDS = {Dtype.float32: FLOAT32, Dtype.bfloat16: dict.fromkeys(FLOAT32, 1e-1) | {"loss": 2e-2, "update": 5e-1}}

@@ -3,6 +3,7 @@ one process, which are those of transformers, with every term of the losses, seq
 the environment in them and a failed sample.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from layout_runs import (
+    FLOAT32,
     VERBS,
     Run,
     build_conversations,
@@ -190,8 +192,8 @@ def runs(root: Path, models: dict[str, Any]) -> dict[str, Run]:
     return run_layouts(root / "runs", given, SAMPLES, f"scores {VERBS}")
 
 
-def assert_equal(run: Run, one: Run) -> None:
-    assert find_problems(compare_runs(run, one)) == []
+def assert_equal(run: Run, one: Run, bounds: Mapping[str, float] = FLOAT32) -> None:
+    assert find_problems(compare_runs(run, one), bounds) == []
     for found, expected in zip(run.metrics, one.metrics, strict=True):
         assert found.keys() == expected.keys()
         # How much padding there is depends on the cut.
@@ -281,7 +283,8 @@ def test_where_one_rank_has_nothing_to_learn_from_or_no_row_all_is_that_of_one_p
     for name, run in found.items():
         one = found[f"{name.rpartition('-')[0]}-one"]
         assert one.list_metrics("grad_norm")[0] > 0
-        assert_equal(run, one)
+        # Of few tokens, whose losses nearly cancel.
+        assert_equal(run, one, FLOAT32 | {"loss": 3e-6})
 
 
 LOADS: dict[str, tuple[Role, str, dict[str, Any], str, tuple[str, ...]]] = {
