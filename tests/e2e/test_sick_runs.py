@@ -11,8 +11,7 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reading-a-run.md"
-Runs = list[tuple[str, str]]
-RUNS: Runs = re.findall(r"```bash\nmegarl train (.+)\n```\n\n!\[.+\n\n```\n(warning: [^`]+)\n```", PAGE.read_text())
+RUNS = re.findall(r"```bash\nmegarl train (.+)\n```\n\n!\[.+\n\n```\n(warning: [^`]+)\n```", PAGE.read_text())
 FEWER = "train.num_iterations=4 train.eval_every=4 train.num_eval_prompts=8 checkpoint.save_every=null"
 
 
@@ -22,7 +21,9 @@ def mask(text: str) -> str:
 
 
 @pytest.mark.parametrize("together", [RUNS[:1], RUNS[1:]], ids=["rate", "cut, critic"])
-def test_a_sick_run_prints_its_warning_and_one_in_two_ways_both(short_path: Path, together: Runs) -> None:
+def test_a_sick_run_prints_its_warning_and_one_in_two_ways_both(
+    short_path: Path, together: list[tuple[str, str]]
+) -> None:
     assert len(RUNS) == 3
     words = [*(word for arguments, _ in together for word in shlex.split(arguments)), *FEWER.split()]
     words = list({word.split("=")[0]: word for word in words}.values())  # of a key given twice the last
