@@ -21,9 +21,7 @@ def mask(text: str) -> str:
 
 
 @pytest.mark.parametrize("together", [RUNS[:1], RUNS[1:]], ids=["rate", "cut, critic"])
-def test_a_sick_run_prints_its_warning_and_one_in_two_ways_both(
-    short_path: Path, together: list[tuple[str, str]]
-) -> None:
+def test_a_sick_run_prints_its_warning_and_one_in_two_ways_both(short_path: Path, together: list) -> None:
     assert len(RUNS) == 3
     words = [*(word for arguments, _ in together for word in shlex.split(arguments)), *FEWER.split()]
     words = list({word.split("=")[0]: word for word in words}.values())  # of a key given twice the last
