@@ -683,8 +683,8 @@ METADATA = ".metadata"
 BACKENDS = "metadata.json"
 CONTENT = {"distrib_optim_sharding_type": "fully_reshardable"}
 """The only format whose optimizer state can change its tensor- and pipeline-parallel layout."""
-GATHERED_ELEMENTS = 1 << 26
-"""How many elements of the optimizer's state a save gathers on the device at once, over all data-parallel ranks"""
+SENT_ELEMENTS = 1 << 26
+"""How many elements of the optimizer's state a save or load sends between data-parallel ranks at once"""
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 

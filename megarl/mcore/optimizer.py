@@ -1,14 +1,17 @@
 """The optimizer of a trained role, and what leaves the GPU between the calls."""
 
 import functools
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import megatron.core.optimizer
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
@@ -17,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.config.schema.roles import LrDecay, Offload, OptimizerConfig
-from megarl.mcore.checkpoints import GATHERED_ELEMENTS
+from megarl.mcore.checkpoints import SENT_ELEMENTS
 from megarl.mcore.device import device, find_processor
 from megarl.report.timeline import span
 
@@ -25,33 +28,6 @@ STATE_KEYS = ("param", "exp_avg", "exp_avg_sq")
 """What Megatron writes of each parameter: the float32 weights and Adam's two moments"""
 KERNEL_KEYS = ("fused", "foreach")
 """The keys of a parameter group that choose torch's kernel, which a checkpoint does not decide"""
-
-
-class SplitBuffer:
-    """A flat float32 buffer in host memory as one tensor per parameter, which Megatron asks for by its range. Of slices
-    of one tensor, which Megatron has instead, its writer makes copies: the host held the state twice.
-    """
-
-    def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """ranges: start and end of each parameter, which do not overlap; what lies between them is padding."""
-        self._ranges = sorted(ranges)
-        self._numbers = {place: number for number, place in enumerate(self._ranges)}
-        self._starts = [start for start, _ in self._ranges]
-        self._tensors = [torch.empty(end - start, dtype=torch.float32) for start, end in self._ranges]
-
-    def __getitem__(self, where: slice) -> Tensor:
-        return self._tensors[self._numbers[where.start, where.stop]]
-
-    def write(self, start: int, values: Tensor) -> None:
-        """Put the values at `start` of the buffer, without those of padding."""
-        end = start + len(values)
-        number = max(0, bisect_right(self._starts, start) - 1)
-        while number < len(self._ranges) and self._ranges[number][0] < end:
-            own, stop = self._ranges[number]
-            first, last = max(start, own), min(end, stop)
-            if first < last:
-                self._tensors[number][first - own : last - own] = values[first - start : last - start]
-            number += 1
 
 
 class ReshardableOptimizer(DistributedOptimizer):  # type: ignore[misc]
@@ -82,6 +58,9 @@ class ReshardableOptimizer(DistributedOptimizer):  # type: ignore[misc]
         leaves torch's AdamW one step tensor for all parameters, which then counts each step once for each.
         """
         before = [dict(group) for group in self.optimizer.param_groups]
+        if "param_state_sharding_type" in state_dict:
+            # A rank that keeps no parameter's state has a part in those of the others.
+            state_dict = {"param_state": {}} | state_dict
         super().load_state_dict(state_dict)
         for group, own in zip(self.optimizer.param_groups, before, strict=True):
             group.update({key: value for key, value in own.items() if key in KERNEL_KEYS or key not in group})
@@ -91,75 +70,95 @@ class ReshardableOptimizer(DistributedOptimizer):  # type: ignore[misc]
             if "step" in state:
                 state["step"] = state["step"].to(param.device, torch.float32, copy=True)
 
-    def _set_main_param_and_optimizer_states(self, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
-        # The stock one also looks for torch's step per parameter, which no checkpoint has.
-        destination = self._get_main_param_and_optimizer_states(model_param)
-        with torch.no_grad():
-            for key in STATE_KEYS:
-                destination[key].copy_(tensors[key])
-
-    def sharded_state_dict(
-        self,
-        model_sharded_state_dict: Any,
-        is_loading: bool = False,
-        sharding_type: str | None = None,
-        metadata: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """For a save the data are on the first data-parallel rank alone, which writes them in any case."""
-        metadata = {**(metadata or {}), "distrib_optim_fully_reshardable_mem_efficient": True}
-        state: dict[str, Any] = super().sharded_state_dict(
-            model_sharded_state_dict, is_loading, sharding_type, metadata
-        )
-        if state["param_state"] is None:
-            # It would count as a difference between the ranks.
-            del state["param_state"]
+    def sharded_param_state_fully_reshardable(
+        self, model_sharded_state_dict: Any, is_loading: bool, metadata: dict[str, Any] | None = None
+    ) -> dict[int, Any]:
+        """The whole state of the parameters that this rank keeps, in host memory, or room for it (is_loading). So each
+        data-parallel rank writes and reads a part of a checkpoint. With the stock one the first rank writes all of it,
+        and every rank reads all of it.
+        """
+        tensors, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
+        described = {id(each.data): each for each in nested_values(tensors)}
+        state = {}
+        for number, (param, keeper, parts) in enumerate(self._list_keepers()):
+            is_kept = keeper == self.data_parallel_group.rank()
+            wholes = {key: torch.empty(param.numel() if is_kept else 0, dtype=torch.float32) for key in STATE_KEYS}
+            for key in () if is_loading else STATE_KEYS:
+                self._move(key, param, keeper, parts, wholes[key], to_keeper=True)
+            if is_kept:
+                own = described[id(param)]
+                dtype = {} if isinstance(own, ShardedTensorFactory) else {"dtype": torch.float32}
+                state[number] = {
+                    key: replace(
+                        own,
+                        key=f"optimizer.state.{key}.{own.key}",
+                        data=whole.view(own.data.shape),
+                        # The last of it is the data-parallel rank; what is written has 0.
+                        replica_id=(*own.replica_id[:-1], 0),
+                        **dtype,
+                    )
+                    for key, whole in wholes.items()
+                }
         return state
 
-    def get_parameter_state_dp_zero(
-        self, use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False
-    ) -> dict[Any, Any] | None:
-        """The whole state of this rank's parameters on the first data-parallel rank, or room for it (empty_data), which
-        every rank has with return_on_all_ranks.
+    def load_parameter_state_from_fully_reshardable(self, state_dict: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """state_dict: the whole state of the parameters that this rank keeps."""
+        nothing = dict.fromkeys(STATE_KEYS, torch.empty(0))
+        for number, (param, keeper, parts) in enumerate(self._list_keepers()):
+            for key in STATE_KEYS:
+                whole = state_dict.get(number, nothing)[key].flatten()
+                self._move(key, param, keeper, parts, whole, to_keeper=False)
 
-        The stock one gathers a bucket at a time, which may be all parameters. It also leaves out the padding at the end
-        of each bucket and cuts parameters at places that count it: of several buckets the later ones come out shifted.
+    def _list_keepers(self) -> Iterator[tuple[Tensor, int, list[tuple[int, int, int]]]]:
+        """Each parameter, the data-parallel rank that keeps its whole state for a checkpoint, and the ranks that update
+        it with start and end of their parts. The largest parameters go first, each to the rank that has least.
         """
-        holds = return_on_all_ranks or self.data_parallel_group.rank() == 0
-        state: dict[Any, Any] = {"buckets_coalesced": True}
-        for number, ranges in enumerate(self.gbuf_ranges):
-            ((dtype, shards),) = ranges.items()
-            buffer, whole = self.buffers[number], {}
-            if holds:
-                places = [(start, end) for start, end, _ in buffer.param_index_map.values()]
-                whole = {key: SplitBuffer(places) for key in STATE_KEYS}
-            for bucket, shard in zip(buffer.buckets, shards, strict=True):
-                for key in () if empty_data else STATE_KEYS:
-                    self._gather(key, bucket, shard["param_map"], whole.get(key))
-            state[number] = {dtype: whole}
-        return state if holds else None
+        size = self.data_parallel_group.size()
+        places = [(buffer, param, *place) for buffer in self.buffers for param, place in buffer.param_index_map.items()]
+        kept, keepers = [0] * size, [0] * len(places)
+        for number in sorted(range(len(places)), key=lambda number: -places[number][1].numel()):
+            keepers[number] = kept.index(min(kept))
+            kept[keepers[number]] += places[number][1].numel()
+        for keeper, (buffer, param, start, end, bucket_number) in zip(keepers, places, strict=True):
+            bucket = buffer.buckets[bucket_number]
+            # Every rank has an equal part of a bucket, at whose end padding may be.
+            length = bucket.grad_data.numel() // size
+            firsts = [bucket.offset + rank * length for rank in range(size)]
+            parts = [(rank, max(start, first), min(end, first + length)) for rank, first in enumerate(firsts)]
+            yield param, keeper, [(rank, first - start, last - start) for rank, first, last in parts if first < last]
 
-    def _gather(self, key: str, bucket: Any, param_map: Mapping[Tensor, Any], whole: SplitBuffer | None) -> None:
-        """One kind of state of a bucket, of which every data-parallel rank has an equal part."""
-        group = self.data_parallel_group
-        size, length = group.size(), bucket.grad_data.numel() // group.size()
-        own = [
-            (places["gbuf_local"].start, self._get_main_param_and_optimizer_states(param)[key].detach())
-            for param, places in param_map.items()
-        ]
-        step = max(1, GATHERED_ELEMENTS // size)
-        for first in range(0, length, step):
-            piece = torch.zeros(min(step, length - first), dtype=torch.float32, device=bucket.grad_data.device)
-            for start, values in own:
-                begin, end = max(first, start), min(first + len(piece), start + len(values))
-                if begin < end:
-                    piece[begin - first : end - first] = values[begin - start : end - start]
-            pieces = [piece]
-            if size > 1:
-                pieces = [torch.empty_like(piece) for _ in range(size)] if group.rank() == 0 else []
-                dist.gather(piece, pieces or None, group=group, group_dst=0)
-            for rank, values in enumerate(pieces):
-                assert whole is not None, "the first data-parallel rank holds the whole state"
-                whole.write(bucket.offset + rank * length + first, values)
+    def _move(
+        self,
+        key: str,
+        param: Tensor,
+        keeper: int,
+        parts: Sequence[tuple[int, int, int]],
+        whole: Tensor,
+        *,
+        to_keeper: bool,
+    ) -> None:
+        """Move one kind of a parameter's state between the ranks that update it and `whole`, flat, of its keeper. By
+        broadcasts: what sends to one rank makes a communicator of its own for each pair of ranks.
+        """
+        own = self.data_parallel_group.rank()
+        for rank, start, end in parts:
+            for first in range(start, end, SENT_ELEMENTS):
+                last = min(end, first + SENT_ELEMENTS)
+                ends = {}
+                if own == rank:
+                    shard = self._get_main_param_and_optimizer_states(param)[key].detach()
+                    ends["shard"] = shard[first - start : last - start]
+                if own == keeper:
+                    ends["whole"] = whole[first:last]
+                source, target = ("shard", "whole") if to_keeper else ("whole", "shard")
+                if source in ends:
+                    values = ends[source].to(param.device)
+                elif rank != keeper:
+                    values = torch.empty(last - first, dtype=torch.float32, device=param.device)
+                if rank != keeper:
+                    dist.broadcast(values, group=self.data_parallel_group, group_src=rank if to_keeper else keeper)
+                if target in ends:
+                    ends[target].copy_(values)
 
 
 # get_megatron_optimizer makes it under this name.

@@ -21,7 +21,7 @@ from math import ceil
 from megarl.config.placement import find_server_offload, list_groups, place, take_turns
 from megarl.config.schema import roles as schema
 from megarl.config.schema.root import SERVERS, Config, RolloutConfig, ServerOffload
-from megarl.mcore.checkpoints import GATHERED_ELEMENTS, count_layer, padded_vocab_size
+from megarl.mcore.checkpoints import SENT_ELEMENTS, count_layer, padded_vocab_size
 from megarl.mcore.spec import StageParameters
 from megarl.models.architecture import Architecture
 from megarl.sync.pieces import predict_server_rank
@@ -297,8 +297,8 @@ class StageMemory:
     """Held in host memory between the calls"""
     building: int
     """While the model is built: gradients, and the weights twice or the optimizer's state"""
-    gathered: int
-    """Buffers of a save, through which the optimizer's state goes to the host"""
+    sent: int
+    """The buffer of a save or a load, through which the optimizer's state goes to the host or comes back"""
 
     @property
     def update(self) -> int:
@@ -316,7 +316,7 @@ class StageMemory:
     @property
     def checkpoint(self) -> int:
         """The peak of a save; what is offloaded is brought back for it."""
-        return self.weights + self.fp8 + self.gradients + self.optimizer + self.gathered
+        return self.weights + self.fp8 + self.gradients + self.optimizer + self.sent
 
     @property
     def peak(self) -> int:
@@ -380,7 +380,7 @@ def _estimate_stage(job: RoleJob, parameters: StageParameters, stage: int) -> St
         resident=weights + (0 if offload else fp8) + gradients + optimizer - moved - dropped,
         offloaded=moved,
         building=weights + gradients + (copies if job.is_trained else 0),
-        gathered=compute_gathered(job, parameters) if job.is_trained else 0,
+        sent=compute_sent(job, parameters) if job.is_trained else 0,
     )
 
 
@@ -408,28 +408,25 @@ def count_replicas(job: RoleJob) -> tuple[int, int]:
     return parallel.dp * parallel.cp, max(1, experts)
 
 
-def compute_gathered(job: RoleJob, parameters: StageParameters) -> int:
-    """Float32 buffers of the data-parallel rank that gathers: its own piece, and those of all, which are at most
-    GATHERED_ELEMENTS (megarl/mcore/checkpoints.py).
+def compute_sent(job: RoleJob, parameters: StageParameters) -> int:
+    """The float32 buffer through which a save or a load sends the optimizer's state, SENT_ELEMENTS at a time
+    (megarl/mcore/checkpoints.py).
     """
-    sizes = []
-    for count, replicas in zip(count_trained(job, parameters), count_replicas(job), strict=True):
-        elements = min(count, GATHERED_ELEMENTS)
-        sizes.append(elements if replicas == 1 else elements + ceil(elements / replicas))
-    return 4 * max(sizes)
+    return 4 * min(max(count_trained(job, parameters)), SENT_ELEMENTS)
 
 
 def compute_saved(job: RoleJob, parameters: StageParameters, rank: int) -> int:
-    """Host memory of a rank for a checkpoint until it is written: weights, and in float32 the optimizer's copy of them
-    and two moments, on the first data-parallel rank, which writes those of all; 0 on the others.
+    """Host memory of a rank for a checkpoint until it is written: its part of the optimizer's float32 weights and two
+    moments, which data-parallel ranks share; on the first of these the weights.
 
     rank: within its stage, whose ranks Megatron orders by tp, cp and dp, those with experts by etp, ep and dp
     (megatron/core/parallel_state.py, RankGenerator).
     """
     parallel, each = job.parallel, ELEMENT_BYTES[job.dtype]
-    dense, experts = count_trained(job, parameters)
-    saved = each * (parameters.dense + count_adapters(job, parameters)) + 12 * dense if rank < parallel.tp else 0
-    return saved + ((each * parameters.experts + 12 * experts) if rank < parallel.etp * parallel.ep else 0)
+    (dense, experts), (replicas, expert_replicas) = count_trained(job, parameters), count_replicas(job)
+    saved = 12 * (ceil(dense / replicas) + ceil(experts / expert_replicas))
+    saved += each * (parameters.dense + count_adapters(job, parameters)) if rank < parallel.tp else 0
+    return saved + (each * parameters.experts if rank < parallel.etp * parallel.ep else 0)
 
 
 def compute_optimizer(job: RoleJob, parameters: StageParameters) -> int:

@@ -2,6 +2,7 @@
 
 import gc
 import hashlib
+import multiprocessing
 import re
 import shutil
 import tempfile
@@ -66,11 +67,15 @@ def build_spec(role: Role, checkpoint: Path, layout: str = "one", **changes: Any
     return WorkerSpec(**fields)
 
 
-def launch(world_size: int, function: Any, *arguments: Any, scratch: Path | None = None) -> Any:
-    """Run function(rank, world_size, *arguments, scratch directory) in `world_size` processes; rank 0's result."""
+def launch(world_size: int, function: Any, *arguments: Any, scratch: Path | None = None, imports: bool = False) -> Any:
+    """Run function(rank, world_size, *arguments, scratch directory) in `world_size` processes; rank 0's result. They
+    are forked from one that has the imports, ten seconds of a processor; CUDA forbids it, and so does `imports`.
+    """
+    method = "spawn" if imports or torch.cuda.is_available() else "forkserver"
+    multiprocessing.set_forkserver_preload(["layout_runs", "torch._dynamo", "megarl.mcore.worker"])
     with tempfile.TemporaryDirectory() as own:
-        arguments = (*arguments, scratch or Path(own))
-        torch.multiprocessing.spawn(run_rank, (world_size, function, arguments, f"{own}/out.pt"), nprocs=world_size)
+        given = (world_size, function, (*arguments, scratch or Path(own)), f"{own}/out.pt")
+        torch.multiprocessing.start_processes(run_rank, given, nprocs=world_size, start_method=method)
         return torch.load(f"{own}/out.pt", weights_only=True)
 
 

@@ -146,14 +146,11 @@ def test_the_planned_peak_is_within_a_tenth_of_the_measured_one(name: str, measu
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_planned_memory_of_a_save_is_within_a_tenth_of_the_measured_one(dtype: str, tmp_path: Path) -> None:
-    """On a CPU what goes to the host and the buffers that it goes through are in the same memory. The gathered state
-    fills while the buffers are there; weights are copied once they are gone.
-    """
     sizes = "model.random={num_layers: 4, hidden_size: 256}"
     config = load_config(["algo=grpo", "model=tiny", f"policy.dtype={dtype}", sizes])
     job = build_jobs(config, find_models(config), on_gpu=False)["policy"]
     (stage,) = estimate_stages(job, count_job(config, job))
-    planned = max(compute_saved(job, stage.parameters, 0), 12 * stage.parameters.total + stage.gathered)
+    planned = compute_saved(job, stage.parameters, 0)
     spec = build_specs(config, Path(resolve_checkpoint(config.model, tmp_path)))[Role.policy]
     found = launch_each(measure_save, {dtype: spec})[dtype]
     print(f"{dtype}: planned / measured {planned / found}, measured {found}")

@@ -10,7 +10,7 @@ from typing import Any
 import lazy_adam
 import pytest
 import torch
-from layout_runs import build_spec, hash_weights, launch, play, working
+from layout_runs import build_spec, collect, hash_weights, launch, play, working
 from tiny_checkpoints import build_samples, write_checkpoint
 
 from megarl.config.schema.roles import Dtype, Offload, OptimizerConfig
@@ -168,6 +168,18 @@ def find_storages(worker: Any) -> set[int]:
     return {tensor.data_ptr() for tensor in list_optimizer_tensors(worker.optimizer) if tensor.ndim}
 
 
+def count_room(worker: Any) -> int:
+    """Elements of the optimizer's state that this rank asks of a checkpoint."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    from megarl.mcore.state import _shard
+
+    wanted = _shard(worker._training_state(), is_loading=True)["optimizer"]
+    apply_factories(wanted)
+    return sum(part.data.numel() for part in nested_values(wanted) if isinstance(part, ShardedTensor))
+
+
 def save_and_load(rank: int, world_size: int, spec: WorkerSpec, is_lazy: bool, root: Path) -> dict[str, Any]:
     """A save before the first step and one after the second; what a new worker makes of each, as checksums of the
     weights after one more step. Files of the runs before in `root` are continued too, under "other".
@@ -188,14 +200,16 @@ def save_and_load(rank: int, world_size: int, spec: WorkerSpec, is_lazy: bool, r
             result[key] = {"saved": saved, "stepped": hash_weights(worker), "metrics": metrics}
             worker.load(states[key])
             result[key]["again"] = hash_weights(worker)
+        result["count"] = sum(param.numel() for chunk in worker.chunks for param in chunk.parameters())
         result["kind"] = type(worker.optimizer.chained_optimizers[0].optimizer).__name__
     for key, folder in [*states.items(), *[("other", folder) for folder in others]]:
         with working(spec, rank, world_size, root / f"{name}-{key}") as worker:
-            places = find_storages(worker)
+            places, read = find_storages(worker), count_room(worker)
             worker.load(folder)
             loaded, kept = hash_weights(worker), places == find_storages(worker)
             metrics = worker.update(build_samples(), ROWS)
             result[key] |= {"loaded": loaded, "kept": kept, "continued": hash_weights(worker), "after": metrics}
+            result[key]["read"] = collect(read)
     return result
 
 
@@ -206,7 +220,9 @@ def adams(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     write_checkpoint(path / "qwen3_moe", "qwen3_moe")
     spec = build_spec(Role.policy, path / "qwen3_moe", "dp2", dtype=Dtype.bfloat16)
     (path / "runs").mkdir()
-    found = {name: launch(2, save_and_load, spec, name == "lazy", scratch=path / "runs") for name in ADAMS}
+    found = {
+        name: launch(2, save_and_load, spec, name == "lazy", scratch=path / "runs", imports=True) for name in ADAMS
+    }
     assert {name: found[name]["kind"] for name in ADAMS} == {"torch": "AdamW", "lazy": "FusedAdam"}
     return found
 
@@ -226,6 +242,13 @@ def test_a_state_is_saved_and_continued_bit_by_bit_also_before_the_first_step(
 def test_a_load_keeps_the_tensors_that_are_there(adams: dict[str, Any], adam: str) -> None:
     """A second set of moments beside the first would be 8 bytes of GPU memory for each parameter."""
     assert all(adams[adam][key]["kept"] for key in ("fresh", "stepped"))
+
+
+def test_each_data_parallel_rank_writes_and_reads_a_part_of_the_optimizers_state(adams: dict[str, Any]) -> None:
+    sizes = adams["torch"]["stepped"]["read"]
+    assert min(sizes) > 0.8 * max(sizes)
+    # Of each parameter the weight and two moments, once over both ranks.
+    assert sum(sizes) == 3 * adams["torch"]["count"]
 
 
 def test_one_adam_continues_what_the_other_wrote(adams: dict[str, Any]) -> None:

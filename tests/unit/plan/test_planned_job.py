@@ -85,12 +85,13 @@ def test_the_plan_of_qwen32b_in_numbers() -> None:
     policy_gpu, _, server_gpu = found.gpus
     assert policy_gpu.phases["update"] == pytest.approx(1.05 * policy.update + PROCESS)
     assert server_gpu.phases["generation"] == pytest.approx(0.88 * 79.1 * GIB + SERVER)
-    # Eight ranks of the policy on the first node: processes, and a checkpoint's copy of bfloat16 weights, their float32
-    # copies and two moments, of which the second node's ranks (cp 2) send these their half.
+    # Eight ranks of the policy on the first node: processes, and a checkpoint's copy of bfloat16 weights, and half of
+    # their float32 copies and two moments, of which the second node's ranks (cp 2) have the other half.
     samples = 8192 * 17408 * 64
-    assert found.host_bytes == 8 * (6 * GIB + 14 * policy.parameters.total) + 32768 * 2**20 + samples
+    assert found.host_bytes == 8 * (6 * GIB + 8 * policy.parameters.total) + 32768 * 2**20 + samples
     job = found.jobs["policy"]
-    assert [compute_saved(job, policy.parameters, rank) > 0 for rank in range(16)] == [True] * 8 + [False] * 8
+    parts = [8 * policy.parameters.total] * 8 + [6 * policy.parameters.total] * 8
+    assert [compute_saved(job, policy.parameters, rank) for rank in range(16)] == parts
 
 
 @pytest.mark.parametrize(

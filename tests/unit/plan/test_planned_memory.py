@@ -175,8 +175,8 @@ def test_frozen_weights_have_neither_gradients_nor_an_optimizers_state_nor_a_cop
     assert memory.weights == before.weights == 2 * 1400
     assert (memory.gradients, memory.optimizer) == (4 * 750, 12 * 350 // 4 + 12 * 400 // 2)
     assert memory.update == before.update - 4 * 650 - 12 * 650 // 4
-    assert compute_saved(whole, parameters, 0) == 14 * 1400
-    assert compute_saved(partly, parameters, 0) == 14 * 1400 - 12 * 650
+    assert compute_saved(whole, parameters, 0) == 2 * 1400 + 12 * (1000 // 4 + 400 // 2)
+    assert compute_saved(partly, parameters, 0) == compute_saved(whole, parameters, 0) - 12 * 650 // 4
 
 
 @pytest.mark.parametrize(("kind", "head"), [(PolicyConfig, 0), (CriticConfig, 70)])
@@ -223,19 +223,17 @@ def test_fp8_copies_of_weights_and_transposes_stay_where_nothing_is_offloaded() 
     assert (dropped.update, dropped.forward) == (cached.update, 2200 + dropped.forward_work + dropped.weights)
 
 
-def test_a_save_takes_a_copy_on_the_first_data_parallel_rank_and_bounded_buffers_on_the_gpu() -> None:
+def test_a_saves_copy_is_shared_by_data_parallel_ranks_and_its_buffer_on_the_gpu_is_bounded() -> None:
     dense, experts = StageParameters(4, 10**9, 0, 0, 0), StageParameters(4, 10**6, 4 * 10**6, 0, 0)
     job = build_role(ARCH_32B, ParallelConfig(num_processes=8, tp=2, cp=2))
-    assert [compute_saved(job, dense, rank) for rank in range(8)] == [14 * 10**9] * 2 + [0] * 6
-    # 256 MiB of all four ranks that share the state, and a quarter of it of this one.
+    assert [compute_saved(job, dense, rank) for rank in range(8)] == [5 * 10**9] * 2 + [3 * 10**9] * 6
     memory = estimate_stages(job, (dense,))[0]
-    assert memory.gathered == (256 + 64) * 2**20
-    assert memory.checkpoint == memory.resident + memory.gathered < memory.update + memory.gathered
-    # Experts are sharded over the ranks with the same ones: the first four of the eight hold each once.
+    assert memory.sent == 256 * 2**20
+    assert memory.checkpoint == memory.resident + memory.sent < memory.update + memory.sent
+    # Experts are sharded over the ranks with the same ones: the first four of the eight have each once.
     mixture = build_role(MOE, ParallelConfig(num_processes=8, ep=4), dtype=Dtype.float32)
-    saved = [compute_saved(mixture, experts, rank) for rank in range(8)]
-    assert saved == [16 * 5 * 10**6, *[16 * 4 * 10**6] * 3, *[0] * 4]
-    assert estimate_stages(mixture, (experts,))[0].gathered == 4 * (4 + 2) * 10**6
+    saved = [compute_saved(mixture, experts, rank) / 10**6 for rank in range(8)]
+    assert saved == [25.5 + 4 + 16, *[25.5 + 16] * 3, *[25.5] * 4]
 
 
 def test_the_logits_and_their_gradient_are_at_the_last_stage() -> None:
