@@ -127,10 +127,7 @@ def compare_memory(check: str, measured: dict[str, int], planned: StageMemory, s
 
 def plan_saving(job: RoleJob, planned: StageMemory) -> int:
     """The peak of a save; on a CPU what is copied to the host for the disk are tensors like the others."""
-    if job.on_gpu:
-        return planned.checkpoint
-    state = 12 * planned.parameters.total + planned.gathered
-    return planned.resident + max(compute_saved(job, planned.parameters, 0), state)
+    return planned.checkpoint if job.on_gpu else planned.resident + compute_saved(job, planned.parameters, 0)
 
 
 def _format_bytes(number: int) -> str:
