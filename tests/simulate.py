@@ -230,8 +230,7 @@ def _describe(given: Any) -> Any:
     """What the shape of a result depends on; of a tensor with memory something that never comes again."""
     if isinstance(given, Tensor):
         return (given.shape, given.stride(), given.dtype) if given.is_meta else object()
-    if isinstance(given, dict):
-        return tuple((key, _describe(value)) for key, value in given.items())
+    given = tuple(given.items()) if isinstance(given, dict) else given
     return tuple(map(_describe, given)) if isinstance(given, list | tuple) else (type(given), given)
 
 

@@ -264,7 +264,6 @@ class Player:
         self.add("num_buckets", len(self.worker.model[0].bucket_groups))
         fuses = getattr(output, "gradient_accumulation_fusion", None)
         self.add("fuses", self.worker.config.gradient_accumulation_fusion, fuses)
-        self.add("swiglu", self.worker.config.bias_activation_fusion)
 
 
 def play(worker: Any, directory: Path, given: dict[str, Any]) -> dict[str, list[Any]]:

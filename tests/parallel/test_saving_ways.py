@@ -38,11 +38,10 @@ WAYS: dict[str, tuple[tuple[str, ...], dict[str, bool], dict[str, Any]]] = {
     "reduce": (("policy",), {"overlap_grad_reduce": True}, {}),
     "optimizer": (("critic", "bfloat16"), {}, {"offload": Offload.optimizer}),
     "all": (("critic", "bfloat16"), {}, {"offload": Offload.all}),
-    "swiglu": (("policy",), {}, {"megatron": {"bias_activation_fusion": True}}),
     "te": (("policy",), {}, {"megatron": PLAIN_FIELDS}),
 }
 """Of which roles, the optimizer's overlap, and what else"""
-EXACT = [(kind, way) for way, (kinds, *_) in WAYS.items() for kind in kinds if way not in ("plain", "swiglu", "te")]
+EXACT = [(kind, way) for way, (kinds, *_) in WAYS.items() for kind in kinds if way not in ("plain", "te")]
 BUCKET_SIZE = 4000
 """Parameters; Megatron's default of 40 million holds each of these models"""
 
@@ -130,14 +129,6 @@ def test_between_calls_nothing_of_what_is_offloaded_is_held(runs: dict[str, Any]
     assert all(not any(held.values()) for held in everything)
 
 
-def test_the_fused_swiglu_gives_the_same_losses_and_gradient_norms(runs: dict[str, Any]) -> None:
-    found, expected = runs["policy-swiglu"], runs["policy-plain"]
-    assert (found["swiglu"], expected["swiglu"]) == ([True], [False])
-    assert found["metrics"][0] == pytest.approx(expected["metrics"][0], rel=1e-6, abs=1e-9)
-    for found_values, values in zip(found["evaluate"], expected["evaluate"], strict=True):
-        torch.testing.assert_close(found_values, values, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the layers may be Transformer Engine's")
 def test_an_output_layer_is_built_where_transformer_engine_fuses_gradients_and_apex_is_missing(
     runs: dict[str, Any],
@@ -156,8 +147,6 @@ def test_a_worker_says_which_layers_and_which_adam_it_computes_with(
 
 
 ADAMS = ["torch", "lazy"]
-
-
 ROWS = [torch.arange(12)]
 
 
@@ -166,18 +155,6 @@ def find_storages(worker: Any) -> set[int]:
     from megarl.mcore.optimizer import list_optimizer_tensors
 
     return {tensor.data_ptr() for tensor in list_optimizer_tensors(worker.optimizer) if tensor.ndim}
-
-
-def count_room(worker: Any) -> int:
-    """Elements of the optimizer's state that this rank asks of a checkpoint."""
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
-
-    from megarl.mcore.state import _shard
-
-    wanted = _shard(worker._training_state(), is_loading=True)["optimizer"]
-    apply_factories(wanted)
-    return sum(part.data.numel() for part in nested_values(wanted) if isinstance(part, ShardedTensor))
 
 
 def save_and_load(rank: int, world_size: int, spec: WorkerSpec, is_lazy: bool, root: Path) -> dict[str, Any]:
@@ -200,16 +177,15 @@ def save_and_load(rank: int, world_size: int, spec: WorkerSpec, is_lazy: bool, r
             result[key] = {"saved": saved, "stepped": hash_weights(worker), "metrics": metrics}
             worker.load(states[key])
             result[key]["again"] = hash_weights(worker)
-        result["count"] = sum(param.numel() for chunk in worker.chunks for param in chunk.parameters())
+        result["written"] = collect(sum(path.stat().st_size for path in states["stepped"].glob(f"__{rank}_*")))
         result["kind"] = type(worker.optimizer.chained_optimizers[0].optimizer).__name__
     for key, folder in [*states.items(), *[("other", folder) for folder in others]]:
         with working(spec, rank, world_size, root / f"{name}-{key}") as worker:
-            places, read = find_storages(worker), count_room(worker)
+            places = find_storages(worker)
             worker.load(folder)
             loaded, kept = hash_weights(worker), places == find_storages(worker)
             metrics = worker.update(build_samples(), ROWS)
             result[key] |= {"loaded": loaded, "kept": kept, "continued": hash_weights(worker), "after": metrics}
-            result[key]["read"] = collect(read)
     return result
 
 
@@ -244,11 +220,10 @@ def test_a_load_keeps_the_tensors_that_are_there(adams: dict[str, Any], adam: st
     assert all(adams[adam][key]["kept"] for key in ("fresh", "stepped"))
 
 
-def test_each_data_parallel_rank_writes_and_reads_a_part_of_the_optimizers_state(adams: dict[str, Any]) -> None:
-    sizes = adams["torch"]["stepped"]["read"]
-    assert min(sizes) > 0.8 * max(sizes)
-    # Of each parameter the weight and two moments, once over both ranks.
-    assert sum(sizes) == 3 * adams["torch"]["count"]
+def test_each_data_parallel_rank_writes_a_part_of_the_optimizers_state(adams: dict[str, Any]) -> None:
+    # The first has the weights too: 8 bytes of each parameter, the other 6.
+    first, second = adams["torch"]["written"]
+    assert second / first == pytest.approx(6 / 8, rel=0.15)
 
 
 def test_one_adam_continues_what_the_other_wrote(adams: dict[str, Any]) -> None:
