@@ -58,8 +58,8 @@ from megarl.run.inputs import build_specs
 from megarl.types import Sequences, TrainingSamples
 
 META = torch.device("meta")
-_RESULTS: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
-"""Shape, strides and type of what an operator has returned, by it and what it was given"""
+_RESULTS: dict[Any, partial[Tensor]] = {}
+"""Makes a tensor as an operator has returned, by it and what it was given"""
 WORLD = "default_pg"
 SPLIT = ("alltoall_base_",)
 
@@ -174,14 +174,15 @@ class Meter(MemTracker):  # type: ignore[no-untyped-call]
     def track(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if self.counts:
             return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        if not _makes_one(func):
+            return func(*args, **kwargs)
         # Torch finds most shapes of results in Python, which was half of a rank's time.
         key = (func, _describe((args, kwargs)))
-        if _makes_one(func) and key in _RESULTS:
-            size, stride, dtype = _RESULTS[key]
-            return torch.empty_strided(size, stride, dtype=dtype, device=META)
+        if key in _RESULTS:
+            return _RESULTS[key]()
         result = func(*args, **kwargs)
-        if _makes_one(func) and result.is_meta:
-            _RESULTS[key] = (result.shape, result.stride(), result.dtype)
+        if result.is_meta:
+            _RESULTS[key] = partial(torch.empty_strided, result.shape, result.stride(), dtype=result.dtype, device=META)
         return result
 
     def count(self, mask: Tensor) -> int:

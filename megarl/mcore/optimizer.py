@@ -142,23 +142,20 @@ class ReshardableOptimizer(DistributedOptimizer):  # type: ignore[misc]
         """
         own = self.data_parallel_group.rank()
         for rank, start, end in parts:
+            sender, receiver = (rank, keeper) if to_keeper else (keeper, rank)
+            shard = self._get_main_param_and_optimizer_states(param)[key].detach() if own == rank else whole[:0]
             for first in range(start, end, SENT_ELEMENTS):
                 last = min(end, first + SENT_ELEMENTS)
-                ends = {}
-                if own == rank:
-                    shard = self._get_main_param_and_optimizer_states(param)[key].detach()
-                    ends["shard"] = shard[first - start : last - start]
-                if own == keeper:
-                    ends["whole"] = whole[first:last]
-                source, target = ("shard", "whole") if to_keeper else ("whole", "shard")
-                if source in ends:
-                    values = ends[source].to(param.device)
-                elif rank != keeper:
+                ends = shard[first - start : last - start], whole[first:last]
+                source, target = ends if to_keeper else ends[::-1]
+                if own == sender:
+                    values = source.to(param.device)
+                else:
                     values = torch.empty(last - first, dtype=torch.float32, device=param.device)
-                if rank != keeper:
-                    dist.broadcast(values, group=self.data_parallel_group, group_src=rank if to_keeper else keeper)
-                if target in ends:
-                    ends[target].copy_(values)
+                if sender != receiver:
+                    dist.broadcast(values, group=self.data_parallel_group, group_src=sender)
+                if own == receiver:
+                    target.copy_(values)
 
 
 # get_megatron_optimizer makes it under this name.

@@ -335,9 +335,9 @@ def compute_host(
     """Host memory of the fullest node in bytes.
 
     It has processes, Ray's object store, what is offloaded, the weights of several teachers, the copy that a checkpoint
-    makes before it is written, and on the first node an iteration's samples. With
-    rollout.router_replay the experts of a token are 4 bytes each beside a server's cache of `kv_tokens` (SGLang's
-    state_capturer/base.py), and one in a sample and one in the policy's sequences.
+    makes before it is written, and on the first node an iteration's samples. With rollout.router_replay the experts of
+    a token are 4 bytes each beside a server's cache of `kv_tokens` (SGLang's state_capturer/base.py), and one in a
+    sample and one in the policy's sequences.
     """
     per_node = config.cluster.gpus_per_node
     process = int(m.HOST_PROCESS_GIB * m.GIB)

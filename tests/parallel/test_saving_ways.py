@@ -195,10 +195,9 @@ def adams(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("adam")
     write_checkpoint(path / "qwen3_moe", "qwen3_moe")
     spec = build_spec(Role.policy, path / "qwen3_moe", "dp2", dtype=Dtype.bfloat16)
-    (path / "runs").mkdir()
-    found = {
-        name: launch(2, save_and_load, spec, name == "lazy", scratch=path / "runs", imports=True) for name in ADAMS
-    }
+    runs = path / "runs"
+    runs.mkdir()
+    found = {name: launch(2, save_and_load, spec, name == "lazy", scratch=runs, imports=True) for name in ADAMS}
     assert {name: found[name]["kind"] for name in ADAMS} == {"torch": "AdamW", "lazy": "FusedAdam"}
     return found
 
