@@ -66,6 +66,8 @@ class Prediction:
     why: str
     decides: bool = True
     """Whether the experiment's verdict depends on it"""
+    seeds: tuple[int, ...] = ()
+    """Others than the experiment's, for two arms that those could not tell apart"""
 
 
 @dataclass(frozen=True)
@@ -254,7 +256,13 @@ def judge_prediction(prediction: Prediction, runs: Runs, seeds: Sequence[int]) -
 
 
 def judge_all(experiment: Experiment, runs: Runs) -> list[Outcome]:
-    return [judge_prediction(prediction, runs, experiment.seeds) for prediction in experiment.predictions]
+    return [judge_prediction(each, runs, each.seeds or experiment.seeds) for each in experiment.predictions]
+
+
+def choose_seeds(experiment: Experiment, arm: str) -> list[int]:
+    """Those of the experiment, and those of the predictions about the arm."""
+    own = [each.seeds for each in experiment.predictions if arm in (*list_arms(each.high), *list_arms(each.low))]
+    return sorted({*experiment.seeds, *itertools.chain(*own)})
 
 
 def judge_experiment(experiment: Experiment, outcomes: Sequence[Outcome]) -> Verdict:
@@ -324,10 +332,10 @@ def list_seeds(experiments: Mapping[str, Experiment], runs: Mapping[str, Runs]) 
     """A row per finished run with every number that it has: docs/results/claims-seeds.csv."""
     rows: list[list[object]] = [["experiment", "arm", "seed", "loop", *MEASURES]]
     for name, experiment in experiments.items():
-        for arm, seed in ((arm, seed) for arm in experiment.arms for seed in experiment.seeds):
-            if (run := runs[name].get((arm, seed))) is not None:
+        for key in [(arm, seed) for arm in experiment.arms for seed in choose_seeds(experiment, arm)]:
+            if (run := runs[name].get(key)) is not None:
                 cells = [f"{measure(run, each):.3f}" if _has(run, each) else "" for each in MEASURES]
-                rows.append([name, arm, seed, run.loop, *cells])
+                rows.append([name, *key, run.loop, *cells])
     return rows
 
 
@@ -371,7 +379,7 @@ def draw_suite(suite: Mapping[str, Experiment], runs: Mapping[str, Runs]) -> str
     )
 
 
-GROUP_ARMS = ("rloo", "grpo", "dr_grpo", "dapo")
+GROUP_ARMS = {"rloo", "grpo", "dr_grpo", "dapo"}
 
 
 def _colour(at: int) -> str:
@@ -382,6 +390,24 @@ def _mark(x: float, y: float, arm: str, at: int) -> str:
     fill = "white" if arm in GROUP_ARMS else _colour(at)
     size = 5 if at == 0 else 3.5
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{size:g}" fill="{fill}" stroke="{_colour(at)}"/>'
+
+
+def list_suite(suite: Mapping[str, Experiment], runs: Mapping[str, Runs]) -> list[list[str]]:
+    """A row per task: mean areas of the recipe, the best group method and the best other critic, and both verdicts."""
+    rows = [["task", "`cv_ppo`", "best group method", "best other critic"]]
+    rows[0] += ["`cv_ppo` minus the group's (95% interval), seeds", "not worse by 0.03", "better"]
+    for name, experiment in suite.items():
+        means = {arm: statistics.fmean(areas) for arm, areas in _take_areas(experiment, runs[name])}
+        critics = [arm for arm in means if arm not in GROUP_ARMS and not arm.startswith("cv_ppo")]
+        not_worse, better = judge_all(experiment, runs[name])[:2]
+        if (found := not_worse.difference) is None:
+            continue
+        best = [max(arms, key=means.__getitem__, default="") for arms in (GROUP_ARMS & means.keys(), critics)]
+        cells = [f"`{arm}` {means[arm]:.2f}" if arm else "" for arm in best]
+        interval = f"{found.mean:.2f} ({found.low:.2f} to {found.high:.2f}), {found.num_seeds}"
+        verdicts = [not_worse.verdict.value, f"by {experiment.predictions[1].margin:g}: {better.verdict.value}"]
+        rows.append([experiment.title, f"{means['cv_ppo']:.2f}", *cells, interval, *verdicts])
+    return rows
 
 
 def list_presets(experiment: Experiment, runs: Runs) -> list[list[str]]:

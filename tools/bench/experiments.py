@@ -37,6 +37,7 @@ from experiment_page import (
     Run,
     Runs,
     Verdict,
+    choose_seeds,
     draw,
     draw_suite,
     fill_page,
@@ -48,6 +49,7 @@ from experiment_page import (
     list_predictions,
     list_presets,
     list_seeds,
+    list_suite,
     list_verdicts,
 )
 from experiment_tasks import LETTERS, TASKS, Task, centre_scores, write_biased_checkpoint, write_pairs, write_prompts
@@ -127,7 +129,7 @@ def _read_experiment(name: str, node: dict[str, Any]) -> Experiment:
         arm: Arm((*shared, *_flatten(own.pop("keys", ()))), own.pop("task_name", task), **own)
         for arm, own in ((arm, dict(each)) for arm, each in node["arms"].items())
     }
-    predictions = tuple(Prediction(**each) for each in node["predictions"])
+    predictions = tuple(Prediction(**{**each, "seeds": tuple(each.get("seeds", ()))}) for each in node["predictions"])
     for each in predictions:
         for arm in (*list_arms(each.high), *list_arms(each.low)):
             if arm not in arms:
@@ -378,6 +380,7 @@ def write_docs(experiments: Mapping[str, Experiment], runs: Mapping[str, Runs], 
     suite = {name: each for name, each in experiments.items() if name.startswith("suite/")}
     claims = {name: each for name, each in experiments.items() if name not in suite}
     page = fill_page(page, "claims", format_table(list_verdicts(claims, runs)))
+    page = fill_page(page, "suite", format_table(list_suite(suite, runs)))
     page = fill_page(page, "presets", format_table(list_presets(experiments["algorithms"], runs["algorithms"])))
     files = {
         "results.md": page,
@@ -422,7 +425,7 @@ def main() -> None:
     if not args.table:
         done = load_runs(finished)
         chosen = choose(experiments, [word for word in args.words if "=" not in word])
-        wanted = [(each, arm, seed) for each, arm in chosen for seed in args.seeds or each.seeds]
+        wanted = [(each, arm, seed) for each, arm in chosen for seed in args.seeds or choose_seeds(each, arm)]
         missing = [key for key in wanted if key[1:] not in done.get(key[0].name, {})]
         num_failed = run_missing(missing, overrides, args.out.resolve())
     found = load_runs(finished)
