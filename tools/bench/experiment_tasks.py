@@ -174,7 +174,6 @@ TASKS: dict[str, Task] = {
     "key_128": Task(score_key, 128),
     "key_256": Task(score_key, 256),
     "key_to_256": Task(score_key, 256, {"<eos>": -2.08}),
-    "key_mixed": Task(score_key, 128, {"<eos>": -1.6}),
     "key_64": Task(score_key, 64),
     "key_to_64": Task(score_key, 64, {"<eos>": -0.86}),
     "bits_16": Task(score_bits_16, 16, bits=list_bits),

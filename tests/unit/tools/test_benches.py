@@ -31,7 +31,7 @@ TOOL = load_tool("bench/experiments.py")
 SUITE = TOOL.load_suite()
 EXPERIMENTS = TOOL.load_experiments() | SUITE
 RUN = page.Run(
-    *("decoupled", "decoupled", 1, "real", 2.0),
+    *("decoupled_64", "decoupled", 1, "real", 2.0),
     samples=(64, 128, 192, 256),
     right=(0.1, 0.2, 0.6, 0.8),
     reward=(0.1, 0.2, 0.6, 0.8),
@@ -80,7 +80,7 @@ def make_runs(experiment, arms):
 
 
 def test_a_prediction_compares_the_same_seeds_of_two_arms_and_needs_all_of_them():
-    experiment = EXPERIMENTS["decoupled"]
+    experiment = EXPERIMENTS["decoupled_64"]
     found = make_runs(experiment, {"decoupled": 0.8, "ppo": 0.3})
     outcome = page.judge_prediction(experiment.predictions[0], found, experiment.seeds)
     assert outcome.verdict is Verdict.holds
