@@ -199,6 +199,7 @@ MEASURES: dict[str, tuple[str, Callable[[Any], float]]] = {
     "log10 of SNR": ("snr", lambda snr: math.log10(max(1e-3, snr[0]))),
     "share in near-solved groups": ("noise_share", take_first),
     "length at the end": ("length", take_last),
+    "shortest length": ("length", min),
     "first quarter's advantage": ("tilt", lambda tilt: tilt[0]),
     "held-out at half": ("heldout", take_half),
     "held-out at the end": ("heldout", lambda heldout: heldout[-1][1]),
@@ -206,7 +207,7 @@ MEASURES: dict[str, tuple[str, Callable[[Any], float]]] = {
 }
 """Numbers by name: the field of a `Run` that they are computed from, "" for the run, and how. `correct`: share of
 correct responses; `at the end`: mean over the last quarter of the iterations, of the held-out reward the last
-evaluation; SNR: of the first iteration, in which the policy is untrained; first quarter's advantage: minus the last
+evaluation; shortest length: the mean of an iteration; SNR: of the first iteration, in which the policy is untrained; first quarter's advantage: minus the last
 quarter's, likewise."""
 
 
