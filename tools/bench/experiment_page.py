@@ -207,8 +207,8 @@ MEASURES: dict[str, tuple[str, Callable[[Any], float]]] = {
 }
 """Numbers by name: the field of a `Run` that they are computed from, "" for the run, and how. `correct`: share of
 correct responses; `at the end`: mean over the last quarter of the iterations, of the held-out reward the last
-evaluation; shortest length: the mean of an iteration; SNR: of the first iteration, in which the policy is untrained; first quarter's advantage: minus the last
-quarter's, likewise."""
+evaluation; shortest length: the least mean of an iteration; SNR: of the first iteration, in which the policy is
+untrained; first quarter's advantage: minus the last quarter's, likewise."""
 
 
 def measure(run: Run, name: str) -> float:
