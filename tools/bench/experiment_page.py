@@ -296,7 +296,7 @@ def format_csv(rows: Sequence[Sequence[object]]) -> str:
 
 def list_verdicts(experiments: Mapping[str, Experiment], runs: Mapping[str, Runs]) -> list[list[str]]:
     """A row per claim that was run, with the first prediction that decided its verdict."""
-    rows = [["claim", "task and arms", "difference (95% interval), margin", "verdict", "for you"]]
+    rows = [["claim", "task and arms", "difference (95% interval), margin", "seeds", "verdict", "for you"]]
     for name, experiment in experiments.items():
         outcomes = judge_all(experiment, runs[name])
         verdict = judge_experiment(experiment, outcomes)
@@ -304,9 +304,22 @@ def list_verdicts(experiments: Mapping[str, Experiment], runs: Mapping[str, Runs
             continue
         pairs = zip(experiment.predictions, outcomes, strict=True)
         prediction, found = next((p, o.difference) for p, o in pairs if p.decides and o.verdict is verdict)
-        interval = "" if found is None else f" {found.mean:.2f} ({found.low:.2f} to {found.high:.2f}),"
-        number = f"{prediction.number}:{interval} margin {prediction.margin:g}"
-        rows.append([experiment.title, experiment.short, number, verdict.value, experiment.advice])
+        assert found is not None, "its runs are finished"
+        numbers = [f"{prediction.number}: {_format(found)}, margin {prediction.margin:g}", str(found.num_seeds)]
+        rows.append([experiment.title, experiment.short, *numbers, verdict.value, experiment.advice])
+    return rows
+
+
+def _format(difference: Difference) -> str:
+    return f"{difference.mean:.2f} ({difference.low:.2f} to {difference.high:.2f})"
+
+
+def list_parts(experiment: Experiment, runs: Runs) -> list[list[str]]:
+    """A row per prediction that was run."""
+    rows = [["claim", f"{experiment.predictions[0].number}: with the part minus without", "seeds", "verdict"]]
+    for prediction, outcome in zip(experiment.predictions, judge_all(experiment, runs), strict=True):
+        if (found := outcome.difference) is not None:
+            rows.append([prediction.text, _format(found), str(found.num_seeds), outcome.verdict.value])
     return rows
 
 
@@ -405,7 +418,7 @@ def list_suite(suite: Mapping[str, Experiment], runs: Mapping[str, Runs]) -> lis
             continue
         best = [max(arms, key=means.__getitem__, default="") for arms in (GROUP_ARMS & means.keys(), critics)]
         cells = [f"`{arm}` {means[arm]:.2f}" if arm else "" for arm in best]
-        interval = f"{found.mean:.2f} ({found.low:.2f} to {found.high:.2f}), {found.num_seeds}"
+        interval = f"{_format(found)}, {found.num_seeds}"
         verdicts = [not_worse.verdict.value, f"by {experiment.predictions[1].margin:g}: {better.verdict.value}"]
         rows.append([experiment.title, f"{means['cv_ppo']:.2f}", *cells, interval, *verdicts])
     return rows
