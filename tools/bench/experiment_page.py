@@ -16,6 +16,7 @@ import io
 import itertools
 import math
 import statistics
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -24,14 +25,11 @@ from typing import Any
 
 from scipy.stats import t
 
-from megarl.report.charts import HEIGHT, WIDTH, Curve, draw_curves
-
 ENOUGH_SEEDS = 20
 BEGIN = "<!-- begin {}: made by tools/bench/experiments.py -->\n"
 END = "<!-- end {} -->"
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")
 FURTHER_COLOURS = ("#bcbd22", "#e377c2", "#000000", "#5254a3")
-ROW = 15
 
 
 @dataclass(frozen=True)
@@ -81,11 +79,9 @@ class Experiment:
     arms: Mapping[str, Arm]
     predictions: tuple[Prediction, ...]
     short: str
-    """The task and the two arms of the difference on the page"""
+    """The task and the two arms of the difference on the page; "" for what is no claim of a paper as a whole"""
     advice: str
     """What it means for a user"""
-    readme: Mapping[str, str] | None = None
-    """Arms of the picture, with what they are called there"""
 
 
 @dataclass(frozen=True)
@@ -300,7 +296,7 @@ def list_verdicts(experiments: Mapping[str, Experiment], runs: Mapping[str, Runs
     for name, experiment in experiments.items():
         outcomes = judge_all(experiment, runs[name])
         verdict = judge_experiment(experiment, outcomes)
-        if verdict is Verdict.not_run:
+        if verdict is Verdict.not_run or not experiment.short:
             continue
         pairs = zip(experiment.predictions, outcomes, strict=True)
         prediction, found = next((p, o.difference) for p, o in pairs if p.decides and o.verdict is verdict)
@@ -424,42 +420,12 @@ def list_suite(suite: Mapping[str, Experiment], runs: Mapping[str, Runs]) -> lis
     return rows
 
 
-def list_presets(experiment: Experiment, runs: Runs) -> list[list[str]]:
-    """A row per arm of the first prediction, from the highest mean at the end to the lowest."""
-    rows = []
-    for arm in list_arms(experiment.predictions[0].high):
-        found = [measure(runs[arm, seed], "held-out at the end") for seed in experiment.seeds]
-        rows.append([f"`{arm}`", f"{statistics.fmean(found):.2f}", f"{min(found):.2f} to {max(found):.2f}"])
-    rows.sort(key=lambda row: float(row[1]), reverse=True)
-    return [["preset", "mean", "seeds"], *rows]
-
-
-def draw(runs: Runs, names: Mapping[str, str]) -> str:
-    """A standalone SVG: the share of correct responses of these arms against the responses generated. names: what each
-    arm is called. The mean of the arm's seeds is a thick line, each seed a thin one.
-    """
-    curves = []
-    for group, arm in enumerate(names):
-        found = [run for (name, _), run in sorted(runs.items()) if name == arm]
-        points = [list(zip(run.samples, run.right, strict=True)) for run in found]
-        curves += [Curve(arm, group, own, run=f"{arm} {run.seed}") for run, own in zip(found, points, strict=True)]
-        means = [(column[0][0], statistics.fmean(y for _, y in column)) for column in zip(*points, strict=False)]
-        curves.append(Curve(arm, group, means, run=f"{arm} mean"))
-    legend = [
-        f'<text x="{46 + 150 * (i % 2)}" y="{HEIGHT + 8 + ROW * (i // 2)}" fill="{COLOURS[i % 8]}">'
-        f"{escape(name)}</text>"
-        for i, name in enumerate(names.values())
-    ]
-    style = (
-        "text{font:11px sans-serif}.tick{fill:#777}.grid,.axis{stroke:#ccc}polyline{fill:none}.hit,.end{display:none}"
-    )
-    for i in range(len(names)):
-        style += f".g{i} .line{{stroke:{COLOURS[i % 8]};stroke-width:.6;opacity:.5}}"
-        style += f'.g{i}[data-run$="mean"] .line{{stroke-width:2.2;opacity:1}}'
-    height = HEIGHT + ROW * ((len(names) + 1) // 2) + 4
-    svg = draw_curves(curves).replace(
-        f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img">',
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {height:g}" width="{2 * WIDTH}" role="img">'
-        f"<style>{style}</style>",
-    )
-    return svg.removesuffix("</svg>") + "".join(legend) + "</svg>\n"
+def list_presets(experiment: Experiment, runs: Runs) -> str:
+    """The arms of the first prediction, from the highest mean at the end to the lowest, with their seeds' range."""
+    found = {
+        arm: [measure(runs[arm, seed], "held-out at the end") for seed in experiment.seeds]
+        for arm in list_arms(experiment.predictions[0].high)
+    }
+    arms = sorted(found, key=lambda arm: statistics.fmean(found[arm]), reverse=True)
+    texts = [f"`{a}` {statistics.fmean(found[a]):.2f} ({min(found[a]):.2f} to {max(found[a]):.2f})" for a in arms]
+    return textwrap.fill(", ".join(texts) + ".", 120, break_on_hyphens=False)

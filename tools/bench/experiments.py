@@ -38,7 +38,6 @@ from experiment_page import (
     Runs,
     Verdict,
     choose_seeds,
-    draw,
     draw_suite,
     fill_page,
     format_csv,
@@ -379,17 +378,16 @@ def write_docs(experiments: Mapping[str, Experiment], runs: Mapping[str, Runs], 
     """The tables in results.md, the data and the picture that follow from the runs."""
     page = (DOCS / "results.md").read_text()
     suite = {name: each for name, each in experiments.items() if name.startswith("suite/")}
-    claims = {name: each for name, each in experiments.items() if name not in suite and name != "vapo_parts"}
+    claims = {name: each for name, each in experiments.items() if name not in suite}
     page = fill_page(page, "claims", format_table(list_verdicts(claims, runs)))
     page = fill_page(page, "parts", format_table(list_parts(experiments["vapo_parts"], runs["vapo_parts"])))
     page = fill_page(page, "suite", format_table(list_suite(suite, runs)))
-    page = fill_page(page, "presets", format_table(list_presets(experiments["algorithms"], runs["algorithms"])))
+    page = fill_page(page, "presets", list_presets(experiments["algorithms"], runs["algorithms"]))
     files = {
         "results.md": page,
         "results/claims.csv": format_csv(list_predictions(experiments, runs)),
         "results/claims-seeds.csv": format_csv(list_seeds(experiments, runs)),
         "figures/suite.svg": draw_suite(suite, runs),
-        "figures/critic-against-group.svg": draw(runs["luck"], experiments["luck"].readme or {}),
     }
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
