@@ -76,7 +76,8 @@ def test_every_file_that_a_comment_a_docstring_or_a_page_names_exists() -> None:
         f"{path.relative_to(ROOT)}:{number}: names {name}, which does not exist"
         for directory in ("megarl", "tools", "conf", "tests", "slurm", "docs")
         for path in sorted((ROOT / directory).rglob("*"))
-        if path.is_file() and path.suffix in {".py", ".yaml", ".sh", ".toml", ".md", ""} and path != Path(__file__)
+        if path.is_file() and path != Path(__file__)
+        if path.suffix in {".py", ".yaml", ".sh", ".toml", ".md"} or path.name == "Dockerfile"
         for number, line in enumerate(path.read_text().splitlines(), start=1)
         for name in NAMED_PATH.findall(line)
         if not any(part.isupper() for part in re.split(r"[/._]", name)) and not (ROOT / name).is_file()
