@@ -360,27 +360,28 @@ def _take_areas(experiment: Experiment, runs: Runs) -> list[tuple[str, list[floa
 
 
 def draw_suite(suite: Mapping[str, Experiment], runs: Mapping[str, Runs]) -> str:
-    """A standalone SVG: a row per task, a mark at each arm's mean area, and a line from its lowest seed to the highest.
-    Arms with a critic are filled, those that compare a group are rings.
+    """A standalone SVG: a row per task that was run, a mark at each arm's mean area, and a line from its lowest seed to
+    the highest. Arms with a critic are filled, those that compare a group are rings.
     """
-    left, width, row, top = 250, 400, 44, 30
+    left, width, row, top = 310, 400, 44, 30
+    done = {each.title: found for name, each in suite.items() if (found := _take_areas(each, runs[name]))}
     arms = list(dict.fromkeys(arm for experiment in suite.values() for arm in experiment.arms))
-    parts, height = [], top + row * len(suite) + 20 * ((len(arms) + 3) // 4) + 16
+    parts, height = [], top + row * len(done) + 20 * ((len(arms) + 3) // 4) + 16
     for tick in range(0, 11, 2):
         x = left + width * tick / 10
-        parts.append(f'<path d="M{x:g} {top - 8}V{top + row * len(suite) - 8}" class="grid"/>')
+        parts.append(f'<path d="M{x:g} {top - 8}V{top + row * len(done) - 8}" class="grid"/>')
         parts.append(f'<text x="{x:g}" y="14" text-anchor="middle" class="tick">{tick / 10:g}</text>')
-    for number, (name, experiment) in enumerate(suite.items()):
+    for number, (title, of_arms) in enumerate(done.items()):
         y = top + row * number + 8
-        parts.append(f'<text x="0" y="{y + 4}">{escape(experiment.title)}</text>')
-        for arm, areas in _take_areas(experiment, runs[name]):
+        parts.append(f'<text x="0" y="{y + 4}">{escape(title)}</text>')
+        for arm, areas in of_arms:
             at = arms.index(arm)
             low, high, mean = (left + width * z for z in (min(areas), max(areas), statistics.fmean(areas)))
             line = y - 14 + 2.8 * at
             parts.append(f'<path d="M{low:.1f} {line:.1f}H{high:.1f}" stroke="{_colour(at)}"/>')
             parts.append(_mark(mean, line, arm, at))
     for at, arm in enumerate(arms):
-        x, y = 8 + 160 * (at % 4), top + row * len(suite) + 10 + 20 * (at // 4)
+        x, y = 8 + 180 * (at % 4), top + row * len(done) + 10 + 20 * (at // 4)
         parts.append(f'{_mark(x, y, arm, at)}<text x="{x + 10}" y="{y + 4}">{escape(arm)}</text>')
     style = "text{font:12px sans-serif;fill:#555}.grid{stroke:#ccc}path{fill:none}"
     return (
