@@ -67,6 +67,10 @@ class Prediction:
     seeds: tuple[int, ...] = ()
     """Others than the experiment's, for two arms that those could not tell apart"""
 
+    @property
+    def arms(self) -> list[str]:
+        return [*list_arms(self.high), *list_arms(self.low)]
+
 
 @dataclass(frozen=True)
 class Experiment:
@@ -258,7 +262,7 @@ def judge_all(experiment: Experiment, runs: Runs) -> list[Outcome]:
 
 def choose_seeds(experiment: Experiment, arm: str) -> list[int]:
     """Those of the experiment, and those of the predictions about the arm."""
-    own = [each.seeds for each in experiment.predictions if arm in (*list_arms(each.high), *list_arms(each.low))]
+    own = [each.seeds for each in experiment.predictions if arm in each.arms]
     return sorted({*experiment.seeds, *itertools.chain(*own)})
 
 
@@ -306,16 +310,16 @@ def list_verdicts(experiments: Mapping[str, Experiment], runs: Mapping[str, Runs
     return rows
 
 
-def _format(difference: Difference) -> str:
-    return f"{difference.mean:.2f} ({difference.low:.2f} to {difference.high:.2f})"
+def _format(difference: Difference | None) -> str:
+    return "" if difference is None else f"{difference.mean:.2f} ({difference.low:.2f} to {difference.high:.2f})"
 
 
 def list_parts(experiment: Experiment, runs: Runs) -> list[list[str]]:
-    """A row per prediction that was run."""
+    """A row per prediction."""
     rows = [["claim", f"{experiment.predictions[0].number}: with the part minus without", "seeds", "verdict"]]
     for prediction, outcome in zip(experiment.predictions, judge_all(experiment, runs), strict=True):
-        if (found := outcome.difference) is not None:
-            rows.append([prediction.text, _format(found), str(found.num_seeds), outcome.verdict.value])
+        num_seeds = len(prediction.seeds or experiment.seeds)
+        rows.append([prediction.text, _format(outcome.difference), str(num_seeds), outcome.verdict.value])
     return rows
 
 
@@ -404,29 +408,32 @@ def _mark(x: float, y: float, arm: str, at: int) -> str:
 
 
 def list_suite(suite: Mapping[str, Experiment], runs: Mapping[str, Runs]) -> list[list[str]]:
-    """A row per task: mean areas of the recipe, the best group method and the best other critic, and both verdicts."""
+    """A row per task that the recipe has run: mean areas of it, the best group method and the best other critic, and
+    both verdicts.
+    """
     rows = [["task", "`cv_ppo`", "best group method", "best other critic"]]
     rows[0] += ["`cv_ppo` minus the group's (95% interval), seeds", "not worse by 0.03", "better"]
     for name, experiment in suite.items():
         means = {arm: statistics.fmean(areas) for arm, areas in _take_areas(experiment, runs[name])}
         critics = [arm for arm in means if arm not in GROUP_ARMS and not arm.startswith("cv_ppo")]
         not_worse, better = judge_all(experiment, runs[name])[:2]
-        if (found := not_worse.difference) is None:
+        if "cv_ppo" not in means:
             continue
         best = [max(arms, key=means.__getitem__, default="") for arms in (GROUP_ARMS & means.keys(), critics)]
         cells = [f"`{arm}` {means[arm]:.2f}" if arm else "" for arm in best]
-        interval = f"{_format(found)}, {found.num_seeds}"
-        verdicts = [not_worse.verdict.value, f"by {experiment.predictions[1].margin:g}: {better.verdict.value}"]
+        found = not_worse.difference
+        interval = f"{_format(found)}, {found.num_seeds}" if found else ""
+        second = f"by {experiment.predictions[1].margin:g}: {better.verdict.value}" if found else ""
+        verdicts = [not_worse.verdict.value, second]
         rows.append([experiment.title, f"{means['cv_ppo']:.2f}", *cells, interval, *verdicts])
     return rows
 
 
 def list_presets(experiment: Experiment, runs: Runs) -> str:
-    """The arms of the first prediction, from the highest mean at the end to the lowest, with their seeds' range."""
+    """The arms of the first prediction, from the highest mean at the end to the lowest."""
     found = {
-        arm: [measure(runs[arm, seed], "held-out at the end") for seed in experiment.seeds]
+        arm: statistics.fmean(measure(runs[arm, seed], "held-out at the end") for seed in experiment.seeds)
         for arm in list_arms(experiment.predictions[0].high)
     }
-    arms = sorted(found, key=lambda arm: statistics.fmean(found[arm]), reverse=True)
-    texts = [f"`{a}` {statistics.fmean(found[a]):.2f} ({min(found[a]):.2f} to {max(found[a]):.2f})" for a in arms]
-    return textwrap.fill(", ".join(texts) + ".", 120, break_on_hyphens=False)
+    arms = sorted(found, key=found.__getitem__, reverse=True)
+    return textwrap.fill(", ".join(f"`{arm}` {found[arm]:.2f}" for arm in arms) + ".", 120, break_on_hyphens=False)

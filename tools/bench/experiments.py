@@ -44,7 +44,6 @@ from experiment_page import (
     format_table,
     judge_all,
     judge_experiment,
-    list_arms,
     list_parts,
     list_predictions,
     list_presets,
@@ -131,7 +130,7 @@ def _read_experiment(name: str, node: dict[str, Any]) -> Experiment:
     }
     predictions = tuple(Prediction(**{**each, "seeds": tuple(each.get("seeds", ()))}) for each in node["predictions"])
     for each in predictions:
-        for arm in (*list_arms(each.high), *list_arms(each.low)):
+        for arm in each.arms:
             if arm not in arms:
                 raise ValueError(f"{name}: a prediction about {arm}; the arms are {', '.join(arms)}")
     return Experiment(name, **{**node, "seeds": tuple(node["seeds"]), "arms": arms, "predictions": predictions})
