@@ -409,10 +409,10 @@ def _mark(x: float, y: float, arm: str, at: int) -> str:
 
 def list_suite(suite: Mapping[str, Experiment], runs: Mapping[str, Runs]) -> list[list[str]]:
     """A row per task that the recipe has run: mean areas of it, the best group method and the best other critic, and
-    both verdicts.
+    whether it meets both bars.
     """
     rows = [["task", "`cv_ppo`", "best group method", "best other critic"]]
-    rows[0] += ["`cv_ppo` minus the group's (95% interval), seeds", "not worse by 0.03", "better"]
+    rows[0] += ["`cv_ppo` minus the group's (95% interval), seeds", "bar: not worse by 0.03", "bar: better"]
     for name, experiment in suite.items():
         means = {arm: statistics.fmean(areas) for arm, areas in _take_areas(experiment, runs[name])}
         critics = [arm for arm in means if arm not in GROUP_ARMS and not arm.startswith("cv_ppo")]
@@ -421,11 +421,13 @@ def list_suite(suite: Mapping[str, Experiment], runs: Mapping[str, Runs]) -> lis
             continue
         best = [max(arms, key=means.__getitem__, default="") for arms in (GROUP_ARMS & means.keys(), critics)]
         cells = [f"`{arm}` {means[arm]:.2f}" if arm else "" for arm in best]
-        found = not_worse.difference
-        interval = f"{_format(found)}, {found.num_seeds}" if found else ""
-        second = f"by {experiment.predictions[1].margin:g}: {better.verdict.value}" if found else ""
-        verdicts = [not_worse.verdict.value, second]
-        rows.append([experiment.title, f"{means['cv_ppo']:.2f}", *cells, interval, *verdicts])
+        row, found = [experiment.title, f"{means['cv_ppo']:.2f}", *cells], not_worse.difference
+        if found is None:
+            rows.append([*row, "not run", "", ""])
+            continue
+        met = ["met" if outcome.verdict is Verdict.holds else "missed" for outcome in (not_worse, better)]
+        second = f"by {experiment.predictions[1].margin:g}: {met[1]}"
+        rows.append([*row, f"{_format(found)}, {found.num_seeds}", met[0], second])
     return rows
 
 
