@@ -369,7 +369,7 @@ def draw_suite(suite: Mapping[str, Experiment], runs: Mapping[str, Runs]) -> str
     """
     left, width, row, top = 310, 400, 44, 30
     done = {each.title: found for name, each in suite.items() if (found := _take_areas(each, runs[name]))}
-    arms = list(dict.fromkeys(arm for experiment in suite.values() for arm in experiment.arms))
+    arms = list(dict.fromkeys(arm for found in done.values() for arm, _ in found))
     parts, height = [], top + row * len(done) + 20 * ((len(arms) + 3) // 4) + 16
     for tick in range(0, 11, 2):
         x = left + width * tick / 10
