@@ -412,7 +412,7 @@ def list_suite(suite: Mapping[str, Experiment], runs: Mapping[str, Runs]) -> lis
     whether it meets both bars.
     """
     rows = [["task", "`cv_ppo`", "best group method", "best other critic"]]
-    rows[0] += ["`cv_ppo` minus the group's (95% interval), seeds", "bar: not worse by 0.03", "bar: better"]
+    rows[0] += ["difference (95% interval), seeds", "bar: not worse by 0.03", "bar: better by"]
     for name, experiment in suite.items():
         means = {arm: statistics.fmean(areas) for arm, areas in _take_areas(experiment, runs[name])}
         critics = [arm for arm in means if arm not in GROUP_ARMS and not arm.startswith("cv_ppo")]
@@ -426,7 +426,7 @@ def list_suite(suite: Mapping[str, Experiment], runs: Mapping[str, Runs]) -> lis
             rows.append([*row, "not run", "", ""])
             continue
         met = ["met" if outcome.verdict is Verdict.holds else "missed" for outcome in (not_worse, better)]
-        second = f"by {experiment.predictions[1].margin:g}: {met[1]}"
+        second = f"{experiment.predictions[1].margin:g}: {met[1]}"
         rows.append([*row, f"{_format(found)}, {found.num_seeds}", met[0], second])
     return rows
 

@@ -102,7 +102,7 @@ def test_the_suite_compares_with_the_best_of_several_arms():
     outcome = page.judge_prediction(experiment.predictions[0], runs, experiment.seeds)
     assert outcome.difference.mean == pytest.approx(0.2)
     row = page.list_suite(SUITE, {name: runs if each is experiment else {} for name, each in SUITE.items()})[1]
-    assert row[1:] == ["0.82", "`grpo` 0.62", "", "0.20 (0.20 to 0.20), 3", "met", "by 0.1: met"]
+    assert row[1:] == ["0.82", "`grpo` 0.62", "", "0.20 (0.20 to 0.20), 3", "met", "0.1: met"]
     drawn = page.draw_suite(SUITE, {name: runs if each is experiment else {} for name, each in SUITE.items()})
     assert drawn.count("<circle") == 2 * len(arms)
 
