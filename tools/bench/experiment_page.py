@@ -82,9 +82,9 @@ class Experiment:
     seeds: tuple[int, ...]
     arms: Mapping[str, Arm]
     predictions: tuple[Prediction, ...]
-    short: str
+    short: str = ""
     """The task and the two arms of the difference on the page; "" for what is no claim of a paper as a whole"""
-    advice: str
+    advice: str = ""
     """What it means for a user"""
 
 
@@ -245,9 +245,9 @@ def list_arms(side: str | float | Sequence[str]) -> list[str]:
 def judge_prediction(prediction: Prediction, runs: Runs, seeds: Sequence[int]) -> Outcome:
     """Without all seeds of all arms it is not run: no verdict from a part of them."""
     high, low = list_arms(prediction.high), list_arms(prediction.low)
-    if any((arm, seed) not in runs for arm in (*high, *low) for seed in seeds):
+    if any((arm, seed) not in runs for arm in prediction.arms for seed in seeds):
         return Outcome(Verdict.not_run, None)
-    numbers = {arm: [measure(runs[arm, seed], prediction.number) for seed in seeds] for arm in (*high, *low)}
+    numbers = {arm: [measure(runs[arm, seed], prediction.number) for seed in seeds] for arm in prediction.arms}
     least = [min(each) for each in zip(*(numbers[arm] for arm in high), strict=True)]
     rival = (
         max((numbers[arm] for arm in low), key=statistics.fmean) if low else [float(str(prediction.low))] * len(seeds)
@@ -298,9 +298,11 @@ def list_verdicts(experiments: Mapping[str, Experiment], runs: Mapping[str, Runs
     """A row per claim that was run, with the first prediction that decided its verdict."""
     rows = [["claim", "task and arms", "difference (95% interval), margin", "seeds", "verdict", "for you"]]
     for name, experiment in experiments.items():
+        if not experiment.short:
+            continue
         outcomes = judge_all(experiment, runs[name])
         verdict = judge_experiment(experiment, outcomes)
-        if verdict is Verdict.not_run or not experiment.short:
+        if verdict is Verdict.not_run:
             continue
         pairs = zip(experiment.predictions, outcomes, strict=True)
         prediction, found = next((p, o.difference) for p, o in pairs if p.decides and o.verdict is verdict)
@@ -415,10 +417,10 @@ def list_suite(suite: Mapping[str, Experiment], runs: Mapping[str, Runs]) -> lis
     rows[0] += ["difference (95% interval), seeds", "bar: not worse by 0.03", "bar: better by"]
     for name, experiment in suite.items():
         means = {arm: statistics.fmean(areas) for arm, areas in _take_areas(experiment, runs[name])}
-        critics = [arm for arm in means if arm not in GROUP_ARMS and not arm.startswith("cv_ppo")]
-        not_worse, better = judge_all(experiment, runs[name])[:2]
         if "cv_ppo" not in means:
             continue
+        critics = [arm for arm in means if arm not in GROUP_ARMS and not arm.startswith("cv_ppo")]
+        not_worse, better = judge_all(experiment, runs[name])[:2]
         best = [max(arms, key=means.__getitem__, default="") for arms in (GROUP_ARMS & means.keys(), critics)]
         cells = [f"`{arm}` {means[arm]:.2f}" if arm else "" for arm in best]
         row, found = [experiment.title, f"{means['cv_ppo']:.2f}", *cells], not_worse.difference

@@ -377,8 +377,7 @@ def write_docs(experiments: Mapping[str, Experiment], runs: Mapping[str, Runs], 
     """The tables in results.md, the data and the picture that follow from the runs."""
     page = (DOCS / "results.md").read_text()
     suite = {name: each for name, each in experiments.items() if name.startswith("suite/")}
-    claims = {name: each for name, each in experiments.items() if name not in suite}
-    page = fill_page(page, "claims", format_table(list_verdicts(claims, runs)))
+    page = fill_page(page, "claims", format_table(list_verdicts(experiments, runs)))
     page = fill_page(page, "parts", format_table(list_parts(experiments["vapo_parts"], runs["vapo_parts"])))
     page = fill_page(page, "suite", format_table(list_suite(suite, runs)))
     page = fill_page(page, "presets", list_presets(experiments["algorithms"], runs["algorithms"]))
