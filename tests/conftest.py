@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,14 @@ class FolderScheduling(LoadScopeScheduling):  # type: ignore[misc]
             return nodeid
         folder = file.removeprefix("tests/").split("/")[0]
         return folder if folder in TOGETHER else file
+
+    def remove_node(self, node: Any) -> str | None:
+        """xdist would hand out again, too, what a worker that died had finished: of those units no worker ever
+        reports, and the session would wait without end."""
+        work = self.assigned_work[node]
+        for scope in [scope for scope, tests in work.items() if all(tests.values())]:
+            del work[scope]
+        return super().remove_node(node)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -86,6 +95,17 @@ def use_one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def keep_signal_handlers() -> Iterator[None]:
+    """A command that a test runs in this process may change them: with SIGPIPE's default, a later write to a closed
+    pipe would kill the worker without a word."""
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    yield
+    for number, handler in before.items():
+        if handler is not None and signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -103,7 +103,8 @@ def is_sweep(arguments: Sequence[str]) -> bool:
 
 
 def end_with_closed_pipe() -> None:
-    """A write to a pipe that nobody reads ends this process without a message. Not for one that has others to end."""
+    """A write to a pipe that nobody reads ends this process without a message. Not for one that has others to
+    end, or that writes to others."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 

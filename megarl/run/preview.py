@@ -9,8 +9,10 @@ nothing is wrong. 1: the run would be refused, or some answers cannot be read. 2
 
 import asyncio
 import contextlib
+import os
 import random
 import re
+import signal
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -26,7 +28,7 @@ from megarl.config.schema.root import Config
 from megarl.models.checkpoint import default_cache_dir, load_tokenizer, resolve_checkpoint
 from megarl.rollout.pairs import build_pairs
 from megarl.rollout.server import load_generation_spec
-from megarl.run.command import end_with_closed_pipe, end_with_config_error
+from megarl.run.command import end_with_config_error
 from megarl.task.data import DataSplits, build_data, draw
 from megarl.task.environments import build_tool_prompt
 from megarl.task.process import shorten
@@ -51,7 +53,6 @@ def main() -> None:
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return
-    end_with_closed_pipe()
     try:
         arguments = take_config_dirs(arguments)
         if options := [text for text in arguments if text.startswith("-")]:
@@ -66,8 +67,12 @@ def main() -> None:
                 for line in preview(config, own):
                     print(f"{name}: {line}" if name else line)
             problems += [name_in_source(name, problem) for problem in own]
+        sys.stdout.flush()
     except ConfigError as error:
         end_with_config_error(error)
+    except BrokenPipeError:  # As `end_with_closed_pipe`, whose signal would also end it where a reward's process died.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     sys.exit(bool(problems))

@@ -1,6 +1,9 @@
 """megarl data: prompts as the model gets them, their lengths and repeats, and answers that the reward cannot read."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,6 +58,19 @@ def test_prompts_lengths_repeats_and_answers_are_shown(tmp_path: Path) -> None:
     (problem,) = problems
     assert problem.startswith(f"{train}:25: reward=numeric with data=jsonl ")
     assert "answer 'no number' found; reward=numeric needs a number" in problem
+
+
+def test_a_reader_that_has_left_ends_it_by_an_exit_code_without_a_message(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", *map(make, range(20)))
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "megarl.run.preview", "data=jsonl", "reward=numeric", path],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 def test_what_a_run_would_refuse_is_said_after_the_lengths(tmp_path: Path) -> None:
