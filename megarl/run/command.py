@@ -103,8 +103,7 @@ def is_sweep(arguments: Sequence[str]) -> bool:
 
 
 def end_with_closed_pipe() -> None:
-    """A write to a pipe that nobody reads ends this process without a message. Not for one that has others to
-    end, or that writes to others."""
+    """A write to a pipe that nobody reads ends this process silently: not for one that ends or writes to others."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
