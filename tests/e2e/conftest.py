@@ -39,11 +39,7 @@ def rollout_config() -> RolloutConfig:
 
 
 @pytest.fixture(scope="session")
-def server(
-    tiny_checkpoint: Path,
-    rollout_config: RolloutConfig,
-    tmp_path_factory: pytest.TempPathFactory,
-):
+def server(tiny_checkpoint: Path, rollout_config: RolloutConfig, tmp_path_factory: pytest.TempPathFactory):
     """A healthy server on `tiny_checkpoint`; tests that change its weights put the checkpoint's back.
 
     It is started under a TMPDIR in which a socket's path would be too long.

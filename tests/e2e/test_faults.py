@@ -125,7 +125,7 @@ def reference(out: Path) -> dict[str, Any]:
 RUNS = [(plan,) for plan in list_plans(int(os.environ.get("MEGARL_KILLS", "0")))] or [
     # Each way of going on once, and after a step of value pretraining. All other places: unit/loop/test_loop_resume.py,
     # over the fakes; servers that are killed: test_server_restarts.py
-    (Plan("critic worker", PRETRAINING, 0, delay_s=0.1), Plan("driver", "generation", 3, delay_s=0.1)),
+    (Plan("critic worker", PRETRAINING, 0, delay_s=0.1), Plan("driver", "generation", 3, delay_s=0.1))
 ]
 
 

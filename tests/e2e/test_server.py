@@ -110,11 +110,7 @@ def policy(tiny_checkpoint):
 def engine(server, tiny_checkpoint, rollout_config, tmp_path_factory):
     """Of the session's server with its checkpoint's weights as version 0, whoever used it before."""
     made = SGLangEngine(
-        [server.url],
-        tiny_checkpoint,
-        rollout_config,
-        check_processes=server.check_alive,
-        api_key=API_KEY,
+        [server.url], tiny_checkpoint, rollout_config, check_processes=server.check_alive, api_key=API_KEY
     )
     checkpoint = TransformersPolicy(tiny_checkpoint)
     tokens = build_probe_tokens((), checkpoint.model.config.vocab_size)
@@ -272,11 +268,7 @@ def test_a_server_started_anew_repeats_a_key_keeps_others_out_and_stop_leaves_no
     )
     assert log_file.stat().st_mode & 0o077 == 0
     with contextlib.closing(SGLangClient(again.url, vocab_size=55, deadline_s=10.0)) as stranger:
-        for call in (
-            lambda: stranger.generate([[5]], {"max_new_tokens": 1}),
-            stranger.flush_cache,
-            stranger.reset,
-        ):
+        for call in (lambda: stranger.generate([[5]], {"max_new_tokens": 1}), stranger.flush_cache, stranger.reset):
             with pytest.raises(RequestError, match="answered 401"):
                 call()
     assert generate_first(engine) == first_responses

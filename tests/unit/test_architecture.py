@@ -39,11 +39,7 @@ CONFIG_MAY_IMPORT = {"algo", "files", "schema"}
 """Fewer rooms than its floor allows. It reads what the algorithms' modules declare, without torch."""
 ONLY_PACKAGES = {room: {"omegaconf", "hydra", "yaml"} for room in ("config", "schema")}
 """Rooms that may use these packages besides the standard library and no others"""
-HOMES = {
-    "ray": {"cluster"},
-    "sglang": {"rollout"},
-    "megatron": {"mcore", "cpu"},
-}
+HOMES = {"ray": {"cluster"}, "sglang": {"rollout"}, "megatron": {"mcore", "cpu"}}
 """The only rooms that may import a package."""
 
 ASKS_FOR_CUDA = re.compile(

@@ -22,14 +22,7 @@ from megarl.cluster import calls, process
 from megarl.cluster.actors import Servers, Turns, WorkerGroup
 from megarl.cluster.calls import WorkerError
 from megarl.cluster.opened import Cluster, open_ray, remove_left_over
-from megarl.cluster.process import (
-    Gpu,
-    SmiGpu,
-    ask_nvidia_smi,
-    build_variables,
-    choose_gpus,
-    use_gpus,
-)
+from megarl.cluster.process import Gpu, SmiGpu, ask_nvidia_smi, build_variables, choose_gpus, use_gpus
 from megarl.config.errors import ConfigError
 from megarl.config.placement import Group, place
 from megarl.config.schema.algo import AlgoConfig

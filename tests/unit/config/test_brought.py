@@ -10,14 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from megarl.config.errors import ConfigError
-from megarl.config.load import (
-    MODEL_FILE,
-    RunSettings,
-    expand_sets,
-    load,
-    load_config,
-    load_configs,
-)
+from megarl.config.load import MODEL_FILE, RunSettings, expand_sets, load, load_config, load_configs
 from megarl.config.overrides import write_value
 from megarl.config.schema.root import Config
 from megarl.files import RUN_FILE

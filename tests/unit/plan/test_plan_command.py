@@ -127,11 +127,7 @@ def test_a_wrong_configuration_ends_with_2_and_names_the_key(
     [
         ((), None, None),
         (("cluster=h100x8",), None, None),
-        (
-            ("cluster=h100x8", "cluster.hardware.memory_gib=2.4"),
-            "GPU 0 (policy stage 0",
-            "none of the changes",
-        ),
+        (("cluster=h100x8", "cluster.hardware.memory_gib=2.4"), "GPU 0 (policy stage 0", "none of the changes"),
         (
             ("cluster=h100x8", "rollout.num_servers=7"),
             *("cluster: policy 1 + critic 1 + servers 7 GPUs", "it fits with rollout.num_servers=6;"),

@@ -24,15 +24,7 @@ from megarl.config.schema.root import LoggerConfig, WandbMode
 from megarl.report import record
 from megarl.report.record import load_ids, load_metrics, load_record
 from megarl.report.report import Report, build_report
-from megarl.report.text import (
-    INDENT,
-    LOG_WIDTH,
-    LONGEST_TEXT,
-    MOST_LINES,
-    format_sample,
-    format_samples,
-    wrap,
-)
+from megarl.report.text import INDENT, LOG_WIDTH, LONGEST_TEXT, MOST_LINES, format_sample, format_samples, wrap
 from megarl.types import FinishReason, Response, Sample, Score, Turn
 
 TEXT_ONLY = LoggerConfig(tensorboard=False, terminal=True, num_logged_samples=2)

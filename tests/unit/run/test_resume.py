@@ -68,10 +68,7 @@ def test_a_resume_that_cannot_be_is_an_error(arguments, message):
     ("now", "problem"),
     [
         ([], None),
-        (
-            ["algo.clip_high=0.28"],
-            "algo.clip_high: the run has 0.3, now 0.28; it affects training and may not",
-        ),
+        (["algo.clip_high=0.28"], "algo.clip_high: the run has 0.3, now 0.28; it affects training and may not"),
         (["seed=2"], "seed: the run has 1, now 2"),
         (["reward=math"], "reward: the run has"),  # though it has the same keys
         (["policy.parallel.num_processes=2", "policy.parallel.tp=2", "train.num_iterations=500"], None),

@@ -139,8 +139,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("what", "asked"),
-    [("rollout", ["/flush_cache?timeout=30", "/generate"]), ("load", [*LOAD, *CLEAN_UP])],
+    ("what", "asked"), [("rollout", ["/flush_cache?timeout=30", "/generate"]), ("load", [*LOAD, *CLEAN_UP])]
 )
 def test_ctrl_c_ends_the_wait_and_its_calls_and_asks_for_no_process(checkpoint, what, asked):
     with serving({"/generate": "hang", "/update_weights_from_disk": "hang"}) as server, stopping_on_signals():

@@ -118,10 +118,7 @@ def test_an_evaluation_has_a_set_for_each_source_with_its_reward() -> None:
     }
 
 
-@given(
-    st.lists(st.integers(1, 20), min_size=1, max_size=5),
-    st.integers(1, 300),
-)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(1, 300))
 def test_at_every_point_each_source_has_its_share_of_the_prompts(weights: list[int], number: int) -> None:
     shares = {f"s{i}": float(weight) for i, weight in enumerate(weights)}
     drawn = Counter(prompt.source for prompt in build_mix(shares).next_batch(number))

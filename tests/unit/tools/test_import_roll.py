@@ -129,7 +129,7 @@ def test_domains_with_a_reward_each_are_sources_with_their_shares_and_tags(tmp_p
     assert {name: source.share for name, source in sources.items()} == shares
     data = {name: source.config.data for name, source in sources.items()}
     assert {name: each.select["tag"] for name, each in data.items()} == {
-        **{"math_rule": ["deepmath_103k", "aime"], "code": ["KodCode"], "judged": ["RLVR"], "choice": ["choice"]},
+        **{"math_rule": ["deepmath_103k", "aime"], "code": ["KodCode"], "judged": ["RLVR"], "choice": ["choice"]}
     }
     assert {(*each.path, each.prompt_field) for each in data.values()} == {("a.jsonl", "b.jsonl", "messages")}
     fields = {name: each.answer_field for name, each in data.items()}
