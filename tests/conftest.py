@@ -48,9 +48,8 @@ class FolderScheduling(LoadScopeScheduling):  # type: ignore[misc]
     def remove_node(self, node: Any) -> str | None:
         """xdist would hand out again, too, what a worker that died had finished: of those units no worker ever
         reports, and the session would wait without end."""
-        work = self.assigned_work[node]
-        for scope in [scope for scope, tests in work.items() if all(tests.values())]:
-            del work[scope]
+        work = self.assigned_work[node].items()
+        self.assigned_work[node] = {scope: tests for scope, tests in work if not all(tests.values())}
         return super().remove_node(node)
 
 

@@ -83,7 +83,7 @@ LAMBDAS = {
     "lambda_level": st.sampled_from(LambdaLevel),
 }
 ESTIMATORS = {
-    "control_variate": {**{"surrogate": st.just("logprob"), "lambda_critic": st.sampled_from([0.9, 1.0])}, **LAMBDAS},
+    "control_variate": {"surrogate": st.just("logprob"), "lambda_critic": st.sampled_from([0.9, 1.0]), **LAMBDAS},
     "gae": {"gamma": GAMMAS, "lambda_critic": st.sampled_from([0.9, 1.0]), **LAMBDAS},
     "none": {},
     "reinforce": {"gamma": GAMMAS},

@@ -85,14 +85,11 @@ def test_our_warnings_and_the_users_are_lines_of_the_report_and_those_of_librari
 @pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
 def test_a_signal_raises_stopped_even_where_the_shell_ignores_it_and_the_handlers_come_back(number, before):
     has_nohup = (number, before) == (signal.SIGHUP, signal.SIG_IGN)
-    own = signal.signal(number, before)
-    try:
-        with contextlib.nullcontext() if has_nohup else pytest.raises(Stopped) as caught, stopping_on_signals():
-            os.kill(os.getpid(), number)
-        assert has_nohup or caught.value.exit_code == 128 + number
-        assert signal.getsignal(number) is before
-    finally:
-        signal.signal(number, own)
+    signal.signal(number, before)
+    with contextlib.nullcontext() if has_nohup else pytest.raises(Stopped) as caught, stopping_on_signals():
+        os.kill(os.getpid(), number)
+    assert has_nohup or caught.value.exit_code == 128 + number
+    assert signal.getsignal(number) is before
 
 
 def test_a_second_signal_is_ignored_while_the_first_one_is_handled():
